@@ -1,0 +1,28 @@
+"""Everything read from the environment, once, and nowhere else.
+
+| variable | default | meaning |
+|---|---|---|
+| DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
+| DETCOMPILE_CPU_ISA | the widest the machine has | avx512, avx2 or portable |
+| CXX | g++ | C++ compiler for the CPU templates |
+"""
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_directory", "cpu_isa_override", "cxx_compiler"]
+
+
+def cache_directory() -> Path:
+    """Folder for artifacts that can be rebuilt at any time."""
+    return Path(os.environ.get("DETCOMPILE_CACHE", Path.home() / ".cache" / "detcompile"))
+
+
+def cpu_isa_override() -> str | None:
+    """The instruction set forced by the user, or None to take the widest available."""
+    return os.environ.get("DETCOMPILE_CPU_ISA")
+
+
+def cxx_compiler() -> str:
+    """Command that compiles C++17."""
+    return os.environ.get("CXX", "g++")

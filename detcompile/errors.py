@@ -1,0 +1,58 @@
+"""Every exception detcompile raises for its users.
+
+DetcompileError
+├── CompilerNotFound      no working C++ compiler for the CPU templates
+├── InvalidInput          a call's arguments cannot be served (also a ValueError)
+│   └── NumericsError     a Numerics that no order can satisfy
+├── ScheduleError         no schedule of a template may run on this device
+├── UnsupportedModel      the model cannot be captured with its meaning intact
+└── UncertifiedOp         the certificate refuses the compiled graph
+
+Each message says what went wrong, where, and what to do about it.
+"""
+
+__all__ = [
+    "CompilerNotFound",
+    "DetcompileError",
+    "InvalidInput",
+    "NumericsError",
+    "ScheduleError",
+    "UncertifiedOp",
+    "UnsupportedModel",
+]
+
+
+class DetcompileError(Exception):
+    """Base class of every exception of this package."""
+
+
+class CompilerNotFound(DetcompileError):
+    """The CPU templates are compiled on first use and no working C++ compiler was found."""
+
+
+class InvalidInput(DetcompileError, ValueError):
+    """The arguments of a call cannot be served; nothing was changed."""
+
+
+class NumericsError(InvalidInput):
+    """The declared Numerics contradict themselves or do not fit the model."""
+
+
+class ScheduleError(DetcompileError):
+    """No schedule of a template reproduces the template's order on this device."""
+
+
+class UnsupportedModel(DetcompileError):
+    """The model cannot be captured without changing what it means."""
+
+
+class UncertifiedOp(DetcompileError):
+    """The compiled graph holds an operation whose bits could depend on the batch.
+
+    Attributes:
+        offenders: one line per refused operation: its name, its place in the model's source, and the reason.
+    """
+
+    def __init__(self, message: str, offenders: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.offenders = offenders

@@ -1,0 +1,68 @@
+# Every target sets up what it needs: a virtual environment in .venv, with the versions that constraints.txt pins.
+# Needed: Linux, Python >= 3.11 with venv, make, and g++ (or CXX) for the CPU kernels. No GPU.
+#
+# torch 2.13.0 from the default package index carries CUDA (several GB). For the CPU build, give pip the CPU index
+# that PyTorch's installation page names; its 2.13.0+cpu satisfies the same pin:
+#     make test PIP_EXTRA_ARGS="--extra-index-url <the CPU index>"
+
+PYTHON ?= python3
+PIP_EXTRA_ARGS ?=
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
+LINTED := detcompile tests benchmarks examples docs
+
+.PHONY: demo test check gpu-test bench census clean help
+
+help:
+	@echo "make demo      plain torch beside detcompile on the embedded model"
+	@echo "make test      every test that needs no GPU"
+	@echo "make check     ruff and mypy"
+	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
+	@echo "make bench     benchmarks, under $(PYTHON) and its own packages"
+	@echo "make census    regenerate docs/census.md from the pinned transformers"
+	@echo "make clean     remove caches and .venv"
+
+demo: $(VENV)/.stamp-test
+	@$(VENV)/bin/detcompile demo
+
+# One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly.
+test: $(VENV)/.stamp-test
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+check: $(VENV)/.stamp-dev
+	@$(VENV_PYTHON) -m ruff check $(LINTED)
+	@$(VENV_PYTHON) -m mypy
+
+# GPU machines bring a torch that matches their driver, so these two take the machine's own Python.
+gpu-test:
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
+	@PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+
+bench:
+	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks
+
+census: $(VENV)/.stamp-test
+	@$(VENV_PYTHON) docs/generate_census.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find detcompile tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("detcompile needs Python >= 3.11: make PYTHON=...")'
+	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || \
+	  { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-python pyproject.toml constraints.txt
+	@echo "Installing detcompile and its pinned dependencies into $(VENV) (minutes the first time)"
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-test
+	@$(PIP_INSTALL) -e '.[test,dev]'
+	@touch $@

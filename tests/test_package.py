@@ -1,0 +1,73 @@
+"""What a user imports and installs: public names, one name a module, the contents of the wheel."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import detcompile
+
+ROOT = Path(__file__).parents[1]
+LINKS = ["passes", "runtime", "templates"]
+
+IMPORT_EVERYTHING = """
+import importlib, json, pkgutil, sys
+import detcompile
+for module in pkgutil.walk_packages(detcompile.__path__, "detcompile."):
+    importlib.import_module(module.name)
+print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if getattr(module, "__file__", None)}))
+"""
+
+
+def _python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_public_names_are_sorted_and_exist():
+    assert detcompile.__all__ == sorted(set(detcompile.__all__))
+    assert [name for name in detcompile.__all__ if not hasattr(detcompile, name)] == []
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_at_the_root_is_not_importable(link):
+    assert (ROOT / link).resolve() == ROOT / "detcompile" / link
+    failed = _python(f"import {link}")
+    assert failed.returncode == 1
+    assert f"ImportError: import detcompile.{link}, not {link}" in failed.stderr
+
+
+def test_no_file_is_imported_under_two_names():
+    finished = _python(IMPORT_EVERYTHING)
+    assert finished.returncode == 0, finished.stderr
+    files = json.loads(finished.stdout.splitlines()[-1])
+    names: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        if Path(file).resolve().is_relative_to(ROOT / "detcompile"):
+            names.setdefault(Path(file).resolve(), []).append(name)
+    assert len(names) == len(list((ROOT / "detcompile").rglob("*.py")))
+    assert [twice for twice in names.values() if len(twice) > 1] == []
+
+
+def test_the_wheel_holds_the_package_its_data_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / file).exists():
+            shutil.copy(ROOT / file, source)
+    shutil.copytree(ROOT / "detcompile", source / "detcompile", ignore=shutil.ignore_patterns("__pycache__"))
+    for link in LINKS:
+        (source / link).symlink_to(f"detcompile/{link}")
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in (source / "detcompile").rglob("*")
+        if path.is_file() and (path.suffix == ".py" or path.parent.name in {"cpu", "tiny"})
+    }
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=300)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == expected

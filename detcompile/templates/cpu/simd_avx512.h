@@ -1,0 +1,82 @@
+// Vec on AVX-512 (x86-64-v4).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+struct Vec { __m512 v; };
+
+constexpr int kMaxRows = 12;   // register block of the matrix kernels: kMaxRows x kPanelVecs accumulators
+constexpr int kPanelVecs = 2;
+
+inline Vec splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // a > b ? a : b
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
+inline Vec shift_left_23(Vec a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23))}; }
+
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const bf16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline Vec load(const fp16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline void store(bf16* p, Vec a) {  // to nearest even; every NaN becomes 0x7fc0, as in torch
+  __m512i bits = _mm512_castps_si512(a.v);
+  __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff))), 16);
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+inline void store(fp16* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// 32-bit words -> the floats of their low and high halves
+inline Vec low_half(Vec words, bf16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words.v), 16))}; }
+inline Vec high_half(Vec words, bf16) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words.v), _mm512_set1_epi32(int(0xffff0000u))))};
+}
+inline Vec low_half(Vec words, fp16) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_castps_si512(words.v)))}; }
+inline Vec high_half(Vec words, fp16) {
+  return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(words.v), 16)))};
+}
+
+// out[c] = word c of each of sixteen rows
+inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
+  __m512 r[16], t[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(rows[i] + byte_offset);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    __m512d t0 = _mm512_castps_pd(t[i]), t1 = _mm512_castps_pd(t[i + 1]);
+    __m512d t2 = _mm512_castps_pd(t[i + 2]), t3 = _mm512_castps_pd(t[i + 3]);
+    r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(t0, t2));
+    r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(t0, t2));
+    r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(t1, t3));
+    r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(t1, t3));
+  }
+  for (int c = 0; c < 4; c++) {
+    __m512 x0 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), x1 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
+    __m512 y0 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88), y1 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+    out[c].v = _mm512_shuffle_f32x4(x0, y0, 0x88);
+    out[8 + c].v = _mm512_shuffle_f32x4(x0, y0, 0xdd);
+    out[4 + c].v = _mm512_shuffle_f32x4(x1, y1, 0x88);
+    out[12 + c].v = _mm512_shuffle_f32x4(x1, y1, 0xdd);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,108 @@
+// Vec in plain C++: no intrinsics, the bits of the AVX versions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+struct Vec { float v[16]; };
+
+constexpr int kMaxRows = 4;   // register block of the matrix kernels: kMaxRows x kPanelVecs accumulators
+constexpr int kPanelVecs = 1;
+
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class F>
+inline Vec lanewise(F f) {
+  Vec out;
+  for (int i = 0; i < 16; i++) out.v[i] = f(i);
+  return out;
+}
+
+// a * b is exact in double; the sum is rounded to odd, so that the rounding to float is the only one
+// (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008)
+inline float fma_lane(float a, float b, float c) {
+  double product = double(a) * double(b), addend = c, sum = product + addend;
+  double shadow = sum - product;
+  double error = (product - (sum - shadow)) + (addend - shadow);
+  int64_t bits = bit_cast<int64_t>(sum);
+  int64_t inexact = (error > 0) | (error < 0);  // false for NaN, so that infinities stay
+  int64_t outward = (error > 0) == (sum > 0);
+  bits += inexact & ~bits & 1 ? (outward ? 1 : -1) : 0;
+  return float(bit_cast<double>(bits));
+}
+
+inline Vec splat(float x) { return lanewise([&](int) { return x; }); }
+inline Vec operator+(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Vec operator-(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] - b.v[i]; }); }
+inline Vec operator*(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Vec operator/(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Vec fma(Vec a, Vec b, Vec c) { return lanewise([&](int i) { return fma_lane(a.v[i], b.v[i], c.v[i]); }); }
+inline Vec max(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec min(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec shift_left_23(Vec a) {
+  return lanewise([&](int i) { return bit_cast<float>(bit_cast<uint32_t>(a.v[i]) << 23); });
+}
+
+inline float half_to_float(uint16_t half) {
+  uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 0x1fu, fraction = half & 0x3ffu;
+  if (exponent == 0) {  // zero or subnormal: fraction * 2^-24 is exact
+    float magnitude = float(fraction) * 5.9604644775390625e-08f;
+    return bit_cast<float>(bit_cast<uint32_t>(magnitude) | sign);
+  }
+  if (exponent == 31) return bit_cast<float>(sign | 0x7f800000u | (fraction ? 0x400000u : 0u) | fraction << 13);
+  return bit_cast<float>(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+inline uint16_t float_to_half(float value) {  // to nearest even, quiet NaN with the leading payload: as F16C does
+  uint32_t bits = bit_cast<uint32_t>(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+  if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) {  // subnormal result: adding 0.5 aligns its last bit with the float's
+    float aligned = bit_cast<float>(magnitude) + 0.5f;
+    return uint16_t(sign | (bit_cast<uint32_t>(aligned) - 0x3f000000u));
+  }
+  return uint16_t(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13));
+}
+
+inline Vec load(const float* p) { return lanewise([&](int i) { return p[i]; }); }
+inline Vec load(const bf16* p) { return lanewise([&](int i) { return bit_cast<float>(uint32_t(p[i].bits) << 16); }); }
+inline Vec load(const fp16* p) { return lanewise([&](int i) { return half_to_float(p[i].bits); }); }
+
+inline void store(float* p, Vec a) { std::memcpy(p, a.v, sizeof a.v); }
+inline void store(bf16* p, Vec a) {  // to nearest even; every NaN becomes 0x7fc0, as in torch
+  for (int i = 0; i < 16; i++) {
+    uint32_t bits = bit_cast<uint32_t>(a.v[i]);
+    p[i].bits = a.v[i] != a.v[i] ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+}
+inline void store(fp16* p, Vec a) {
+  for (int i = 0; i < 16; i++) p[i].bits = float_to_half(a.v[i]);
+}
+
+// 32-bit words -> the floats of their low and high halves
+inline Vec low_half(Vec w, bf16) { return lanewise([&](int i) { return bit_cast<float>(bit_cast<uint32_t>(w.v[i]) << 16); }); }
+inline Vec high_half(Vec w, bf16) {
+  return lanewise([&](int i) { return bit_cast<float>(bit_cast<uint32_t>(w.v[i]) & 0xffff0000u); });
+}
+inline Vec low_half(Vec w, fp16) { return lanewise([&](int i) { return half_to_float(uint16_t(bit_cast<uint32_t>(w.v[i]))); }); }
+inline Vec high_half(Vec w, fp16) {
+  return lanewise([&](int i) { return half_to_float(uint16_t(bit_cast<uint32_t>(w.v[i]) >> 16)); });
+}
+
+// out[c] = word c of each of sixteen rows (words are little-endian)
+inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
+  for (int i = 0; i < 16; i++)
+    for (int c = 0; c < 16; c++) std::memcpy(&out[c].v[i], rows[i] + byte_offset + 4 * c, 4);
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+"""The CPU templates as one shared library per instruction set, compiled on first use.
+
+The sources beside this file are plain C++17 with a C ABI. A library is named by the hash of its sources, its flags and
+the compiler's version, ends with the SHA-256 of its own bytes (so that a damaged file is never loaded), and is renamed
+into place, so that any number of processes may build it at once. All instruction sets give the same bits.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from detcompile import config
+from detcompile.errors import CompilerNotFound, InvalidInput
+
+__all__ = [
+    "DTYPE_CODES",
+    "compiler_version",
+    "dtype_code",
+    "isa",
+    "library",
+    "source_digest",
+    "supported_isas",
+    "thread_count",
+]
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
+
+_SOURCES = Path(__file__).parent / "cpu"
+_ISA_FLAGS = {"avx512": "-march=x86-64-v4", "avx2": "-march=x86-64-v3", "portable": "-march=x86-64"}
+_ISA_NEEDS = {
+    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "portable": set[str](),
+}
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
+_DIGEST_BYTES = 32
+
+_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "detcompile_matmul": (
+        None,
+        [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _POINTER]
+        + [_INT64] * 3
+        + [_POINTER, _INT64]
+        + [_INT32] * 5,
+    ),
+}
+
+
+def isa() -> str:
+    """The instruction set the CPU templates run with: avx512, avx2 or portable.
+
+    Raises:
+        InvalidInput: config.cpu_isa_override() names none that this machine has.
+    """
+    override = config.cpu_isa_override()
+    available = supported_isas()
+    if override is None:
+        return available[0]
+    if override not in available:
+        raise InvalidInput(
+            f"DETCOMPILE_CPU_ISA={override!r}: this machine runs {', '.join(available)}. Set one of these, or unset it."
+        )
+    return override
+
+
+@functools.cache
+def supported_isas() -> tuple[str, ...]:
+    """Instruction sets of this machine that the templates have code for, widest first."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags: set[str] = set()
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return tuple(name for name, needs in _ISA_NEEDS.items() if needs <= flags)
+
+
+@functools.cache
+def compiler_version() -> str:
+    """First line that the C++ compiler prints about itself.
+
+    Raises:
+        CompilerNotFound: no compiler runs under config.cxx_compiler().
+    """
+    command = config.cxx_compiler()
+    try:
+        output = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerNotFound(
+            f"The CPU templates are compiled on first use, and the C++ compiler {command!r} does not run ({error}). "
+            "Install one (Debian, Ubuntu: apt-get install g++) or name yours in CXX."
+        ) from error
+    return output.splitlines()[0] if output else command
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 of the C++ sources and the flags they are compiled with, in hex."""
+    digest = hashlib.sha256(" ".join((*_FLAGS, *_ISA_FLAGS.values())).encode())
+    for path in sorted(_SOURCES.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def library(name: str | None = None) -> ctypes.CDLL:
+    """The kernels for an instruction set (default: isa()), with typed functions; compiled if the cache lacks them.
+
+    Raises:
+        CompilerNotFound: they are not in the cache and cannot be compiled.
+    """
+    return _default_library() if name is None else _library(name)
+
+
+def thread_count() -> int:
+    """Threads a kernel may use; the bits do not depend on it."""
+    return torch.get_num_threads()
+
+
+def dtype_code(tensor: torch.Tensor | None) -> int:
+    """Code of a tensor's dtype in the C ABI (0 for an absent tensor).
+
+    Raises:
+        InvalidInput: a dtype other than float32, bfloat16 and float16.
+    """
+    if tensor is None:
+        return 0
+    code = DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        raise InvalidInput(f"{tensor.dtype}: the CPU templates take float32, bfloat16 and float16. Convert it first.")
+    return code
+
+
+@functools.cache
+def _default_library() -> ctypes.CDLL:
+    return _library(isa())
+
+
+@functools.cache
+def _library(name: str) -> ctypes.CDLL:
+    key = hashlib.sha256(f"{source_digest()} {name} {config.cxx_compiler()} {compiler_version()}".encode()).hexdigest()
+    path = config.cache_directory() / "cpu" / f"{name}-{key[:24]}.so"
+    if not _is_intact(path):
+        _build(name, path)
+    loaded = ctypes.CDLL(str(path))
+    for function, (result, arguments) in _SIGNATURES.items():
+        getattr(loaded, function).restype = result
+        getattr(loaded, function).argtypes = arguments
+    return loaded
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether the file ends with the digest of what precedes: loading a truncated library would crash the process."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _build(name: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = [*_FLAGS, *([_ISA_FLAGS[name]] if platform.machine() in ("x86_64", "AMD64") else [])]
+    compiler = shlex.split(config.cxx_compiler())
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        objects = [(source, Path(folder, source.stem + ".o")) for source in sorted(_SOURCES.glob("*.cpp"))]
+        _run_all([[*compiler, *flags, "-c", str(source), "-o", str(target)] for source, target in objects])
+        linked = Path(folder, "linked.so")
+        _run_all([[*compiler, *flags, "-shared", *(str(target) for _, target in objects), "-o", str(linked)]])
+        content = linked.read_bytes()
+        linked.write_bytes(content + hashlib.sha256(content).digest())
+        os.replace(linked, path)
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Runs compiler commands side by side."""
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
+    outputs = [process.communicate()[0].decode(errors="replace") for process in running]
+    for process, command, output in zip(running, commands, outputs, strict=True):
+        if process.returncode != 0:
+            raise CompilerNotFound(
+                f"The CPU templates could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
+                f"{output[-2000:]}\nInstall a C++17 compiler with OpenMP (g++ 9 or later) or name one in CXX."
+            )

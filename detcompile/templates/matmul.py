@@ -1,0 +1,136 @@
+"""matmul: out[M, N] = x[M, K] @ w[N, K]^T (+ bias) (+ residual), every element summed in one fixed order.
+
+Legend: M tokens, N output features, K input features.
+
+    acc  = matmul_order(K, x.dtype, radices), float32: a Sequential chain (bfloat16, float16) or Blocked(128) sums
+           (float32), one per leaf of Tree(K, radices) if there are radices
+    y    = round(acc + bias)                 one rounding to out_dtype (default x.dtype)
+    out  = round(residual + y)               only with a residual; the sum is in float32
+
+The order knows nothing of M, so a row's bits do not depend on its neighbours. x may be a slice of columns and w any
+view of unit stride along K or N (nn.Linear's weight, GPT-2's Conv1D transposed); other strides are copied. M may be 0.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.templates import cpu_library
+
+__all__ = ["matmul_cpu", "reference_matmul"]
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_LIBRARY.define(
+    "matmul(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, ScalarType? out_dtype=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def matmul_cpu(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    out_dtype: torch.dtype | None = None,
+    isa: str | None = None,
+) -> Tensor:
+    """The op on the CPU; `isa` picks an instruction set (all give the same bits).
+
+    Raises:
+        InvalidInput: shapes or dtypes that do not fit together.
+        NumericsError: K is not a multiple of the product of the radices.
+    """
+    _check(x, w, bias, residual, radices)
+    M, K = x.shape
+    N = w.shape[0]
+    out = torch.empty((M, N), dtype=out_dtype or x.dtype)
+    out_code = cpu_library.dtype_code(out)
+    if M == 0 or N == 0:
+        return out
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if w.stride(1) != 1 and w.stride(0) != 1:
+        w = w.contiguous()
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    cpu_library.library(isa).detcompile_matmul(
+        x.data_ptr(),
+        x.stride(0),
+        w.data_ptr(),
+        w.stride(0),
+        w.stride(1),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out.data_ptr(),
+        M,
+        N,
+        K,
+        _radices_array(tuple(radices)),
+        len(radices),
+        cpu_library.dtype_code(x),
+        cpu_library.dtype_code(bias),
+        cpu_library.dtype_code(residual),
+        out_code,
+        cpu_library.thread_count(),
+    )
+    return out
+
+
+_LIBRARY.impl("matmul", matmul_cpu, "CPU")
+
+
+@torch.library.register_fake("detcompile::matmul", lib=_LIBRARY)
+def _(x, w, bias, residual, radices, out_dtype=None):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def reference_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """The op's value in float64, unrounded: what the accuracy of an implementation is measured against."""
+    y = x.double() @ w.double().t()
+    if bias is not None:
+        y = y + bias.double()
+    return y if residual is None else residual.double() + y
+
+
+@functools.cache
+def _radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(radices))(*radices)
+
+
+def _check(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int]) -> None:
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+        raise InvalidInput(
+            f"detcompile::matmul: x {tuple(x.shape)} and w {tuple(w.shape)} must be [M, K] and [N, K]. "
+            "Flatten the leading dimensions of x; pass nn.Linear's weight as it is."
+        )
+    if x.dtype != w.dtype:
+        raise InvalidInput(
+            f"detcompile::matmul: x is {x.dtype} and w is {w.dtype}. Convert one: the op multiplies equal dtypes."
+        )
+    if bias is not None and bias.shape != (w.shape[0],):
+        raise InvalidInput(f"detcompile::matmul: bias {tuple(bias.shape)} must be [N] = ({w.shape[0]},). Reshape it.")
+    if residual is not None and residual.shape != (x.shape[0], w.shape[0]):
+        raise InvalidInput(
+            f"detcompile::matmul: residual {tuple(residual.shape)} must be [M, N] = ({x.shape[0]}, {w.shape[0]})."
+            " Expand it."
+        )
+    leaves = 1
+    for radix in radices:
+        if radix < 1:
+            raise NumericsError(f"detcompile::matmul: radices {tuple(radices)} must be positive.")
+        leaves *= radix
+    if x.shape[1] % leaves:
+        raise NumericsError(
+            f"detcompile::matmul: K = {x.shape[1]} does not split into {leaves} equal leaves (radices {tuple(radices)})."
+            " Choose tp_sizes whose largest member divides K."
+        )

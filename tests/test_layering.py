@@ -24,7 +24,7 @@ LAYERS = [
     {"detcompile.compiled", "detcompile.fingerprint", "detcompile.generation"},
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
-    {"detcompile.config", "detcompile.numerics", "detcompile.orders", "detcompile.step"},
+    {"detcompile.config", "detcompile.float32", "detcompile.numerics", "detcompile.orders", "detcompile.step"},
     {"detcompile.errors"},
 ]
 STRANGERS = {("detcompile.passes", "detcompile.runtime"), ("detcompile.runtime", "detcompile.passes")}

@@ -1,0 +1,71 @@
+"""Float32 arithmetic with the order written out, vectorised with numpy: what the orders' references are made of.
+
+Every sum keeps its float32 inputs' dtype, and each addition rounds once. Nothing is reassociated: numpy adds arrays
+element by element, and `np.sum`, whose order is numpy's own, appears nowhere.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["add_halves", "add_left_to_right", "add_pairs", "add_tree", "fma_float32", "pad_last"]
+
+
+def fma_float32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c with one rounding, to nearest even, subnormals kept; a, b and c are float32 and broadcast.
+
+    The product of two float32 is exact in float64. Its sum with c is rounded to odd there (two-sum, Knuth, TAOCP
+    4.2.2, gives the error), after which rounding to float32 is as if from the exact value: Boldo and Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE TC 57(4), 2008.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        product = np.multiply(a, b, dtype=np.float64)
+        addend = np.asarray(c, np.float64)
+        total = np.asarray(product + addend)
+        virtual = total - product
+        error = (product - (total - virtual)) + (addend - virtual)
+        bits = total.view(np.int64)
+        # An infinite total has a NaN error, and is exact or wanted as it is.
+        inexact_and_even = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
+        away_from_zero = (error > 0) == (total > 0)
+        odd = bits + np.where(inexact_and_even, np.where(away_from_zero, 1, -1), 0)
+        return odd.view(np.float64).astype(np.float32)
+
+
+def add_left_to_right(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """((parts[0] + parts[1]) + parts[2]) + ...; at least one part."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def add_tree(parts: Sequence[np.ndarray], radices: tuple[int, ...]) -> np.ndarray:
+    """The root of the tree over prod(radices) parts; a node adds its children left to right.
+
+    Radices run from root to leaf, so that the last one joins neighbours; () has one part, which is the root.
+    """
+    for radix in reversed(radices):
+        parts = [add_left_to_right(parts[i : i + radix]) for i in range(0, len(parts), radix)]
+    assert len(parts) == 1, f"{len(parts)} parts are left above the root of {radices}"
+    return parts[0]
+
+
+def add_pairs(values: np.ndarray) -> np.ndarray:
+    """[..., power of two] -> [...]: neighbours are added, ((0+1)+(2+3))..., until one is left."""
+    while values.shape[-1] > 1:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values[..., 0]
+
+
+def add_halves(values: np.ndarray) -> np.ndarray:
+    """[..., power of two] -> [...]: the upper half is added onto the lower half until one is left."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+def pad_last(values: np.ndarray, length: int) -> np.ndarray:
+    """[..., n] -> [..., length], with 0.0 behind; n <= length."""
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, length - values.shape[-1])])

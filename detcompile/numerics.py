@@ -1,0 +1,151 @@
+"""Numerics: the declared choices that fix every SumOrder, and the functions that choose the orders.
+
+A choosing function sees the reduced length, the dtype, the device type and the Numerics. None has a parameter through
+which the number of tokens, the batch or the current tensor-parallel size could reach it.
+"""
+
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders import KV, Blocked, Row, Sequential, Tree
+
+__all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order"]
+
+KV_BLOCK = 64  # keys that one step of the online softmax takes
+_FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
+
+_CPU_LANES = 64  # four AVX-512 registers
+# A row of at most so many elements gets so many threads; longer rows get the last count.
+_CUDA_LANES = ((256, 32), (1024, 64), (4096, 128), (8192, 256), (32767, 512))
+_CUDA_MOST_LANES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """What a user declares about rounding. Equal Numerics are part of what equal fingerprints mean.
+
+    Attributes:
+        tp_sizes: tensor-parallel sizes among which the bits stay equal; starts with 1, each divides the next.
+        kv_chunk: keys in one attention chunk, counted from position 0; a multiple of 64.
+
+    Raises:
+        NumericsError: when built, if a choice contradicts itself.
+    """
+
+    tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    kv_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_sizes", _checked_tp_sizes(self.tp_sizes))
+        if type(self.kv_chunk) is not int or self.kv_chunk < 1 or self.kv_chunk % KV_BLOCK:
+            raise NumericsError(
+                f"Numerics.kv_chunk={self.kv_chunk!r}: attention walks blocks of {KV_BLOCK} keys; use a positive "
+                f"multiple of {KV_BLOCK}, such as {_nearest_chunk(self.kv_chunk)}"
+            )
+
+    @property
+    def leaves(self) -> int:
+        """Leaves of every row-parallel sum: the largest declared size."""
+        return self.tp_sizes[-1]
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        """Children of a node at each level, from root to leaf: (1, 3, 6) gives (3, 2), and (1,) gives none."""
+        return tuple(large // small for small, large in itertools.pairwise(self.tp_sizes))
+
+    def digest(self) -> str:
+        """sha256, in hex, of every choice; the same in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def matmul_order(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> Sequential | Blocked | Tree:
+    """How a GEMM sums its K features.
+
+    Args:
+        k: features summed over all ranks together, not one rank's share.
+        dtype: of both operands: float32 takes Blocked leaves, bfloat16 and float16 take Sequential ones.
+        radices: `Numerics.radices` for a row-parallel GEMM, () for any other.
+
+    Raises:
+        NumericsError: K does not split into prod(radices) equal leaves; the message names tp_sizes that fit.
+        InvalidInput: there is no GEMM of this dtype.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InvalidInput(f"matmul of {dtype}: there is an order for float32, bfloat16 and float16; convert first")
+    leaves = math.prod(radices)
+    if k % leaves:
+        raise NumericsError(_misfit(k, radices))
+    leaf_k = k // leaves
+    leaf = Blocked(leaf_k, _FP32_BLOCK) if dtype is torch.float32 else Sequential(leaf_k)
+    return Tree(k, radices, leaf) if radices else leaf
+
+
+def row_order(length: int, device_type: str, radices: tuple[int, ...] = ()) -> Row:
+    """How a reduction over one axis sums its `length` elements.
+
+    Args:
+        length: elements of a whole row, over all ranks together.
+        device_type: "cpu" or "cuda".
+        radices: `Numerics.radices` for a row that ranks may share (the vocabulary), () for any other.
+
+    Raises:
+        InvalidInput: there is no template for this device type.
+    """
+    leaf_length = -(-length // math.prod(radices))
+    if device_type == "cpu":
+        return Row(length, _CPU_LANES, 1, radices)
+    if device_type == "cuda":
+        return Row(length, *_cuda_lanes_and_vector(leaf_length), radices)
+    raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
+
+
+def kv_order(numerics: Numerics) -> KV:
+    """How attention walks the keys of a sequence."""
+    return KV(numerics.kv_chunk, KV_BLOCK)
+
+
+def _cuda_lanes_and_vector(length: int) -> tuple[int, int]:
+    """Threads a row, 32 for each warp, and elements a thread loads at once."""
+    lanes = next((lanes for longest, lanes in _CUDA_LANES if length <= longest), _CUDA_MOST_LANES)
+    if length >= 1024:
+        return lanes, 8
+    return lanes, 4 if length >= 128 else 1
+
+
+def _checked_tp_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    where = f"Numerics.tp_sizes={sizes!r}"
+    if not isinstance(sizes, tuple | list) or any(type(size) is not int for size in sizes):
+        raise NumericsError(f"{where}: expected a tuple of integers, such as (1, 2, 4, 8)")
+    if not sizes or sizes[0] != 1:
+        raise NumericsError(f"{where}: the first size must be 1; put 1 in front, as in (1, 2, 4, 8)")
+    for small, large in itertools.pairwise(sizes):
+        if large <= small:
+            raise NumericsError(f"{where}: {large} follows {small}; list each size once, in ascending order")
+        if large % small:
+            raise NumericsError(
+                f"{where}: {small} does not divide {large}, so no rank of {small} would hold whole ranks of {large}; "
+                f"drop one of them, or use a multiple of {small}, such as {large + small - large % small}"
+            )
+    return tuple(sizes)
+
+
+def _nearest_chunk(chunk: object) -> int:
+    return max(1, round(chunk / KV_BLOCK)) * KV_BLOCK if type(chunk) is int else 512
+
+
+def _misfit(k: int, radices: tuple[int, ...]) -> str:
+    """K fits exactly the sizes that divide it, which are a prefix of a divisor chain."""
+    tp_sizes = tuple(itertools.accumulate(radices, initial=1, func=lambda size, radix: size * radix))
+    prefix = tuple(size for size in tp_sizes if k % size == 0)
+    divisors = [size for size in range(2, 65) if k % size == 0]
+    others = f"any other chain that ends in one of {', '.join(map(str, divisors))}" if divisors else "no other up to 64"
+    return (
+        f"K={k} does not split into {tp_sizes[-1]} equal leaves, as Numerics.tp_sizes={tp_sizes} asks of a "
+        f"row-parallel sum; tp_sizes that fit this K: {prefix} (the declared sizes up to the largest that divides it), "
+        f"or {others}"
+    )

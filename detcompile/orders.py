@@ -1,0 +1,395 @@
+"""SumOrder: a floating-point sum as a tree of additions. Equal orders give equal bits, whatever the schedule.
+
+Each order prints itself, hashes, states the symbols of its sizes and evaluates a reference in exactly its order, in
+float32 with numpy, as the CPU templates compute: one fused multiply-add a k (the GPU's tensor core adds its k-groups
+in the same order, with its own rounding inside a group). No order knows how many rows it will be applied to.
+
+SumOrder
+├── Sequential, Blocked, Tree    GEMMs: evaluate(x [M, K], w [N, K]) -> [M, N]
+├── Row                          reductions over one axis: evaluate(terms [..., R]) -> [...]
+├── KV                           attention over the keys of one sequence
+└── Experts                      the outputs of one token's experts
+
+Legend: M tokens, N output features, K summed features, L leaves of a tree, R length of a row, D Dv head dims.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import sympy
+
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.float32 import add_halves, add_left_to_right, add_pairs, add_tree, fma_float32, pad_last
+
+__all__ = ["Blocked", "Experts", "KV", "Row", "Sequential", "Size", "SumOrder", "Tree"]
+
+Size: TypeAlias = "int | sympy.Expr"  # a size may be symbolic, so that a certificate can tell what an order depends on
+
+_WARP = 32  # lanes that a GPU combines without shared memory
+
+
+class SumOrder:
+    """What every order can do; the subclasses are frozen dataclasses, equal iff their type and fields are."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Turn sympy numbers into ints, so that equal orders are equal; refuse what is not a positive integer."""
+        for name in _field_names(self):
+            value = getattr(self, name)
+            if isinstance(value, tuple | list):
+                object.__setattr__(self, name, tuple(_checked_size(self, name, size) for size in value))
+            elif not isinstance(value, SumOrder):
+                object.__setattr__(self, name, _checked_size(self, name, value))
+
+    @property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """The free symbols of its sizes; empty if every size is a number."""
+        return frozenset().union(*(_symbols(getattr(self, name)) for name in _field_names(self)))
+
+    def digest(self) -> str:
+        """sha256, in hex, of the type and every field; the same in every process."""
+        return hashlib.sha256(_canonical(self).encode()).hexdigest()
+
+
+class _SharedOrder(SumOrder):
+    """An order that ranks may share, each holding whole subtrees; without radices, one rank holds all of it."""
+
+    __slots__ = ()
+
+    def combine(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The sum of the ranks' float32 partials, given in rank order: the levels of the tree above the subtrees.
+
+        Raises:
+            InvalidInput: no level of this tree has `len(parts)` nodes.
+        """
+        return add_tree(parts, _radices(self)[: self._depth_of(len(parts))])
+
+    def _depth_of(self, tp_size: int) -> int:
+        """The level of the tree that has `tp_size` nodes."""
+        radices = _radices(self)
+        sizes = [math.prod(radices[:depth]) for depth in range(len(radices) + 1)]
+        if tp_size not in sizes:
+            raise InvalidInput(f"{self} cannot be shared by {tp_size} ranks, only by {', '.join(map(str, sizes))}")
+        return sizes.index(tp_size)
+
+
+class _MatmulOrder(_SharedOrder):
+    """A GEMM order without a tree: one leaf, held whole by the only rank there can be."""
+
+    __slots__ = ()
+    k: Size
+
+    def leaf_slices(self) -> list[slice]:
+        """The range of K that each leaf sums, in order."""
+        return [slice(0, self.k)]
+
+    def subtree(self, tp_size: int) -> "_MatmulOrder":
+        """The order in which one of `tp_size` ranks sums its share of K."""
+        self._depth_of(tp_size)
+        return self
+
+    def evaluate(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+        """x [..., M, K] times w [..., N, K], float32 or exactly convertible, -> [..., M, N] float32, in this order.
+
+        Raises:
+            InvalidInput: K is symbolic, or not the last dim of both.
+        """
+        _check_extent(self, "x", x_MK, self.k)
+        _check_extent(self, "w", w_NK, self.k)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._sum(np.asarray(x_MK, np.float32), np.asarray(w_NK, np.float32))
+
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential(_MatmulOrder):
+    """One float32 accumulator that starts at 0.0 and walks k upwards."""
+
+    k: Size
+
+    def __str__(self) -> str:
+        return f"Sequential({self.k})"
+
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+        x_KM, w_KN = np.moveaxis(x_MK, -1, 0), np.moveaxis(w_NK, -1, 0)
+        acc = np.zeros(np.broadcast_shapes(x_KM.shape[1:] + (1,), w_KN.shape[1:-1] + (1, w_KN.shape[-1])), np.float32)
+        for x_M, w_N in zip(x_KM, w_KN):
+            acc = fma_float32(x_M[..., :, None], w_N[..., None, :], acc)
+        return acc
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked(_MatmulOrder):
+    """Each `block` k, the last maybe fewer, are Sequential; block sums are added left to right, from the first on."""
+
+    k: Size
+    block: Size = 128
+
+    def __str__(self) -> str:
+        return f"Blocked({self.k}, block={self.block})"
+
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+        cuts = range(0, self.k, self.block)
+        blocks = [Sequential(1)._sum(x_MK[..., i : i + self.block], w_NK[..., i : i + self.block]) for i in cuts]
+        return add_left_to_right(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree(_MatmulOrder):
+    """prod(radices) equal contiguous leaves of K; a node of radix r adds its r children left to right in float32.
+
+    Radices run from root to leaf: after (1, 3, 6) they are (3, 2), and leaves 2i and 2i+1 meet first. A rank holds
+    whole subtrees and ships one float32 partial. (2, 2, 2) is the balanced binary tree of tree-based invariant kernels
+    (TBIK; Zhang et al., "Deterministic Inference across Tensor Parallel Sizes", arXiv:2511.17826).
+
+    Raises:
+        NumericsError: no radices, or the leaves do not add up to k.
+    """
+
+    k: Size
+    radices: tuple[Size, ...]
+    leaf: Sequential | Blocked
+
+    def __post_init__(self) -> None:
+        SumOrder.__post_init__(self)
+        if not self.radices:
+            raise NumericsError(f"Tree({self.k}): a tree without radices is its leaf; use {self.leaf}")
+        leaves = math.prod(self.radices)
+        if sympy.expand(self.leaf.k * leaves - self.k) != 0:
+            raise NumericsError(
+                f"{self}: {leaves} leaves of {self.leaf.k} are not {self.k}; give each leaf K / {leaves}, or choose "
+                "tp_sizes whose largest divides K"
+            )
+
+    def __str__(self) -> str:
+        return f"Tree({self.k}, {_by(self.radices)}, {self.leaf})"
+
+    def leaf_slices(self) -> list[slice]:
+        """The range of K that each leaf sums, in order."""
+        return [slice(i, i + self.leaf.k) for i in range(0, self.k, self.leaf.k)]
+
+    def subtree(self, tp_size: int) -> _MatmulOrder:
+        """The order in which one of `tp_size` ranks sums its share of K: a Tree, or the leaf itself.
+
+        Raises:
+            InvalidInput: no level of this tree has `tp_size` nodes.
+        """
+        radices = self.radices[self._depth_of(tp_size) :]
+        return Tree(self.leaf.k * math.prod(radices), radices, self.leaf) if radices else self.leaf
+
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+        return add_tree([self.leaf._sum(x_MK[..., ks], w_NK[..., ks]) for ks in self.leaf_slices()], self.radices)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(_SharedOrder):
+    """A fixed lane tree over `length` terms, each rounded to float32 before it is added (no fused multiply-add).
+
+    Element i belongs to step i // (lanes * vector), lane (i // vector) % lanes, place i % vector. Each (lane, place)
+    adds its terms over ascending steps, from 0.0; a missing tail adds nothing. Then the places of a lane are combined
+    in adjacent pairs, ((0+1)+(2+3))...; then the lanes of each group of 32 by halving (lane i += lane i+16, then 8, 4,
+    2, 1); then the groups by halving. With radices, the row is prod(radices) leaves of ceil(length / prod(radices)),
+    each such a row of its own, combined as in Tree, so that a row sharded over ranks keeps its bits.
+    """
+
+    length: Size
+    lanes: Size
+    vector: Size = 1
+    radices: tuple[Size, ...] = ()
+
+    def __post_init__(self) -> None:
+        SumOrder.__post_init__(self)
+        for name in ("lanes", "vector"):
+            size = getattr(self, name)
+            if isinstance(size, int) and size & (size - 1):
+                raise NumericsError(f"Row: {name}={size} is not a power of two, so halving cannot combine them")
+
+    def __str__(self) -> str:
+        leaves = f", leaves={_by(self.radices)}" if self.radices else ""
+        return f"Row({self.length}, lanes={self.lanes}, vector={self.vector}{leaves})"
+
+    @property
+    def leaf_length(self) -> Size:
+        """Terms in each leaf, counting the padding of the last ones."""
+        leaves = math.prod(self.radices)
+        return -(-self.length // leaves) if isinstance(self.length, int) else sympy.ceiling(self.length / leaves)
+
+    def subtree(self, tp_size: int) -> "Row":
+        """The order in which one of `tp_size` ranks sums its share, which is padded with 0.0 to a whole subtree.
+
+        Raises:
+            InvalidInput: no level of this tree has `tp_size` nodes.
+        """
+        radices = self.radices[self._depth_of(tp_size) :]
+        return Row(self.leaf_length * math.prod(radices), self.lanes, self.vector, radices)
+
+    def evaluate(self, terms: np.ndarray) -> np.ndarray:
+        """terms [..., length], rounded to float32 first, -> [...] float32, in this order.
+
+        Raises:
+            InvalidInput: the length is symbolic, or not the last dim.
+        """
+        _check_extent(self, "terms", terms, self.length)
+        terms = np.asarray(terms, np.float32)
+        leaves = math.prod(self.radices)
+        terms = pad_last(terms, leaves * self.leaf_length).reshape(*terms.shape[:-1], leaves, self.leaf_length)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = self._sum_leaf(terms)
+            return add_tree([sums[..., i] for i in range(leaves)], self.radices)
+
+    def _sum_leaf(self, terms: np.ndarray) -> np.ndarray:
+        step = self.lanes * self.vector
+        terms = pad_last(terms, -(-terms.shape[-1] // step) * step)
+        terms = terms.reshape(*terms.shape[:-1], -1, self.lanes, self.vector)
+        acc = np.zeros(terms.shape[:-3] + terms.shape[-2:], np.float32)
+        for i in range(terms.shape[-3]):
+            acc = acc + terms[..., i, :, :]
+        lanes = add_pairs(acc)
+        groups = lanes.reshape(*lanes.shape[:-1], -1, min(self.lanes, _WARP))
+        return add_halves(add_halves(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class KV(SumOrder):
+    """Keys at absolute positions: chunks of `chunk` keys, each with a fresh online softmax over blocks of `block`.
+
+    Inside a chunk blocks ascend; the chunks' partials (maximum m, sum l, output o) are merged ascending. Where a
+    sequence is cut into prefill chunks, pages or splits appears nowhere. A block without a visible key changes nothing.
+
+    Raises:
+        NumericsError: chunk is no multiple of block.
+    """
+
+    chunk: Size
+    block: Size = 64
+
+    def __post_init__(self) -> None:
+        SumOrder.__post_init__(self)
+        if sympy.Mod(self.chunk, self.block) == 0:
+            return
+        raise NumericsError(f"{self}: a chunk holds whole blocks; use a multiple of {self.block}")
+
+    def __str__(self) -> str:
+        return f"KV(chunk={self.chunk}, block={self.block})"
+
+    def evaluate(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, window: int, scale: float
+    ) -> np.ndarray:
+        """The query at `position`, q [D], over k [keys, D] and v [keys, Dv] -> [Dv] float32.
+
+        Key p is visible iff position - window < p <= position; window 0 shows every key up to `position`. This is the
+        reference of the order of blocks and chunks, not of a template's bits: the exponential is numpy's, and the
+        sums inside a block are Sequential where a template uses its own lanes.
+
+        Raises:
+            InvalidInput: the order is symbolic, or k or v end before `position`.
+        """
+        _check_numeric(self)
+        if not 0 <= position < min(len(k), len(v)):
+            raise InvalidInput(f"{self}: position {position} has no key among {len(k)} keys and {len(v)} values")
+        first = max(0, position - window + 1) if window else 0
+        m, l, o = _nothing_seen(v.shape[-1])
+        for start in range(first // self.chunk * self.chunk, position + 1, self.chunk):
+            visible = slice(max(start, first), min(start + self.chunk, position + 1))
+            m_chunk, l_chunk, o_chunk = self._chunk_partial(q, k, v, visible, scale)
+            m_new = np.maximum(m, m_chunk)
+            old, new = np.exp2(m - m_new), np.exp2(m_chunk - m_new)
+            m, l, o = m_new, l * old + l_chunk * new, o * old + o_chunk * new
+        return o / l + np.float32(0)
+
+    def _chunk_partial(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: slice, scale: float
+    ) -> tuple[np.float32, np.float32, np.ndarray]:
+        """(m, l, o [Dv]) of the visible keys of one chunk."""
+        m, l, o = _nothing_seen(v.shape[-1])
+        log2_scale = np.float32(scale * math.log2(math.e))
+        for start in range(visible.start // self.block * self.block, visible.stop, self.block):
+            keys = slice(max(start, visible.start), min(start + self.block, visible.stop))
+            scores = Sequential(len(q)).evaluate(k[keys], q[None])[:, 0] * log2_scale
+            m_new = np.maximum(m, scores.max())
+            p = np.exp2(scores - m_new)
+            alpha = np.exp2(m - m_new)
+            m, l, o = m_new, l * alpha, o * alpha
+            for p_key, v_key in zip(p, np.asarray(v[keys], np.float32)):
+                l, o = l + p_key, fma_float32(p_key, v_key, o)
+        return m, l, o
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(SumOrder):
+    """The weighted outputs of one token's `num_experts` experts, added left to right in the router's rank order."""
+
+    num_experts: Size
+
+    def __str__(self) -> str:
+        return f"Experts({self.num_experts})"
+
+    def evaluate(self, partials: np.ndarray) -> np.ndarray:
+        """partials [num_experts, ...] float32, best-ranked expert first, -> [...] float32."""
+        _check_extent(self, "partials", np.moveaxis(np.asarray(partials), 0, -1), self.num_experts)
+        return add_left_to_right(list(np.asarray(partials, np.float32)))
+
+
+def _nothing_seen(head_dim: int) -> tuple[np.float32, np.float32, np.ndarray]:
+    return np.float32(-np.inf), np.float32(0), np.zeros(head_dim, np.float32)
+
+
+def _radices(order: SumOrder) -> tuple[int, ...]:
+    return getattr(order, "radices", ())
+
+
+def _checked_size(order: SumOrder, name: str, size: Size) -> Size:
+    if isinstance(size, sympy.Integer):
+        size = int(size)
+    if isinstance(size, sympy.Expr) and size.free_symbols:
+        return size
+    if type(size) is not int or size < 1:
+        raise NumericsError(f"{type(order).__name__}: {name}={size!r} must be an integer of at least 1")
+    return size
+
+
+def _check_numeric(order: SumOrder) -> None:
+    if order.symbols:
+        names = ", ".join(sorted(map(str, order.symbols)))
+        raise InvalidInput(f"{order} cannot be evaluated: its sizes hold {names}; give numbers instead")
+
+
+def _check_extent(order: SumOrder, what: str, values: np.ndarray, extent: Size) -> None:
+    _check_numeric(order)
+    shape = np.shape(values)
+    if not shape or shape[-1] != extent:
+        raise InvalidInput(f"{order} sums {extent} terms, but {what} of shape {shape} does not hold that many")
+
+
+def _by(radices: tuple[Size, ...]) -> str:
+    return "x".join(map(str, radices))
+
+
+def _field_names(order: SumOrder) -> list[str]:
+    return [field.name for field in dataclasses.fields(order)]  # type: ignore[arg-type]
+
+
+def _symbols(value: object) -> frozenset[sympy.Symbol]:
+    if isinstance(value, SumOrder):
+        return value.symbols
+    if isinstance(value, tuple):
+        return frozenset().union(*map(_symbols, value))
+    return frozenset(value.free_symbols) if isinstance(value, sympy.Expr) else frozenset()
+
+
+def _canonical(value: object) -> str:
+    """Text that tells any two orders apart, symbols of one name but other assumptions included."""
+    if isinstance(value, SumOrder):
+        fields = (f"{name}={_canonical(getattr(value, name))}" for name in _field_names(value))
+        return f"{type(value).__name__}({', '.join(fields)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_canonical, value))})"
+    return sympy.srepr(value) if isinstance(value, sympy.Expr) else repr(value)

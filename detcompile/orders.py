@@ -1,8 +1,8 @@
 """SumOrder: a floating-point sum as a tree of additions. Equal orders give equal bits, whatever the schedule.
 
 Each order prints itself, hashes, states the symbols of its sizes and evaluates a reference in exactly its order, in
-float32 with numpy, as the CPU templates compute: one fused multiply-add a k (the GPU's tensor core adds its k-groups
-in the same order, with its own rounding inside a group). No order knows how many rows it will be applied to.
+float32 with numpy, as the CPU templates compute: one fused multiply-add a k. (A GPU's tensor core takes the k-groups in
+the same order, with a rounding of its own inside a group.) No order knows how many rows it will be applied to.
 
 SumOrder
 ├── Sequential, Blocked, Tree    GEMMs: evaluate(x [M, K], w [N, K]) -> [M, N]
@@ -13,73 +13,22 @@ SumOrder
 Legend: M tokens, N output features, K summed features, L leaves of a tree, R length of a row, D Dv head dims.
 """
 
-import dataclasses
-import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import sympy
 
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.float32 import add_halves, add_left_to_right, add_pairs, add_tree, fma_float32, pad_last
+from detcompile.sum_order import QUIET, SharedOrder, Size, SumOrder
 
 __all__ = ["Blocked", "Experts", "KV", "Row", "Sequential", "Size", "SumOrder", "Tree"]
-
-Size: TypeAlias = "int | sympy.Expr"  # a size may be symbolic, so that a certificate can tell what an order depends on
 
 _WARP = 32  # lanes that a GPU combines without shared memory
 
 
-class SumOrder:
-    """What every order can do; the subclasses are frozen dataclasses, equal iff their type and fields are."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        """Turn sympy numbers into ints, so that equal orders are equal; refuse what is not a positive integer."""
-        for name in _field_names(self):
-            value = getattr(self, name)
-            if isinstance(value, tuple | list):
-                object.__setattr__(self, name, tuple(_checked_size(self, name, size) for size in value))
-            elif not isinstance(value, SumOrder):
-                object.__setattr__(self, name, _checked_size(self, name, value))
-
-    @property
-    def symbols(self) -> frozenset[sympy.Symbol]:
-        """The free symbols of its sizes; empty if every size is a number."""
-        return frozenset().union(*(_symbols(getattr(self, name)) for name in _field_names(self)))
-
-    def digest(self) -> str:
-        """sha256, in hex, of the type and every field; the same in every process."""
-        return hashlib.sha256(_canonical(self).encode()).hexdigest()
-
-
-class _SharedOrder(SumOrder):
-    """An order that ranks may share, each holding whole subtrees; without radices, one rank holds all of it."""
-
-    __slots__ = ()
-
-    def combine(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The sum of the ranks' float32 partials, given in rank order: the levels of the tree above the subtrees.
-
-        Raises:
-            InvalidInput: no level of this tree has `len(parts)` nodes.
-        """
-        return add_tree(parts, _radices(self)[: self._depth_of(len(parts))])
-
-    def _depth_of(self, tp_size: int) -> int:
-        """The level of the tree that has `tp_size` nodes."""
-        radices = _radices(self)
-        sizes = [math.prod(radices[:depth]) for depth in range(len(radices) + 1)]
-        if tp_size not in sizes:
-            raise InvalidInput(f"{self} cannot be shared by {tp_size} ranks, only by {', '.join(map(str, sizes))}")
-        return sizes.index(tp_size)
-
-
-class _MatmulOrder(_SharedOrder):
+class _MatmulOrder(SharedOrder):
     """A GEMM order without a tree: one leaf, held whole by the only rank there can be."""
 
     __slots__ = ()
@@ -94,16 +43,16 @@ class _MatmulOrder(_SharedOrder):
         self._depth_of(tp_size)
         return self
 
+    @QUIET
     def evaluate(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
         """x [..., M, K] times w [..., N, K], float32 or exactly convertible, -> [..., M, N] float32, in this order.
 
         Raises:
             InvalidInput: K is symbolic, or not the last dim of both.
         """
-        _check_extent(self, "x", x_MK, self.k)
-        _check_extent(self, "w", w_NK, self.k)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self._sum(np.asarray(x_MK, np.float32), np.asarray(w_NK, np.float32))
+        self._check_extent("the last dim of x", np.shape(x_MK)[-1], self.k)
+        self._check_extent("the last dim of w", np.shape(w_NK)[-1], self.k)
+        return self._sum(np.asarray(x_MK, np.float32), np.asarray(w_NK, np.float32))
 
     def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
         raise NotImplementedError
@@ -160,6 +109,7 @@ class Tree(_MatmulOrder):
 
     def __post_init__(self) -> None:
         SumOrder.__post_init__(self)
+        assert isinstance(self.leaf, Sequential | Blocked), self.leaf
         if not self.radices:
             raise NumericsError(f"Tree({self.k}): a tree without radices is its leaf; use {self.leaf}")
         leaves = math.prod(self.radices)
@@ -190,7 +140,7 @@ class Tree(_MatmulOrder):
 
 
 @dataclass(frozen=True, slots=True)
-class Row(_SharedOrder):
+class Row(SharedOrder):
     """A fixed lane tree over `length` terms, each rounded to float32 before it is added (no fused multiply-add).
 
     Element i belongs to step i // (lanes * vector), lane (i // vector) % lanes, place i % vector. Each (lane, place)
@@ -231,30 +181,30 @@ class Row(_SharedOrder):
         radices = self.radices[self._depth_of(tp_size) :]
         return Row(self.leaf_length * math.prod(radices), self.lanes, self.vector, radices)
 
+    @QUIET
     def evaluate(self, terms: np.ndarray) -> np.ndarray:
         """terms [..., length], rounded to float32 first, -> [...] float32, in this order.
 
         Raises:
             InvalidInput: the length is symbolic, or not the last dim.
         """
-        _check_extent(self, "terms", terms, self.length)
+        self._check_extent("the last dim of terms", np.shape(terms)[-1], self.length)
         terms = np.asarray(terms, np.float32)
         leaves = math.prod(self.radices)
         terms = pad_last(terms, leaves * self.leaf_length).reshape(*terms.shape[:-1], leaves, self.leaf_length)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = self._sum_leaf(terms)
-            return add_tree([sums[..., i] for i in range(leaves)], self.radices)
+        sums = self._sum_leaf(terms)
+        return add_tree([sums[..., i] for i in range(leaves)], self.radices)
 
     def _sum_leaf(self, terms: np.ndarray) -> np.ndarray:
+        group = min(self.lanes, _WARP)
         step = self.lanes * self.vector
-        terms = pad_last(terms, -(-terms.shape[-1] // step) * step)
-        terms = terms.reshape(*terms.shape[:-1], -1, self.lanes, self.vector)
-        acc = np.zeros(terms.shape[:-3] + terms.shape[-2:], np.float32)
-        for i in range(terms.shape[-3]):
-            acc = acc + terms[..., i, :, :]
-        lanes = add_pairs(acc)
-        groups = lanes.reshape(*lanes.shape[:-1], -1, min(self.lanes, _WARP))
-        return add_halves(add_halves(groups))
+        num_steps = -(-self.leaf_length // step)
+        places = (self.lanes // group, group, self.vector)
+        terms = pad_last(terms, num_steps * step).reshape(*terms.shape[:-1], num_steps, *places)
+        acc = np.zeros((*terms.shape[:-4], *places), np.float32)
+        for i in range(num_steps):
+            acc = acc + terms[..., i, :, :, :]
+        return add_halves(add_halves(add_pairs(acc)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,13 +223,14 @@ class KV(SumOrder):
 
     def __post_init__(self) -> None:
         SumOrder.__post_init__(self)
-        if sympy.Mod(self.chunk, self.block) == 0:
-            return
-        raise NumericsError(f"{self}: a chunk holds whole blocks; use a multiple of {self.block}")
+        remainder = sympy.Mod(self.chunk, self.block)
+        if remainder.is_number and remainder != 0:
+            raise NumericsError(f"{self}: a chunk holds whole blocks; use a multiple of {self.block}")
 
     def __str__(self) -> str:
         return f"KV(chunk={self.chunk}, block={self.block})"
 
+    @QUIET
     def evaluate(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, window: int, scale: float
     ) -> np.ndarray:
@@ -292,7 +243,7 @@ class KV(SumOrder):
         Raises:
             InvalidInput: the order is symbolic, or k or v end before `position`.
         """
-        _check_numeric(self)
+        self._check_numeric()
         if not 0 <= position < min(len(k), len(v)):
             raise InvalidInput(f"{self}: position {position} has no key among {len(k)} keys and {len(v)} values")
         first = max(0, position - window + 1) if window else 0
@@ -332,9 +283,10 @@ class Experts(SumOrder):
     def __str__(self) -> str:
         return f"Experts({self.num_experts})"
 
+    @QUIET
     def evaluate(self, partials: np.ndarray) -> np.ndarray:
         """partials [num_experts, ...] float32, best-ranked expert first, -> [...] float32."""
-        _check_extent(self, "partials", np.moveaxis(np.asarray(partials), 0, -1), self.num_experts)
+        self._check_extent("the first dim of partials", len(partials), self.num_experts)
         return add_left_to_right(list(np.asarray(partials, np.float32)))
 
 
@@ -342,54 +294,5 @@ def _nothing_seen(head_dim: int) -> tuple[np.float32, np.float32, np.ndarray]:
     return np.float32(-np.inf), np.float32(0), np.zeros(head_dim, np.float32)
 
 
-def _radices(order: SumOrder) -> tuple[int, ...]:
-    return getattr(order, "radices", ())
-
-
-def _checked_size(order: SumOrder, name: str, size: Size) -> Size:
-    if isinstance(size, sympy.Integer):
-        size = int(size)
-    if isinstance(size, sympy.Expr) and size.free_symbols:
-        return size
-    if type(size) is not int or size < 1:
-        raise NumericsError(f"{type(order).__name__}: {name}={size!r} must be an integer of at least 1")
-    return size
-
-
-def _check_numeric(order: SumOrder) -> None:
-    if order.symbols:
-        names = ", ".join(sorted(map(str, order.symbols)))
-        raise InvalidInput(f"{order} cannot be evaluated: its sizes hold {names}; give numbers instead")
-
-
-def _check_extent(order: SumOrder, what: str, values: np.ndarray, extent: Size) -> None:
-    _check_numeric(order)
-    shape = np.shape(values)
-    if not shape or shape[-1] != extent:
-        raise InvalidInput(f"{order} sums {extent} terms, but {what} of shape {shape} does not hold that many")
-
-
 def _by(radices: tuple[Size, ...]) -> str:
     return "x".join(map(str, radices))
-
-
-def _field_names(order: SumOrder) -> list[str]:
-    return [field.name for field in dataclasses.fields(order)]  # type: ignore[arg-type]
-
-
-def _symbols(value: object) -> frozenset[sympy.Symbol]:
-    if isinstance(value, SumOrder):
-        return value.symbols
-    if isinstance(value, tuple):
-        return frozenset().union(*map(_symbols, value))
-    return frozenset(value.free_symbols) if isinstance(value, sympy.Expr) else frozenset()
-
-
-def _canonical(value: object) -> str:
-    """Text that tells any two orders apart, symbols of one name but other assumptions included."""
-    if isinstance(value, SumOrder):
-        fields = (f"{name}={_canonical(getattr(value, name))}" for name in _field_names(value))
-        return f"{type(value).__name__}({', '.join(fields)})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_canonical, value))})"
-    return sympy.srepr(value) if isinstance(value, sympy.Expr) else repr(value)

@@ -24,7 +24,8 @@ LAYERS = [
     {"detcompile.compiled", "detcompile.fingerprint", "detcompile.generation"},
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
-    {"detcompile.config", "detcompile.float32", "detcompile.numerics", "detcompile.orders", "detcompile.step"},
+    {"detcompile.config", "detcompile.numerics", "detcompile.orders", "detcompile.step"},
+    {"detcompile.float32", "detcompile.sum_order"},
     {"detcompile.errors"},
 ]
 STRANGERS = {("detcompile.passes", "detcompile.runtime"), ("detcompile.runtime", "detcompile.passes")}

@@ -1,0 +1,204 @@
+"""From sequences to the packed tensors of one step, and from padded batches to rows and back.
+
+Legend: B rows and C columns of a padded batch, T tokens of a step, S sequences, R rows of logits, V vocabulary size.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.runner import KVCache, PackedStep
+from detcompile.runtime.sequence import Sequence
+from detcompile.step import StepInputs
+
+__all__ = ["UnpaddedBatch", "build_step", "keep_columns", "repad", "unpad"]
+
+
+class UnpaddedBatch(NamedTuple):
+    """A padded batch without its padding."""
+
+    token_ids: list[list[int]]  # one list a row
+    position_ids: list[list[int]]  # the same lengths
+    mask: Tensor  # [B, C] bool, on the CPU: where the tokens stood
+
+
+def build_step(
+    sequences: SequenceOf[tuple[Sequence, int]],
+    pool: BlockPool,
+    kv_cache: KVCache,
+    device: torch.device | str,
+    all_logits: bool = False,
+) -> PackedStep:
+    """Pack the next n tokens of each sequence, in the order given; blocks that they lack come from ``pool``.
+
+    The caller adds n to ``num_computed`` once the step has run.
+
+    Args:
+        sequences: (sequence, n) with 1 <= n <= sequence.num_uncomputed, each sequence once.
+        all_logits: logits of every token, packed like the tokens; otherwise of the last token of each sequence.
+
+    Returns:
+        PackedStep on ``device``.
+
+    Raises:
+        InvalidInput: no sequence, an n out of range, or too few free blocks; no sequence has changed then.
+    """
+    _check_plan(sequences, pool, kv_cache)
+    _allocate_missing_blocks(sequences, pool)
+    lengths = [n for _, n in sequences]
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    logits_to_keep = torch.arange(sum(lengths)) if all_logits else cu_seqlens[1:].long() - 1
+    token_ids: list[int] = []
+    position_ids: list[int] = []
+    for sequence, n in sequences:
+        start, stop = sequence.num_computed, sequence.num_computed + n
+        token_ids += sequence.token_ids[start:stop]
+        position_ids += sequence.position_ids[start:stop] if sequence.position_ids is not None else range(start, stop)
+    step = StepInputs(
+        slot_mapping=torch.cat([_slots(sequence, n, pool.block_size) for sequence, n in sequences]).to(device),
+        cu_seqlens=cu_seqlens.to(device),
+        seq_lens=torch.tensor([s.num_computed + n for s, n in sequences], dtype=torch.int32, device=device),
+        block_table=_padded_block_table(sequences).to(device),
+        k_caches=kv_cache.k_caches,
+        v_caches=kv_cache.v_caches,
+    )
+    input_ids = torch.tensor([token_ids], dtype=torch.int64, device=device)
+    return PackedStep(
+        input_ids, torch.tensor([position_ids], dtype=torch.int64, device=device), step, logits_to_keep.to(device)
+    )
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> UnpaddedBatch:
+    """Token ids and positions of each row, without padding on the left, on the right, or on both sides.
+
+    Args:
+        input_ids: [B, C] integers.
+        attention_mask: [B, C] of zeros and ones; None is all ones.
+        position_ids: [B, C] or [1, C]; by default a token's position is the number of its row's tokens before it.
+
+    Raises:
+        InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
+    """
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+        raise InvalidInput(
+            f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
+        )
+    mask = _checked_mask(attention_mask, input_ids)
+    positions = mask.long().cumsum(dim=1) - 1
+    if position_ids is not None:
+        positions = _checked_positions(position_ids, mask)
+    tokens = input_ids.cpu()
+    return UnpaddedBatch(
+        [row[kept].tolist() for row, kept in zip(tokens, mask)],
+        [row[kept].tolist() for row, kept in zip(positions, mask)],
+        mask,
+    )
+
+
+def keep_columns(mask: Tensor, logits_to_keep: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Hugging Face's ``logits_to_keep`` of a padded batch, said of the packed tokens.
+
+    Args:
+        mask: [B, C] bool, from ``unpad``.
+        logits_to_keep: the last so many columns; 0 keeps all; or a tensor [K] of column indices.
+
+    Returns:
+        Packed token indices [R] int64 whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
+    """
+    if isinstance(logits_to_keep, Tensor):
+        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()]
+    else:
+        columns = torch.arange(mask.shape[1])[-logits_to_keep if logits_to_keep else 0 :]
+    packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
+    kept = mask[:, columns]
+    return packed_index[:, columns][kept], kept
+
+
+def repad(logits: Tensor, mask: Tensor) -> Tensor:
+    """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
+    if int(mask.sum()) != logits.shape[0]:
+        raise InvalidInput(f"{logits.shape[0]} rows of logits for {int(mask.sum())} tokens: give one a token")
+    padded = logits.new_zeros(*mask.shape, logits.shape[-1])
+    padded[mask.to(logits.device)] = logits
+    return padded
+
+
+def _check_plan(sequences: SequenceOf[tuple[Sequence, int]], pool: BlockPool, kv_cache: KVCache) -> None:
+    if not sequences:
+        raise InvalidInput("a step needs at least one sequence")
+    for index, (sequence, n) in enumerate(sequences):
+        if not 1 <= n <= sequence.num_uncomputed:
+            raise InvalidInput(
+                f"sequence {index} has {sequence.num_uncomputed} tokens left to compute: a step of {n} is impossible"
+            )
+    if len({id(sequence) for sequence, _ in sequences}) != len(sequences):
+        raise InvalidInput("a sequence stands twice in a step: give all its new tokens at once")
+    if (pool.num_blocks, pool.block_size) != (kv_cache.num_blocks, kv_cache.block_size):
+        raise InvalidInput(
+            f"the pool has {pool.num_blocks} blocks of {pool.block_size} tokens, the cache {kv_cache.num_blocks} of"
+            f" {kv_cache.block_size}: make them alike"
+        )
+
+
+def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], pool: BlockPool) -> None:
+    """One allocation for all, so that a full cache leaves every sequence as it was."""
+    missing = [pool.blocks_for(s.num_computed + n) - len(s.block_table) for s, n in sequences]
+    blocks = iter(pool.allocate(sum(max(0, count) for count in missing)))
+    for (sequence, _), count in zip(sequences, missing):
+        sequence.block_table += [next(blocks) for _ in range(count)]
+
+
+def _slots(sequence: Sequence, n: int, block_size: int) -> Tensor:
+    """[n] int64: the slots of the next n tokens."""
+    place = torch.arange(sequence.num_computed, sequence.num_computed + n)
+    return torch.tensor(sequence.block_table)[place // block_size] * block_size + place % block_size
+
+
+def _padded_block_table(sequences: SequenceOf[tuple[Sequence, int]]) -> Tensor:
+    """[S, longest table] int32, zeros behind each sequence's own blocks."""
+    width = max(len(s.block_table) for s, _ in sequences)
+    rows = [s.block_table + [0] * (width - len(s.block_table)) for s, _ in sequences]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:
+    """[B, C] bool on the CPU, each row one run of tokens."""
+    if attention_mask is None:
+        return torch.ones(input_ids.shape, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise InvalidInput(
+            f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
+            " masks of another kind are the model's business, not the caller's"
+        )
+    numbers = attention_mask.cpu()
+    mask = numbers == 1
+    if not (mask | (numbers == 0)).all():
+        raise InvalidInput("attention_mask must hold zeros (padding) and ones (tokens) only")
+    for row, is_token in enumerate(mask):
+        places = is_token.nonzero().flatten()
+        if len(places) == 0:
+            raise InvalidInput(f"row {row} of attention_mask is all padding: a row needs at least one token")
+        if int(places[-1] - places[0]) + 1 != len(places):
+            raise InvalidInput(
+                f"row {row} of attention_mask has padding between two tokens: remove those tokens from input_ids"
+                " and pad on the left or on the right"
+            )
+    return mask
+
+
+def _checked_positions(position_ids: Tensor, mask: Tensor) -> Tensor:
+    """[B, C] int64 on the CPU."""
+    batch_size, length = mask.shape
+    if position_ids.is_floating_point() or position_ids.shape not in {(batch_size, length), (1, length)}:
+        raise InvalidInput(
+            f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
+            f" got {position_ids.dtype} {list(position_ids.shape)}"
+        )
+    positions = position_ids.cpu().long().expand(batch_size, length)
+    if (positions[mask] < 0).any():
+        raise InvalidInput("position_ids of tokens must not be negative")
+    return positions

@@ -1,0 +1,51 @@
+"""A sequence counts its tokens, keeps its seed and knows when it has finished."""
+
+import pytest
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.sampling import SamplingParams
+from detcompile.runtime.sequence import Sequence
+
+
+def test_it_stops_at_max_tokens():
+    sequence = Sequence([5, 6], SamplingParams(max_tokens=2))
+    sequence.append(7)
+    assert sequence.finish_reason is None
+    sequence.append(8)
+    assert sequence.finish_reason == "length"
+    assert sequence.generated_ids == [7, 8]
+    with pytest.raises(AssertionError, match="finished"):
+        sequence.append(9)
+
+
+def test_it_stops_at_a_stop_token_and_keeps_it():
+    sequence = Sequence([5, 6], SamplingParams(max_tokens=1, stop_token_ids=(3, 9)))
+    sequence.append(9)
+    assert sequence.finish_reason == "stop"
+    assert sequence.token_ids == [5, 6, 9]
+
+
+def test_a_stop_token_in_the_prompt_stops_nothing():
+    assert Sequence([9, 9], SamplingParams(stop_token_ids=(9,))).finish_reason is None
+
+
+def test_positions_go_on_after_the_last_one():
+    sequence = Sequence([5, 6], position_ids=[3, 10])
+    sequence.append(7)
+    assert sequence.position_ids == [3, 10, 11]
+    assert sequence.num_uncomputed == 3
+
+
+def test_requests_that_share_params_without_a_seed_get_seeds_of_their_own():
+    params = SamplingParams()
+    seeds = {Sequence([1], params).seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert params.seed is None
+    assert Sequence([1], SamplingParams(seed=4)).seed == 4
+
+
+def test_what_cannot_be_a_sequence_is_refused():
+    with pytest.raises(InvalidInput, match="at least one token"):
+        Sequence([])
+    with pytest.raises(InvalidInput, match="1 position_ids for 2 tokens"):
+        Sequence([1, 2], position_ids=[0])

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from detcompile import config
-from detcompile.errors import CompilerNotFound, InvalidInput
+from detcompile.errors import CompilerNotFound, InvalidInput, NumericsError
 
 __all__ = [
     "DTYPE_CODES",
@@ -27,6 +27,7 @@ __all__ = [
     "dtype_code",
     "isa",
     "library",
+    "radices_array",
     "source_digest",
     "supported_isas",
     "thread_count",
@@ -43,9 +44,10 @@ _ISA_NEEDS = {
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 _DIGEST_BYTES = 32
+_MOST_RADICES = 16  # nodes[] in rowsum.h
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_FLOAT = ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "detcompile_matmul": (
         None,
@@ -54,6 +56,24 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         + [_POINTER, _INT64]
         + [_INT32] * 5,
     ),
+    "detcompile_row_sum": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32, _INT32, _INT32]),
+    "detcompile_row_var_mean": (
+        None,
+        [_POINTER, _INT64, _POINTER, _POINTER, _FLOAT, _INT64, _INT64, _INT32, _INT32],
+    ),
+    "detcompile_rms_norm": (
+        None,
+        [_POINTER, _INT64, _POINTER, _POINTER, _FLOAT, _INT32, _INT64, _INT64, _INT32, _INT32, _INT32],
+    ),
+    "detcompile_layer_norm": (
+        None,
+        [_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _FLOAT, _INT64, _INT64] + [_INT32] * 4,
+    ),
+    "detcompile_softmax": (
+        None,
+        [_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64, _INT32, _INT32, _INT32],
+    ),
+    "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
 }
 
 
@@ -139,6 +159,20 @@ def dtype_code(tensor: torch.Tensor | None) -> int:
     if code is None:
         raise InvalidInput(f"{tensor.dtype}: the CPU templates take float32, bfloat16 and float16. Convert it first.")
     return code
+
+
+@functools.cache
+def radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Radices for the C ABI.
+
+    Raises:
+        NumericsError: a radix below 1, or more leaves than any row has use for.
+    """
+    if any(radix < 1 for radix in radices) or len(radices) > _MOST_RADICES:
+        raise NumericsError(
+            f"radices {radices}: at most {_MOST_RADICES}, each at least 1. Take them from Numerics.radices."
+        )
+    return (ctypes.c_int64 * len(radices))(*radices)
 
 
 @functools.cache

@@ -11,14 +11,14 @@ The order knows nothing of M, so a row's bits do not depend on its neighbours. x
 view of unit stride along K or N (nn.Linear's weight, GPT-2's Conv1D transposed); other strides are copied. M may be 0.
 """
 
-import ctypes
-import functools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from detcompile.errors import InvalidInput, NumericsError
+from detcompile.errors import InvalidInput
+from detcompile.numerics import matmul_order
 from detcompile.templates import cpu_library
 
 __all__ = ["matmul_cpu", "reference_matmul"]
@@ -73,7 +73,7 @@ def matmul_cpu(
         M,
         N,
         K,
-        _radices_array(tuple(radices)),
+        cpu_library.radices_array(tuple(radices)),
         len(radices),
         cpu_library.dtype_code(x),
         cpu_library.dtype_code(bias),
@@ -92,19 +92,12 @@ def _(x, w, bias, residual, radices, out_dtype=None):  # type: ignore[no-untyped
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
 
 
-def reference_matmul(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
+def reference_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """The op's value in float64, unrounded: what the accuracy of an implementation is measured against."""
     y = x.double() @ w.double().t()
     if bias is not None:
         y = y + bias.double()
     return y if residual is None else residual.double() + y
-
-
-@functools.cache
-def _radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(radices))(*radices)
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int]) -> None:
@@ -124,13 +117,5 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, r
             f"detcompile::matmul: residual {tuple(residual.shape)} must be [M, N] = ({x.shape[0]}, {w.shape[0]})."
             " Expand it."
         )
-    leaves = 1
-    for radix in radices:
-        if radix < 1:
-            raise NumericsError(f"detcompile::matmul: radices {tuple(radices)} must be positive.")
-        leaves *= radix
-    if x.shape[1] % leaves:
-        raise NumericsError(
-            f"detcompile::matmul: K = {x.shape[1]} does not split into {leaves} equal leaves (radices {tuple(radices)})."
-            " Choose tp_sizes whose largest member divides K."
-        )
+    if x.shape[1] % math.prod(radices):
+        matmul_order(x.shape[1], x.dtype, tuple(radices))  # raises, and names the tp_sizes that fit

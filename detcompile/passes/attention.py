@@ -1,0 +1,104 @@
+"""Attention reaches our template through transformers' AttentionInterface, or from scaled_dot_product_attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import AttentionInterface
+
+from detcompile.errors import UnsupportedModel
+from detcompile.step import StepInputs
+
+__all__ = ["IMPLEMENTATION", "STEP_KWARG", "AttentionCall", "check_call", "pin_sdpa", "register_attention"]
+
+IMPLEMENTATION = "detcompile"  # the model's attn_implementation
+STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention
+
+# Keywords that models hand to every attention function and that do not change its sum.
+HARMLESS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict position_embeddings "
+    "logits_to_keep num_items_in_batch cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+)
+
+
+class AttentionCall:
+    """What one attention layer asks for, seen while the model runs once.
+
+    Attributes:
+        layer: index into the step's caches. kv_heads, head_dim, v_head_dim: extents of one cached key and value.
+        window: sliding window in tokens, 0 for none. name: class of the calling module.
+    """
+
+    def __init__(self, module: nn.Module, key: Tensor, value: Tensor, window: int) -> None:
+        self.layer: int = module.layer_idx
+        self.kv_heads, self.head_dim = key.shape[1], key.shape[3]
+        self.v_head_dim = value.shape[3]
+        self.window = window
+        self.name = type(module).__name__
+
+
+def register_attention(kv_chunk: int) -> None:
+    """Make ``attn_implementation="detcompile"`` known to transformers; attention sums in chunks of ``kv_chunk`` keys."""
+
+    def pinned(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
+               scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        window = int(sliding_window or 0)
+        step: StepInputs | None = kwargs.get(STEP_KWARG)
+        if step is None:
+            out = torch.ops.detcompile.dense_attention(query, key, value, scale, window, kv_chunk)
+            return out.transpose(1, 2), None
+        layer = module.layer_idx
+        q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+        out = torch.ops.detcompile.paged_attention(
+            q, k, v, step.k_caches[layer], step.v_caches[layer], step.slot_mapping, step.cu_seqlens, step.seq_lens,
+            step.block_table, scale, window, kv_chunk,
+        )
+        return out.unsqueeze(0), None
+
+    AttentionInterface.register(IMPLEMENTATION, pinned)
+
+
+def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse an attention call whose meaning the template does not have."""
+    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        raise UnsupportedModel(f"{where} has no layer_idx: its keys cannot be told from other layers'")
+    if mask is not None:
+        raise UnsupportedModel(f"{where} passes an attention mask of its own; only causal and sliding masks are known")
+    if kwargs.get(STEP_KWARG) is None:
+        raise UnsupportedModel(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
+    if kwargs.get("dropout"):
+        raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
+    if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"{where} is not causal")
+    known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", "scaling", "sliding_window"}
+    for name, given in kwargs.items():
+        if name not in known and given is not None and given is not False:
+            raise UnsupportedModel(f"{where} passes {name}={type(given).__name__}, which the attention template does not know")
+    if query.shape[1] % key.shape[1]:
+        raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")
+
+
+def pin_sdpa(gm: fx.GraphModule, kv_chunk: int) -> fx.GraphModule:
+    """scaled_dot_product_attention(q, k, v, is_causal=True)  ->  dense_attention(q, k, v, scale, 0, kv_chunk)
+
+    Runs on the Dynamo graph, before autograd decomposes the operation. Masked or non-causal attention is left alone;
+    the certificate then names it.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if given.get("attn_mask") is not None or given.get("dropout_p") or given.get("is_causal") is not True:
+            continue
+        q = given["query"]
+        scale = given.get("scale")
+        scale = q.meta["example_value"].shape[-1] ** -0.5 if scale is None else scale
+        with gm.graph.inserting_before(node):
+            args = (q, given["key"], given["value"], float(scale), 0, kv_chunk)
+            pinned = gm.graph.call_function(torch.ops.detcompile.dense_attention.default, args)
+        pinned.meta = dict(node.meta)
+        node.replace_all_uses_with(pinned)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return gm

@@ -1,0 +1,109 @@
+"""The torch.compile backend: rewrite, certify, then lower through Inductor.
+
+    torch.compile(model, backend="detcompile")                          any module, or
+    torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the certificate
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+import detcompile.templates.ops  # noqa: F401
+from detcompile.errors import DetcompileError
+from detcompile.numerics import Numerics
+from detcompile.passes.attention import pin_sdpa
+from detcompile.passes.certificate import Certificate, Role, certify
+from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
+
+__all__ = ["Backend", "cause", "detcompile_backend"]
+
+Compiled = Callable[..., Any]
+
+
+class Backend:
+    """Compiles Dynamo graphs and keeps the certificate of each.
+
+    Args:
+        numerics: the declared orders.
+        roles_of: the Role of a Dynamo placeholder from its name and fake value; default: parameters and buffers are
+            weights, the first dimension and every symbolic dimension of any other tensor holds rows.
+        expected_attention: attention calls a causal LM makes; None for any other module.
+        certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
+    """
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        roles_of: Callable[[str, Any], Role] | None = None,
+        expected_attention: int | None = None,
+        certify_only: bool = False,
+    ) -> None:
+        self.numerics = numerics
+        self.roles_of = roles_of or default_role
+        self.expected_attention = expected_attention
+        self.certify_only = certify_only
+        self.certificates: list[Certificate] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
+        roles = [self._role(node) for node in gm.graph.find_nodes(op="placeholder")]
+        pin_sdpa(gm, self.numerics.kv_chunk)
+        post_grad = GraphPass(lambda graph_module: self._certify(graph_module, roles), repr(self.numerics))
+        settings = {
+            **ROUNDING,
+            "joint_custom_pre_pass": GraphPass(rewrite, repr(self.numerics)),
+            "post_grad_custom_post_pass": post_grad,
+        }
+
+        def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+            # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
+            self.certificates.append(self._certify(graph_module, roles))
+            if self.certify_only:
+                return make_boxed_func(graph_module.forward)
+            return compile_fx_inner(graph_module, inputs, **kwargs)
+
+        with pinned_codegen(), functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(
+                gm, list(example_inputs), inner_compile=inner, config_patches=settings, decompositions=decompositions()
+            )
+
+    def _role(self, node: fx.Node) -> Role:
+        return self.roles_of(str(node.target), node.meta.get("example_value"))
+
+    def _certify(self, gm: fx.GraphModule, roles: Sequence[Role]) -> Certificate:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        assert len(inputs) == len(roles), f"{len(roles)} inputs were traced, the graph has {len(inputs)}"
+        named = {node.name: role for node, role in zip(inputs, roles, strict=True)}
+        return certify(gm.graph, named, self.numerics, self.expected_attention)
+
+
+def default_role(name: str, value: Any) -> Role:
+    """Parameters and buffers are weights; of any other tensor the first and every symbolic dimension holds rows."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return Role("weight")
+    if "_parameters_" in name or "_buffers_" in name:
+        return Role("weight")
+    rows = {dim: f"dim {dim}" for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+    if value.dim():
+        rows.setdefault(0, "dim 0")
+    return Role("rows", rows)
+
+
+def detcompile_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+    """The backend by name, with ``options={"numerics": Numerics(...)}`` to choose the orders."""
+    numerics = (kwargs.get("options") or {}).get("numerics", Numerics())
+    return Backend(numerics)(gm, example_inputs)
+
+
+def cause(error: BaseException) -> DetcompileError | None:
+    """The error of ours inside the exceptions that Dynamo and Inductor wrap around it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, DetcompileError):
+            return seen
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
+    return None

@@ -1,0 +1,34 @@
+"""One spelling an operation, so that the rewrites that follow need one pattern each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from detcompile.passes.provenance import shape_of
+
+__all__ = ["canonicalize", "insert"]
+
+aten = torch.ops.aten
+
+
+def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
+    """bmm(a, b) with K = 1  ->  mul(a, b)   (rotary embeddings: an outer product sums nothing)
+
+    baddbmm and addmm with scaled operands are left as they are: no rewrite takes them and the certificate names them.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
+        if shape_of(node.args[0])[2] == 1:
+            node.target = aten.mul.Tensor
+    return gm
+
+
+def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple, origin: fx.Node) -> fx.Node:
+    """Add a node before ``origin`` that carries its place in the source and its own fake value."""
+    with graph.inserting_before(origin):
+        node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda arg: arg.meta["val"])
+    with torch._guards.detect_fake_mode(values):
+        node.meta = {**origin.meta, "val": target(*values)}
+    return node

@@ -1,0 +1,168 @@
+"""From a Hugging Face causal LM to one callable over packed tokens, with its meaning checked on the way.
+
+The model runs once, eagerly, on two tokens, with an attention function that only records what it is asked for. What it
+records (layers, heads, windows, mask kinds) sizes the caches, and later has to equal what the compiled graph holds.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
+from detcompile.step import StepInputs
+
+__all__ = ["DenseForward", "PackedForward", "freeze_rope", "probe_attention", "takes_logits_to_keep"]
+
+MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask")
+MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
+
+
+class PackedForward(nn.Module):
+    """Logits of chosen rows of a packed step: what serving compiles.
+
+    forward(input_ids [1, T] int64, position_ids [1, T] int64, logits_to_keep [R] int64, step) -> [1, R, V], or
+    [1, T, V] where the model cannot choose rows itself.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.chooses_rows = takes_logits_to_keep(model)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, step: StepInputs) -> Tensor:
+        kwargs: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.chooses_rows else {}
+        return self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **{STEP_KWARG: step}, **kwargs
+        ).logits
+
+
+class DenseForward(nn.Module):
+    """Logits of a padless batch [B, T]: traced to see the batch dimension that packing hides, never served."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+def takes_logits_to_keep(model: nn.Module) -> bool:
+    """Whether the model's forward chooses the rows whose logits are computed."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
+    """Fix rotary tables that look at the longest position of the batch (dynamic, longrope) to ``max_context`` tokens.
+
+    The module updates itself once, as it would for a sequence of that length, and never again.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in by_layer.items():
+            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+                continue
+            device = next(model.parameters()).device
+            last = torch.tensor([[max_context - 1]], device=device)
+            kwargs = {} if layer_type is None else {"layer_type": layer_type}
+            with torch.no_grad():
+                module(torch.zeros(1, 1, 1, device=device), last, **kwargs)
+            if layer_type is None:
+                module.rope_type = "default"
+            else:
+                by_layer[layer_type] = "default"
+
+
+def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[AttentionCall, ...]:
+    """The attention calls of one forward, in layer order; UnsupportedModel where one means something unknown."""
+    _require_ready(model)
+    register_attention(kv_chunk)  # before the model is told to use it
+    _use_attention(model)
+    calls: list[AttentionCall] = []
+
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
+        check_call(module, query, key, value, attention_mask, kwargs)
+        calls.append(AttentionCall(module, key, value, int(kwargs.get("sliding_window") or 0)))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(IMPLEMENTATION, record)
+    try:
+        masks = _run_once(model)
+    finally:
+        register_attention(kv_chunk)
+    _check_calls(model, calls, masks)
+    return tuple(sorted(calls, key=lambda call: call.layer))
+
+
+def _require_ready(model: PreTrainedModel) -> None:
+    if model.training:
+        raise UnsupportedModel(f"{type(model).__name__} is in training mode: call model.eval() before compiling it")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{type(model).__name__} has an encoder; only decoder-only causal LMs are compiled")
+
+
+def _use_attention(model: PreTrainedModel) -> None:
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{type(model).__name__} takes no attention function from outside: {error}") from error
+
+
+def _run_once(model: PreTrainedModel) -> set[str]:
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    empty = torch.zeros(0, dtype=torch.int32, device=device)
+    step = StepInputs(empty, empty, empty, empty, (), ())
+    with _recorded_masks(model) as masks, torch.no_grad():
+        try:
+            model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, **{STEP_KWARG: step})
+        except TypeError as error:
+            raise UnsupportedModel(f"{type(model).__name__}.forward cannot take the step inputs: {error}") from error
+    return masks
+
+
+@contextlib.contextmanager
+def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
+    """Watch which masks the model's own modules ask transformers for."""
+    seen: set[str] = set()
+
+    def watched(name: str, make: Any):
+        def make_mask(*args: Any, **kwargs: Any):
+            if name not in MASK_KINDS:
+                raise UnsupportedModel(f"{type(model).__name__} asks for {name}, a mask the attention template does not have")
+            shaped = [argument for argument in MASK_SHAPING if kwargs.get(argument) is not None]
+            if shaped:
+                raise UnsupportedModel(f"{type(model).__name__} changes {name} by {', '.join(shaped)}")
+            seen.add(name)
+            return make(*args, **kwargs)
+
+        return make_mask
+
+    with contextlib.ExitStack() as stack:
+        for source in {type(module).__module__ for module in model.modules()}:
+            namespace = sys.modules[source]
+            for name, make in list(vars(namespace).items()):
+                if getattr(make, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
+                    stack.enter_context(mock.patch.object(namespace, name, watched(name, make)))
+        yield seen
+
+
+def _check_calls(model: PreTrainedModel, calls: list[AttentionCall], masks: set[str]) -> None:
+    name = type(model).__name__
+    layers = model.config.get_text_config().num_hidden_layers
+    if sorted(call.layer for call in calls) != list(range(layers)):
+        raise UnsupportedModel(
+            f"{name} has {layers} layers but called the attention interface for layers {sorted(c.layer for c in calls)}: "
+            "attention that does not pass through the interface cannot be pinned"
+        )
+    if "create_sliding_window_causal_mask" in masks and not any(call.window for call in calls):
+        raise UnsupportedModel(f"{name} builds a sliding-window mask but tells no attention layer its window")

@@ -1,0 +1,262 @@
+"""The certificate: every operation of a compiled graph is of a proven class and keeps rows apart, or the graph is refused.
+
+Classes: *pointwise*, *movement*, *order-free* reductions (max, integer sums), *template* (its SumOrder is pinned and
+holds no symbol) and *attention* (sums over the row's own prefix, by its contract). Everything else is an UncertifiedOp.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from detcompile.errors import UncertifiedOp
+from detcompile.numerics import Numerics, matmul_order, row_order
+from detcompile.orders import KV, SumOrder
+from detcompile.passes.provenance import LAYOUT, SIZE, Layout, Refusal, Rows, created, shape_of
+from detcompile.passes.rules import (
+    ATTENTION,
+    MOVEMENT,
+    ORDER_FREE,
+    TEMPLATES,
+    Context,
+    is_pointwise,
+    pointwise,
+    size_arithmetic,
+)
+
+__all__ = ["Certificate", "Entry", "Role", "certify"]
+
+ours = torch.ops.detcompile
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a graph input is: 'weight', 'layout', or 'rows' with the row space of each dimension that has one."""
+
+    kind: str
+    rows: Mapping[int, str] | None = None
+    final_gather: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One certified operation."""
+
+    op: str
+    place: str
+    kind: str
+    order: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The proof that a compiled graph keeps rows apart and pins its sums."""
+
+    entries: tuple[Entry, ...]
+    numerics: Numerics
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of operations of each class."""
+        return dict(Counter(entry.kind for entry in self.entries))
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The distinct sum orders of the graph, sorted."""
+        return tuple(sorted({entry.order for entry in self.entries if entry.order}))
+
+    def to_json(self) -> str:
+        """The certificate as one JSON object: numerics, counts, orders, entries."""
+        return json.dumps(
+            {
+                "numerics": str(self.numerics),
+                "counts": self.counts,
+                "orders": self.orders,
+                "entries": [asdict(entry) for entry in self.entries],
+            }
+        )
+
+    def summary(self) -> str:
+        """One line: how many operations of each class were certified."""
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+
+    def __str__(self) -> str:
+        header = Entry("op", "place", "class", "order", "proof")
+        rows = [tuple(asdict(entry).values()) for entry in (header, *self.entries)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def certify(graph: fx.Graph, roles: Mapping[str, Role], numerics: Numerics, expected_attention: int | None) -> Certificate:
+    """Prove the graph or raise UncertifiedOp naming every offender.
+
+    Args:
+        graph: ATen graph after all rewrites; nodes carry fake tensors in ``meta["val"]``.
+        roles: of each placeholder, by name; one that is missing counts as a weight.
+        numerics: the declared orders.
+        expected_attention: attention calls the model makes; None if the graph is not a causal LM.
+    """
+    context = _context(graph, roles)
+    entries, offenders = [], []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            context.states[node] = _input_state(node, roles.get(node.name, Role("weight")))
+        elif node.op == "get_attr":
+            context.states[node] = _constant_state(node)
+        elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
+            try:
+                context.states[node], entry = _certify_node(node, context, numerics)
+            except Refusal as refusal:
+                offenders.append(f"{node.target} at {place_of(node)}: {refusal}")
+                context.states[node] = None
+            else:
+                if entry:
+                    entries.append(entry)
+    found = sum(entry.kind == "attention" for entry in entries)
+    if expected_attention is not None and found != expected_attention and not offenders:
+        offenders.append(f"the model calls attention {expected_attention} times, the graph holds {found} attention nodes")
+    if offenders:
+        raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
+    return Certificate(tuple(entries), numerics)
+
+
+def _refusal_text(offenders: list[str]) -> str:
+    listed = "\n  ".join(offenders[:20])
+    return (
+        f"{len(offenders)} operation(s) could make a row's bits depend on other rows:\n  {listed}\n"
+        "Rewrite them row by row, or compile a model without them; nothing was compiled."
+    )
+
+
+def _context(graph: fx.Graph, roles: Mapping[str, Role]) -> Context:
+    row_symbols: dict[sympy.Expr, str] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        for dim, name in (roles.get(node.name, Role("weight")).rows or {}).items():
+            size = shape_of(node)[dim]
+            if size.free_symbols:
+                row_symbols[size] = name
+    final = frozenset(name for name, role in roles.items() if role.final_gather)
+    return Context(row_symbols, final)
+
+
+def _input_state(node: fx.Node, role: Role) -> Any:
+    if not isinstance(node.meta["val"], torch.Tensor):
+        return SIZE
+    if role.kind == "layout":
+        return LAYOUT
+    dims = list(created(shape_of(node), {}).dims)
+    for dim, name in (role.rows or {}).items():
+        dims[dim] = tuple(axis._replace(row=name) for axis in dims[dim])
+    return Rows(tuple(dims))
+
+
+def _constant_state(node: fx.Node) -> Rows | None:
+    owner = node.graph.owning_module
+    value = getattr(owner, str(node.target), None) if owner is not None else None
+    if not isinstance(value, torch.Tensor):
+        return None  # a submodule: the operation that uses it is refused by name
+    return created([sympy.Integer(size) for size in value.shape], {})
+
+
+def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
+    """Report an offender once, not everything that reads it."""
+    if any(arg in context.states and context.states[arg] is None for arg in node.all_input_nodes if arg.op != "get_attr"):
+        context.states[node] = None
+        return True
+    return False
+
+
+def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[Any, Entry | None]:
+    size = size_arithmetic(node)
+    if size is not None:
+        return size, None
+    target = node.target
+    for kind, table in (("movement", MOVEMENT), ("order-free", ORDER_FREE), ("template", TEMPLATES), ("attention", ATTENTION)):
+        if target in table:
+            state = table[target](node, context)
+            order = _order_of(node, numerics)
+            return state, Entry(_name(node), place_of(node), kind, str(order or ""), _proof(kind, state, order))
+    if is_pointwise(target):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            state = pointwise(node, context)
+            return state, Entry(_name(node), place_of(node), "pointwise", "", _proof("pointwise", state, None))
+    if str(target).startswith(("aten._assert", "aten.sym_constrain")):
+        return None, None
+    raise Refusal(_reason(str(target)))
+
+
+REASONS = {
+    "dropout": "dropout draws from a generator the batch shares: call model.eval()",
+    "rand": "random numbers inside the graph",
+    "bernoulli": "random numbers inside the graph",
+    "cumsum": "a running sum whose order is not pinned",
+    "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
+    "as_strided": "a view whose rows cannot be followed",
+}
+
+
+def _reason(target: str) -> str:
+    for name, reason in REASONS.items():
+        if name in target:
+            return reason
+    return "no rule proves this operation independent of the batch"
+
+
+def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
+    """The pinned order of a template; it may hold no symbol."""
+    target, args = node.target, node.args
+    if target is ours.matmul.default:
+        radices = args[4] if len(args) > 4 else node.kwargs.get("radices", ())
+        value = args[0].meta["val"]
+        order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, tuple(radices))
+    elif target in ATTENTION:
+        chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[5]
+        if chunk != numerics.kv_chunk:
+            raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
+        order = KV(chunk)
+    elif target in TEMPLATES and target is not ours.embedding.default:
+        value = args[0].meta["val"]
+        radices = args[1] if target is ours.logsumexp.default else args[2] if "softmax" in str(target) else ()
+        order = row_order(_static(shape_of(args[0])[-1]), value.device.type, tuple(radices))
+    else:
+        return None
+    if order.symbols:
+        raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
+    return order
+
+
+def _static(size: sympy.Expr) -> int:
+    if size.free_symbols:
+        raise Refusal(f"a sum over {size}, which is not fixed")
+    return int(size)
+
+
+def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
+    rows = state if isinstance(state, Rows) else next((s for s in state if isinstance(s, Rows)), None) if isinstance(
+        state, tuple) else None
+    spaces = ", ".join(dict.fromkeys(rows.row_spaces)) if rows else ""
+    reads = f"row t of {spaces} reads row t" if spaces else "reads no row" if not isinstance(state, Layout) else "writes own slots"
+    if kind == "attention":
+        return "row t of tokens reads keys of its own prefix"
+    return f"{reads}; order holds no symbol" if order else reads
+
+
+def _name(node: fx.Node) -> str:
+    target = node.args[0] if node.target in ATTENTION and not str(node.target).startswith("detcompile") else node.target
+    return getattr(target, "__name__", None) if not isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def place_of(node: fx.Node) -> str:
+    """File, line and function of the model's source that produced the node, innermost frame."""
+    trace = node.meta.get("stack_trace")
+    frames = [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
+    if not frames:
+        return "no source recorded"
+    file, line, where = frames[-1].removeprefix("File ").split(", ")[:3]
+    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')} {where}"

@@ -1,0 +1,82 @@
+"""Matrix products become the matmul template, with bias and residual as its epilogue."""
+
+import torch
+from torch import fx
+
+from detcompile.passes.canonicalize import insert
+from detcompile.passes.provenance import shape_of
+
+__all__ = ["fuse_residuals", "pin_matmuls"]
+
+aten, ours = torch.ops.aten, torch.ops.detcompile
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
+    """mm(x, w_KN)  ->  matmul(x, w_NK, None, None, [])         addmm(b, x, w_KN)  ->  matmul(x, w_NK, b, None, [])
+
+    Both are one Sequential (fp32: Blocked) sum; row-parallel linears call the template with their tree themselves.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.mm.default):
+        _pin(gm.graph, node, node.args[0], node.args[1], None)
+    for node in gm.graph.find_nodes(op="call_function", target=aten.addmm.default):
+        if not node.kwargs and len(shape_of(node.args[0])) == 1:
+            _pin(gm.graph, node, node.args[1], node.args[2], node.args[0])
+    return gm
+
+
+def _pin(graph: fx.Graph, node: fx.Node, x: fx.Node, w_KN: fx.Node, bias: fx.Node | None) -> None:
+    w_NK = w_KN.args[0] if _is_transpose(w_KN) else insert(graph, aten.permute.default, (w_KN, [1, 0]), node)
+    pinned = insert(graph, ours.matmul.default, (x, w_NK, bias, None, []), node)
+    node.replace_all_uses_with(pinned)
+    graph.erase_node(node)
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])
+
+
+def fuse_residuals(gm: fx.GraphModule) -> fx.GraphModule:
+    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))
+
+    The template rounds the product before it adds, as the two operations did.
+    """
+    for add in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if add.kwargs or not all(isinstance(arg, fx.Node) for arg in add.args):
+            continue
+        for y, r in (add.args, add.args[::-1]):
+            product = y.args[0] if y.target in VIEWS else y
+            if _takes_residual(product, y, r, add):
+                _fuse(gm.graph, add, product, y, r)
+                break
+    return gm
+
+
+def _takes_residual(product: fx.Node, y: fx.Node, r: fx.Node, add: fx.Node) -> bool:
+    return (
+        product.target is ours.matmul.default
+        and product.args[3] is None
+        and len(product.users) == 1
+        and len(y.users) == 1
+        and shape_of(r) == shape_of(add) == shape_of(y)
+        and r.meta["val"].dtype == product.meta["val"].dtype
+        and r is not y
+    )
+
+
+def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Node) -> None:
+    sizes = [_size_arg(product, r, i) for i in range(2)] if y is not product else None
+    flat = insert(graph, aten.reshape.default, (r, sizes), add) if sizes else r
+    x, w, bias, _, radices = product.args[:5]
+    fused = insert(graph, ours.matmul.default, (x, w, bias, flat, radices), add)
+    fused.meta["stack_trace"] = product.meta.get("stack_trace", "")
+    if y is not product:
+        fused = insert(graph, y.target, (fused, *y.args[1:]), add)
+    add.replace_all_uses_with(fused)
+    for dead in dict.fromkeys((add, y, product)):
+        graph.erase_node(dead)
+
+
+def _size_arg(product: fx.Node, r: fx.Node, dim: int) -> int:
+    """[-1, N]: the rows follow from the features, so that no symbolic size has to be threaded through."""
+    return -1 if dim == 0 else int(product.meta["val"].shape[1])

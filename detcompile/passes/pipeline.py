@@ -1,0 +1,88 @@
+"""The passes in the order they run, and Inductor's settings under which they hold."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._inductor.codegen import cpp as inductor_cpp
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+
+from detcompile.passes.canonicalize import canonicalize
+from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
+from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
+
+__all__ = ["PASSES", "ROUNDING", "GraphPass", "decompositions", "pinned_codegen", "rewrite", "source_files"]
+
+PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
+    canonicalize,
+    pin_rms_norms,
+    pin_reductions,
+    pin_matmuls,
+    fuse_residuals,
+)
+
+# Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
+ROUNDING: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "split_reductions": False,
+    "comprehensive_padding": False,
+    "max_autotune": False,
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.enable_loop_tail_vec": True,
+}
+
+
+def source_files() -> tuple[str, ...]:
+    """Files whose text decides what a compiled graph computes: Inductor's cache must not outlive a change in them."""
+    package = Path(__file__).parent.parent
+    return tuple(str(path) for path in sorted(package.rglob("*")) if path.suffix in (".py", ".cpp", ".h"))
+
+
+class GraphPass(CustomGraphPass):
+    """A ``gm -> gm`` function where Inductor wants a pass over a graph; ``key`` enters the cache key."""
+
+    def __init__(self, apply: Callable[[fx.GraphModule], Any], key: str) -> None:
+        self.apply = apply
+        self.key = key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.apply(graph.owning_module)
+
+    def uuid(self) -> Any:
+        return (get_hash_for_files(source_files()), self.key)
+
+
+def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
+    """Run PASSES in order."""
+    for apply in PASSES:
+        gm = apply(gm)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+@contextlib.contextmanager
+def pinned_codegen() -> Iterator[None]:
+    """Generated C++ treats the last elements of a loop with the same vector functions as the others.
+
+    Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
+    with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch.
+    """
+    if not hasattr(inductor_cpp, "TilingStats"):  # torch 2.11 has no such heuristic
+        yield
+        return
+    with mock.patch.object(inductor_cpp.TilingStats, "OVERHEAD_RATIO_THRESHOLD", float("inf")):
+        yield
+
+
+def decompositions(kept: tuple[torch._ops.OpOverload, ...] = KEPT_WHOLE) -> dict[Any, Any]:
+    """Inductor's decompositions without those of the operations that a pass takes as a whole."""
+    return {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}

@@ -1,0 +1,207 @@
+"""Row provenance: which rows of the inputs each value of a graph may read.
+
+"Pointwise or data movement" proves nothing about a batch: a roll over tokens is an index_select. So every dimension
+of every value is described by its row-major *axes*; an axis is either a feature (its extent is a number) or a row
+space ("tokens", "batch", "logits") in its original order. An operation is accepted only if row t of its output reads
+row t of its inputs; the rule of each operation says how axes move. What has no rule is refused.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+__all__ = ["LAYOUT", "SIZE", "Axis", "Layout", "Refusal", "Rows", "Size", "shape_of", "sympy_size"]
+
+
+class Axis(NamedTuple):
+    """One factor of a dimension. ``row`` names the row space it runs over, None for a feature."""
+
+    size: sympy.Expr
+    row: str | None = None
+
+
+Dim = tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor: the axes of each dimension, outermost first; () for a dimension of extent 1."""
+
+    dims: tuple[Dim, ...]
+
+    @property
+    def row_spaces(self) -> tuple[str, ...]:
+        return tuple(axis.row for dim in self.dims for axis in dim if axis.row)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Step metadata (slots, lengths, block tables, caches): only attention may read it."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A symbolic extent: it may shape a value, never enter one."""
+
+
+LAYOUT, SIZE = Layout(), Size()
+
+
+class Refusal(Exception):
+    """Why an operation is not proven to keep rows apart."""
+
+
+def sympy_size(size: int | torch.SymInt) -> sympy.Expr:
+    """The extent as a sympy expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    """The extents of a node's tensor value."""
+    return tuple(sympy_size(size) for size in node.meta["val"].shape)
+
+
+def simplify(axes: Iterable[Axis]) -> Dim:
+    """Drop extents of 1 and join neighbouring features."""
+    kept: list[Axis] = []
+    for axis in axes:
+        if axis.size == 1 and not axis.row:
+            continue
+        if kept and not kept[-1].row and not axis.row:
+            kept[-1] = Axis(kept[-1].size * axis.size)
+        else:
+            kept.append(axis)
+    return tuple(kept)
+
+
+def is_feature(dim: Dim) -> bool:
+    return all(axis.row is None and not axis.size.free_symbols for axis in dim)
+
+
+def join(values: Sequence[Rows], rank: int) -> Rows:
+    """Axes of an elementwise result whose operands broadcast against each other."""
+    dims: list[Dim] = []
+    for position in range(-rank, 0):
+        joined: Dim = ()
+        for value in values:
+            if -position > len(value.dims):
+                continue
+            dim = simplify(value.dims[position])
+            if not dim or dim == joined:
+                continue
+            if joined:
+                raise Refusal(f"elements of {describe(joined)} meet elements of {describe(dim)}")
+            joined = dim
+        dims.append(joined)
+    result = Rows(tuple(dims))
+    crossed = {row for row in result.row_spaces if result.row_spaces.count(row) > 1}
+    if crossed:
+        raise Refusal(f"every row of {', '.join(sorted(crossed))} meets every other")
+    return result
+
+
+def describe(dim: Dim) -> str:
+    return "[" + " x ".join(axis.row or str(axis.size) for axis in dim) + "]"
+
+
+def take(axes: list[Axis], size: sympy.Expr) -> Dim:
+    """Remove axes of total extent ``size`` from the front of ``axes``, splitting a feature where it divides."""
+    taken: list[Axis] = []
+    while size != 1:
+        if not axes:
+            raise Refusal("the reshape does not follow the axes")
+        axis = axes.pop(0)
+        rest = sympy.cancel(size / axis.size)
+        if rest.is_integer is not False and sympy.denom(rest) == 1:
+            taken.append(axis)
+            size = rest
+            continue
+        left = sympy.cancel(axis.size / size)
+        if axis.row or sympy.denom(left) != 1:
+            raise Refusal(f"a reshape cuts {describe((axis,))} into pieces of {size}")
+        taken.append(Axis(size))
+        axes.insert(0, Axis(left))
+        size = sympy.Integer(1)
+    return simplify(taken)
+
+
+def view(value: Rows, sizes: Sequence[sympy.Expr]) -> Rows:
+    """Axes after a reshape to ``sizes``."""
+    axes = [axis for dim in value.dims for axis in simplify(dim)]
+    dims = tuple(take(axes, size) for size in sizes)
+    if axes:
+        raise Refusal(f"the reshape leaves {describe(tuple(axes))} over")
+    return Rows(dims)
+
+
+def permute(value: Rows, order: Sequence[int]) -> Rows:
+    return Rows(tuple(value.dims[position] for position in order))
+
+
+def drop(value: Rows, dims: Iterable[int], keepdim: bool, what: str) -> Rows:
+    """Axes after a reduction over ``dims``, which must be features."""
+    rank = len(value.dims)
+    gone = {dim % rank for dim in dims}
+    for dim in gone:
+        require_feature(value, dim, what)
+    kept = [() if i in gone else dim for i, dim in enumerate(value.dims) if keepdim or i not in gone]
+    return Rows(tuple(kept))
+
+
+def require_feature(value: Rows, dim: int, what: str) -> None:
+    axes = value.dims[dim]
+    if not is_feature(axes):
+        raise Refusal(f"{what} over {describe(axes)}")
+
+
+def require_weight(value: Rows, what: str) -> None:
+    if value.row_spaces:
+        raise Refusal(f"{what} holds rows of {', '.join(value.row_spaces)}")
+
+
+RowSymbols = dict[sympy.Expr, str]
+Rule = Callable[..., Rows | tuple[Rows, ...] | Layout]
+
+
+def created(sizes: Sequence[sympy.Expr], row_symbols: RowSymbols) -> Rows:
+    """Axes of a value that reads no row: an extent equal to a row space's is that row space, broadcast."""
+    return Rows(tuple(simplify((Axis(size, row_symbols.get(size)),)) for size in sizes))
+
+
+def expand(value: Rows, sizes: Sequence[sympy.Expr], row_symbols: RowSymbols) -> Rows:
+    """Axes after a broadcast to ``sizes``."""
+    new = created(sizes, row_symbols).dims
+    padding = len(sizes) - len(value.dims)
+    return Rows(tuple(new[i] if i < padding or not value.dims[i - padding] else value.dims[i - padding]
+                      for i in range(len(sizes))))
+
+
+def index(value: Rows, indices: Sequence[Rows | None], rank: int, final_gather: bool) -> Rows:
+    """Axes of ``value[indices]``; ``final_gather`` allows rows to be chosen by the caller's logits_to_keep."""
+    chosen = [i for i, idx in enumerate(indices) if idx is not None]
+    for i in chosen:
+        if not is_feature(value.dims[i]) and not final_gather:
+            raise Refusal(f"indexing over {describe(value.dims[i])}")
+    if chosen != list(range(chosen[0], chosen[-1] + 1)):
+        raise Refusal("indexing over separated dimensions")
+    picked = [idx for idx in indices if idx is not None]
+    joined = join(picked, max(len(idx.dims) for idx in picked))
+    if joined.row_spaces and value.row_spaces and not final_gather:
+        raise Refusal("rows index into rows")
+    dims = (*value.dims[: chosen[0]], *joined.dims, *value.dims[chosen[-1] + 1 :])
+    assert len(dims) == rank
+    return Rows(dims)
+
+
+def gather(value: Rows, dim: int, idx: Rows) -> Rows:
+    """Axes of a gather along a feature dimension with an index of the same rows."""
+    rank = len(value.dims)
+    dim %= rank
+    require_feature(value, dim, "gather")
+    require_feature(idx, dim, "gather index")
+    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]), Rows(idx.dims[:dim] + idx.dims[dim + 1 :])], rank - 1)
+    return Rows((*others.dims[:dim], idx.dims[dim], *others.dims[dim:]))

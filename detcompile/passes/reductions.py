@@ -1,0 +1,236 @@
+"""Floating-point reductions over features become row templates; norms become one template each.
+
+A reduction over rows is left alone: the certificate refuses it by name.
+"""
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from detcompile.passes.canonicalize import insert
+from detcompile.passes.provenance import shape_of
+
+__all__ = ["KEPT_WHOLE", "pin_reductions", "pin_rms_norms"]
+
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
+
+# Operations that Inductor would decompose into reductions of its own before our passes see them.
+KEPT_WHOLE = (
+    aten.native_layer_norm.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.logsumexp.default,
+    aten._fused_rms_norm.default,
+)
+
+
+def pin_reductions(gm: fx.GraphModule) -> fx.GraphModule:
+    """mean(x, dims)  ->  row_sum(x) / R        softmax(x, -1)  ->  detcompile.softmax(x)        and so on (REWRITES)"""
+    for floating, rewrite in REWRITES.items():
+        for node in gm.graph.find_nodes(op="call_function", target=floating):
+            value = node.args[0].meta["val"]
+            if value.dtype.is_floating_point and value.dtype != torch.float64 and _rows_stay(node):
+                rewrite(gm.graph, node)
+    return gm
+
+
+def _dims(node: fx.Node) -> list[int]:
+    rank = len(shape_of(node.args[0]))
+    if node.target is aten.native_layer_norm.default or node.target is aten._fused_rms_norm.default:
+        return list(range(rank - len(node.args[1]), rank))
+    dims = node.args[1] if len(node.args) > 1 else None
+    dims = [dims] if isinstance(dims, int) else dims
+    return sorted(dim % rank for dim in dims) if dims else list(range(rank))
+
+
+def _rows_stay(node: fx.Node) -> bool:
+    sizes, dims = shape_of(node.args[0]), _dims(node)
+    flattens = len(dims) > 1 and sum(bool(size.free_symbols) for size in sizes) > 1
+    return bool(sizes) and not flattens and not any(sizes[dim].free_symbols for dim in dims)
+
+
+def _keepdim(node: fx.Node) -> bool:
+    return bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+
+
+def _as_rows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, int]:
+    """The reduced input with its reduced dimensions last and flattened, and their extent R."""
+    x, dims = node.args[0], _dims(node)
+    sizes = shape_of(x)
+    kept = [dim for dim in range(len(sizes)) if dim not in dims]
+    length = math.prod(int(sizes[dim]) for dim in dims)
+    if kept + dims != list(range(len(sizes))):
+        x = insert(graph, aten.permute.default, (x, kept + dims), node)
+    if len(dims) > 1:
+        outer = [-1 if sizes[dim].free_symbols else int(sizes[dim]) for dim in kept]
+        x = insert(graph, aten.reshape.default, (x, [*outer, length]), node)
+    return x, length
+
+
+def _restore(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
+    """Give the reduced dimensions back as extents of 1 where the operation kept them."""
+    if _keepdim(node):
+        for dim in _dims(node):
+            result = insert(graph, aten.unsqueeze.default, (result, dim), node)
+    return result
+
+
+def _cast(graph: fx.Graph, node: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if value.meta["val"].dtype == dtype:
+        return value
+    return insert(graph, prims.convert_element_type.default, (value, dtype), node)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _replace_parts(graph: fx.Graph, node: fx.Node, parts: dict[int, fx.Node]) -> bool:
+    """Replace the getitems of a node with several results; False (and no change) if another result is used."""
+    users = list(node.users)
+    if any(user.target is not operator.getitem or user.args[1] not in parts for user in users):
+        return False
+    for user in users:
+        _replace(graph, user, parts[user.args[1]])
+    graph.erase_node(node)
+    return True
+
+
+def _sum(graph: fx.Graph, node: fx.Node) -> None:
+    x, _ = _as_rows(graph, node)
+    _replace(graph, node, _restore(graph, node, insert(graph, ours.row_sum.default, (x, node.meta["val"].dtype), node)))
+
+
+def _mean(graph: fx.Graph, node: fx.Node) -> None:
+    """The sum and the division stay in fp32; one rounding."""
+    x, length = _as_rows(graph, node)
+    total = insert(graph, ours.row_sum.default, (x, torch.float32), node)
+    mean = insert(graph, aten.div.Tensor, (total, length), node)
+    _replace(graph, node, _restore(graph, node, _cast(graph, node, mean, node.meta["val"].dtype)))
+
+
+def _moments(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> dict[int, fx.Node]:
+    x, _ = _as_rows(graph, node)
+    correction = node.kwargs.get("correction")
+    pair = insert(graph, ours.row_var_mean.default, (x, 1.0 if correction is None else float(correction)), node)
+    parts = [insert(graph, operator.getitem, (pair, i), node) for i in range(2)]
+    return {i: _restore(graph, node, _cast(graph, node, part, dtype)) for i, part in enumerate(parts)}
+
+
+def _var(graph: fx.Graph, node: fx.Node) -> None:
+    _replace(graph, node, _moments(graph, node, node.meta["val"].dtype)[0])
+
+
+def _var_mean(graph: fx.Graph, node: fx.Node) -> None:
+    _replace_parts(graph, node, _moments(graph, node, node.meta["val"][0].dtype))
+
+
+def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Normalised shapes of one dimension; the statistics that only a backward pass reads are not produced."""
+    x, shape, weight, bias, eps = node.args
+    if len(shape) == 1:
+        _replace_parts(graph, node, {0: insert(graph, ours.layer_norm.default, (x, weight, bias, eps), node)})
+
+
+def _fused_rms_norm(graph: fx.Graph, node: fx.Node) -> None:
+    x, shape, weight, eps = node.args
+    if len(shape) == 1:
+        eps = torch.finfo(x.meta["val"].dtype).eps if eps is None else eps
+        _replace_parts(graph, node, {0: insert(graph, ours.rms_norm.default, (x, weight, eps, False), node)})
+
+
+def _last_dim(target: torch._ops.OpOverload):
+    def rewrite(graph: fx.Graph, node: fx.Node) -> None:
+        if _dims(node) == [len(shape_of(node.args[0])) - 1]:
+            _replace(graph, node, insert(graph, target, (node.args[0], node.meta["val"].dtype, []), node))
+
+    return rewrite
+
+
+def _logsumexp(graph: fx.Graph, node: fx.Node) -> None:
+    x, _ = _as_rows(graph, node)
+    result = insert(graph, ours.logsumexp.default, (x, []), node)
+    _replace(graph, node, _restore(graph, node, _cast(graph, node, result, node.meta["val"].dtype)))
+
+
+REWRITES = {
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean,
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
+    aten.var.correction: _var,
+    aten.var_mean.correction: _var_mean,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._fused_rms_norm.default: _fused_rms_norm,
+    aten._softmax.default: _last_dim(ours.softmax.default),
+    aten._log_softmax.default: _last_dim(ours.log_softmax.default),
+    aten.logsumexp.default: _logsumexp,
+}
+
+
+def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
+    """The eight operations of an RMSNorm  ->  rms_norm(x, weight, eps, round_before_weight)
+
+        h = x.float(); n = h * rsqrt(mean(h * h, -1) + eps)
+        n.to(x.dtype) * weight                               round_before_weight = True   (Llama, Qwen)
+        (n * weight_fp32).to(x.dtype)                        round_before_weight = False  (Gemma)
+
+    Runs before pin_reductions; a norm of another shape keeps its operations and gets only its mean pinned.
+    """
+    for mean in gm.graph.find_nodes(op="call_function", target=aten.mean.dim):
+        found = _match_rms_norm(mean)
+        if found:
+            last, args = found
+            _replace(gm.graph, last, insert(gm.graph, ours.rms_norm.default, args, last))
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _only_user(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target in targets else None
+
+
+def _match_rms_norm(mean: fx.Node) -> tuple[fx.Node, tuple] | None:
+    """The last operation of the norm and the template's arguments."""
+    square = mean.args[0]
+    h = square.args[0] if isinstance(square, fx.Node) and square.args else None
+    squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
+    squared = squared or (square.target is aten.mul.Tensor and square.args[0] is square.args[1])
+    if not squared or h.meta["val"].dtype != torch.float32 or _dims(mean) != [len(shape_of(h)) - 1]:
+        return None
+    shifted = _only_user(mean, aten.add.Tensor)
+    root = shifted and isinstance(shifted.args[1], float) and _only_user(shifted, aten.rsqrt.default)
+    normed = root and _only_user(root, aten.mul.Tensor)
+    if not normed or not _keepdim(mean) or not {normed.args[0], normed.args[1]} == {h, root}:
+        return None
+    return _match_weight(normed, h, float(shifted.args[1]))
+
+
+def _match_weight(normed: fx.Node, h: fx.Node, eps: float) -> tuple[fx.Node, tuple] | None:
+    widened = h.target is prims.convert_element_type.default
+    x = h.args[0] if widened else h
+    dtype, length = x.meta["val"].dtype, shape_of(h)[-1]
+    rounded = _only_user(normed, prims.convert_element_type.default) if widened else normed
+    if rounded is not None and rounded.meta["val"].dtype == dtype:
+        scaled = _only_user(rounded, aten.mul.Tensor)
+        weight = scaled and _vector(scaled, rounded, length, dtype)
+        return (scaled, (x, weight, eps, True)) if weight else (rounded, (x, None, eps, True))
+    scaled = _only_user(normed, aten.mul.Tensor)
+    weight = scaled and _vector(scaled, normed, length, torch.float32)
+    narrowed = weight and _only_user(scaled, prims.convert_element_type.default)
+    if narrowed and narrowed.meta["val"].dtype == dtype:
+        return narrowed, (x, weight, eps, False)
+    return None
+
+
+def _vector(product: fx.Node, other: fx.Node, length: object, dtype: torch.dtype) -> fx.Node | None:
+    """The factor of ``product`` that is a weight of [R] in ``dtype``."""
+    factors = [arg for arg in product.args if arg is not other]
+    if len(factors) != 1 or not isinstance(factors[0], fx.Node):
+        return None
+    value = factors[0].meta["val"]
+    return factors[0] if shape_of(factors[0]) == (length,) and value.dtype == dtype else None

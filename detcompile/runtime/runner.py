@@ -14,7 +14,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import check_block_size
 from detcompile.step import PADDING_SLOT, StepInputs
 
-__all__ = ["TOKEN_BUCKETS", "Forward", "KVCache", "KVShape", "PackedStep", "Runner", "pad_step"]
+__all__ = ["Forward", "KVCache", "KVShape", "PackedStep", "Runner", "TOKEN_BUCKETS", "pad_step"]
 
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_WARMUPS = 2  # compile kernels and settle workspaces before a capture
@@ -104,6 +104,8 @@ class Runner:
         bucket = _bucket(packed) if self.cuda_graphs else None
         if bucket is None:
             return self.forward(*packed)
+        same_cache = step.k_caches is self.kv_cache.k_caches and step.v_caches is self.kv_cache.v_caches
+        assert same_cache, "a graph writes into the cache that it was captured with, and into no other"
         num_blocks = 1 << (step.block_table.shape[1] - 1).bit_length()
         padded = pad_step(packed, bucket, num_blocks)
         graph = self._graphs.get((bucket, num_blocks))

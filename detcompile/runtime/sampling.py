@@ -156,7 +156,8 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[
 def _filter(scaled: Tensor, params: Sequence[SamplingParams], radices: Sequence[int]) -> Tensor:
     """``scaled`` [R, V] with -inf at the tokens that top_k, top_p and min_p leave out."""
     device, vocab_size = scaled.device, scaled.shape[1]
-    descending, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
+    descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
     top_k = _column([p.top_k or vocab_size for p in params], torch.int64, device)
     keep = torch.arange(vocab_size, device=device) < top_k
     descending = descending.masked_fill(~keep, -math.inf)

@@ -35,6 +35,7 @@ def draw_logits(num_rows, vocab_size, seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(num_rows, vocab_size, generator=generator) * 4).to(dtype)
     logits = torch.where(torch.rand(logits.shape, generator=generator) < 0.3, logits.round(), logits)
+    logits[torch.rand(logits.shape, generator=generator) < 0.05] = -0.0
     logits[torch.rand(logits.shape, generator=generator) < 0.05] = -math.inf
     logits[:, 0] = 1.0  # so that no row is -inf alone
     logits[torch.rand(num_rows, generator=generator) < 0.1, vocab_size // 2] = math.nan
@@ -121,7 +122,7 @@ def test_filters_keep_what_their_definition_keeps(params, vocab_size, seed, devi
     ],
 )
 def test_filters_break_ties_by_the_lowest_id(filters, kept, device):
-    logits = torch.full((1, 8), 0.25, device=device)
+    logits = torch.tensor([[0.0, -0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0]], device=device)
     filtered = sampling._filter(logits, [SamplingParams(**filters)], ())
     assert set((filtered[0] > -math.inf).nonzero().flatten().tolist()) == kept
 

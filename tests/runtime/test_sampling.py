@@ -58,6 +58,17 @@ def test_a_row_ignores_its_neighbours(params, vocab_size, seed, dtype, data, dev
         assert_bitwise_equal(tokens[row : row + 1], alone)
 
 
+def test_noise_from_one_generator_for_the_batch_would_be_seen(monkeypatch):
+    def shared_noise(seeds, positions, vocab_size, device, stream):
+        uniform = torch.rand(len(seeds), vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        return -torch.log(-torch.log(uniform))
+
+    monkeypatch.setattr(sampling, "gumbel_noise", shared_noise)
+    logits, params = torch.zeros(8, 100), [SamplingParams(seed=seed) for seed in range(8)]
+    tokens = sample(logits, params, range(8)).tolist()
+    assert tokens != [sample(logits[i : i + 1], params[i : i + 1], [i]).item() for i in range(8)]
+
+
 def test_a_large_batch_drawn_in_pieces_is_the_same(monkeypatch):
     logits, params = draw_logits(7, 50, 0), [SamplingParams(seed=s, top_p=0.8) for s in range(7)]
     whole = sample(logits, params, range(7))

@@ -278,9 +278,48 @@ def test_kv_never_reads_an_invisible_key(seed, position, window):
     assert same_bits(KV(128).evaluate(q, k[: position + 1], v[: position + 1], position, window, 0.3), clean)
 
 
+@given(SEEDS, POSITIONS, st.sampled_from([0, 2, 64, 65, 100, 129, 200]))
+def test_kv_processes_or_skips_a_masked_block_with_the_same_bits(seed, position, window):
+    q, k, v = attention_inputs(seed, 320)
+    k = k[np.argsort(k @ q)]  # every block moves the running maximum
+    expected = masked_attention(q, k, v, position, window, chunk=128)
+    assert same_bits(KV(128).evaluate(q, k, v, position, window, 0.1), expected)
+
+
+def masked_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, window: int, chunk: int) -> np.ndarray:
+    """The contract of KV, with every key of every block at hand: what is invisible is masked, never skipped."""
+    keys = np.arange(len(k))
+    visible = (keys <= position) & ((keys > position - window) if window else True)
+    k, v = np.where(visible[:, None], k, 0), np.where(visible[:, None], v, 0)
+    scores = Sequential(len(q)).evaluate(k, q[None])[:, 0] * np.float32(0.1 * math.log2(math.e))
+    scores = np.where(visible, scores, np.float32(-np.inf))
+    partials = []
+    for start in range(0, len(k), chunk):
+        m, l, o = nothing = (np.float32(-np.inf), np.float32(0), np.zeros(v.shape[1], np.float32))
+        for first in range(start, min(start + chunk, len(k)), 64):
+            m_new = max(m, scores[first : first + 64].max())
+            l, o = l * decay(m, m_new), o * decay(m, m_new)
+            m = m_new
+            for key in range(first, first + 64):
+                p = np.exp2(scores[key] - m) if visible[key] else np.float32(0)
+                l, o = l + p, fma_float32(p, v[key], o)
+        partials.append((m, l, o))
+    m, l, o = nothing
+    for m_chunk, l_chunk, o_chunk in partials:
+        m_new = max(m, m_chunk)
+        old, new = decay(m, m_new), decay(m_chunk, m_new)
+        m, l, o = m_new, l * old + l_chunk * new, o * old + o_chunk * new
+    return o / l + np.float32(0)
+
+
+def decay(old: np.float32, new: np.float32) -> np.float32:
+    return np.exp2(old - new) if old < new else np.float32(1)
+
+
 def test_kv_has_no_negative_zero():
-    q, k, v = attention_inputs(0, 1)
-    assert KV(64).evaluate(q, k, v * np.float32(-0.0), 0, 0, 1.0).tobytes() == bytes(4 * 64)
+    """Half of the smallest subnormal rounds to zero, and would keep its sign."""
+    k, v = np.zeros((2, 8), np.float32), np.array([[-1e-45], [0]], np.float32)
+    assert KV(64).evaluate(k[0], k, v, 1, 0, 1.0).tobytes() == bytes(4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-import detcompile.templates.ops  # noqa: F401
 from detcompile.errors import DetcompileError
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa

@@ -19,7 +19,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
 from detcompile.step import StepInputs
 
-__all__ = ["DenseForward", "PackedForward", "freeze_rope", "probe_attention", "takes_logits_to_keep"]
+__all__ = ["DenseForward", "PackedForward", "freeze_rope", "probe_attention"]
 
 MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask")
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
@@ -28,20 +28,20 @@ MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  
 class PackedForward(nn.Module):
     """Logits of chosen rows of a packed step: what serving compiles.
 
-    forward(input_ids [1, T] int64, position_ids [1, T] int64, logits_to_keep [R] int64, step) -> [1, R, V], or
-    [1, T, V] where the model cannot choose rows itself.
+    forward(input_ids [1, T] int64, position_ids [1, T] int64, step, logits_to_keep [R] int64) -> [R, V]
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.chooses_rows = takes_logits_to_keep(model)
+        self.chooses_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, step: StepInputs) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
         kwargs: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.chooses_rows else {}
-        return self.model(
+        logits = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **{STEP_KWARG: step}, **kwargs
-        ).logits
+        ).logits.squeeze(0)
+        return logits if self.chooses_rows else logits[logits_to_keep]
 
 
 class DenseForward(nn.Module):
@@ -53,11 +53,6 @@ class DenseForward(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-
-
-def takes_logits_to_keep(model: nn.Module) -> bool:
-    """Whether the model's forward chooses the rows whose logits are computed."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def freeze_rope(model: PreTrainedModel, max_context: int) -> None:

@@ -9,6 +9,7 @@ import operator
 import torch
 from torch import fx
 
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.canonicalize import insert
 from detcompile.passes.provenance import shape_of
 

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.provenance import (
     LAYOUT,
     SIZE,

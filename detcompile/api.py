@@ -1,0 +1,74 @@
+"""compile(): the one function most users need."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from detcompile.compiled import CompiledModel
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.numerics import Numerics
+from detcompile.passes.lower import lower
+
+__all__ = ["TINY", "compile", "load_model"]
+
+TINY = "tiny"  # the name of the embedded model
+TINY_FOLDER = Path(__file__).parent / TINY
+
+
+def compile(
+    model: PreTrainedModel | str | Path,
+    *,
+    tp: int = 1,
+    numerics: Numerics | None = None,
+    max_context: int | None = None,
+) -> CompiledModel:
+    """Compile a causal LM so that each row's bits depend on the weights and on that row's own tokens.
+
+    Args:
+        model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in (it is changed
+            in place and belongs to the result afterwards); or a local folder of one; or "tiny".
+        tp: tensor-parallel size; only 1 in this version (docs/limits.md).
+        numerics: the declared orders; part of the fingerprint.
+        max_context: tokens a sequence may hold; default: the config's max_position_embeddings. Rotary tables that
+            look at the length are frozen to it, so it is part of the fingerprint.
+
+    Raises:
+        UnsupportedModel: the model cannot be captured with its meaning intact.
+        UncertifiedOp: an operation could make a row's bits depend on other rows; the message names it.
+        NumericsError: the model does not fit the numerics.
+        InvalidInput: an argument is off.
+    """
+    numerics = numerics or Numerics()
+    if tp not in numerics.tp_sizes:
+        raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
+    if tp != 1:
+        raise InvalidInput(f"tp={tp}: this version runs one rank; its sums already take the tree of {numerics.tp_sizes}")
+    loaded = load_model(model) if isinstance(model, (str, Path)) else model
+    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    context = max_context or limit
+    if not context or context < 1:
+        raise InvalidInput(f"{type(loaded).__name__} states no max_position_embeddings: pass max_context")
+    return CompiledModel(loaded, lower(loaded, numerics, context), numerics, context)
+
+
+def load_model(
+    name: str | Path, *, random: bool = False, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> PreTrainedModel:
+    """A causal LM from a local folder, or "tiny"; with ``random``, the folder's (or file's) config with random weights.
+
+    Args:
+        dtype: default: the checkpoint's own. device: default: a GPU if there is one.
+    """
+    path = TINY_FOLDER if str(name) == TINY else Path(name)
+    if not path.exists():
+        raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {TINY!r}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if random:
+        config = AutoConfig.from_pretrained(path)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True).to(device)
+    return model.eval()

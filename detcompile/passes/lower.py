@@ -1,0 +1,137 @@
+"""The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+
+from detcompile.errors import DetcompileError, UnsupportedModel
+from detcompile.numerics import Numerics
+from detcompile.passes.attention import AttentionCall
+from detcompile.passes.backend import Backend, cause
+from detcompile.passes.capture import DenseForward, PackedForward, freeze_rope, probe_attention
+from detcompile.passes.certificate import Certificate, Role
+from detcompile.passes.shard import pin_row_parallel
+from detcompile.step import StepInputs
+
+__all__ = ["Lowered", "lower"]
+
+CAPTURE_BLOCK_SIZE = 16
+
+
+class Lowered(NamedTuple):
+    """A compiled model.
+
+    ``forward(input_ids [1, T], position_ids [1, T], step, logits_to_keep [R]) -> logits [R, V]``, one graph for
+    every T, R and number of sequences from one up.
+    """
+
+    forward: Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
+    certificate: Certificate
+    attention: tuple[AttentionCall, ...]
+    row_parallel: int
+
+
+def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lowered:
+    """Rewrite, capture, certify and lower ``model``, which is changed in place (its bits under eager change with it).
+
+    Raises:
+        UnsupportedModel: the model cannot be captured with its meaning intact.
+        UncertifiedOp: an operation could make a row's bits depend on other rows.
+        NumericsError: a row-parallel linear has no equal leaves.
+    """
+    freeze_rope(model, max_context)
+    attention = probe_attention(model, numerics.kv_chunk)
+    row_parallel = pin_row_parallel(model, numerics)
+    _certify_batches(model, numerics, len(attention))
+    forward, certificate = _compile_packed(model, numerics, attention)
+    return Lowered(forward, certificate, attention, row_parallel)
+
+
+def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int) -> None:
+    """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here."""
+    backend = Backend(numerics, _dense_role, num_attention, certify_only=True)
+    dense = torch.compile(DenseForward(model), backend=backend, fullgraph=True, dynamic=None)
+    device = next(model.parameters()).device
+    input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
+    position_ids = torch.arange(5, device=device).repeat(3, 1)
+    for tensor in (input_ids, position_ids):
+        torch._dynamo.mark_dynamic(tensor, [0, 1])
+    _run(lambda: dense(input_ids, position_ids), model)
+
+
+def _compile_packed(
+    model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...]
+) -> tuple[Callable[..., Tensor], Certificate]:
+    backend = Backend(numerics, _packed_role, len(attention))
+    forward = torch.compile(PackedForward(model), backend=backend, fullgraph=True, dynamic=None)
+    _run(lambda: forward(*_example(model, attention)), model)
+    (certificate,) = backend.certificates
+    return torch.no_grad()(forward), certificate
+
+
+def _run(call: Callable[[], Any], model: PreTrainedModel) -> None:
+    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's."""
+    try:
+        with torch.no_grad():
+            call()
+    except DetcompileError:
+        raise
+    except TorchDynamoException as error:
+        ours = cause(error)
+        if ours is not None:
+            raise ours from None
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not one graph over any number of tokens: {str(error).strip().splitlines()[0]}\n"
+            "The model's source line is in the cause below."
+        ) from error
+
+
+def _packed_role(name: str, value: Any) -> Role:
+    """Roles by the names of PackedForward's arguments."""
+    if "_parameters_" in name or "_buffers_" in name or not name.startswith(("L_input", "L_pos", "L_step", "L_logits")):
+        return Role("weight")
+    if name.startswith("L_step"):
+        return Role("layout")
+    if name.startswith("L_logits"):
+        return Role("rows", {0: "logits"}, final_gather=True)
+    return Role("rows", {1: "tokens"})
+
+
+def _dense_role(name: str, value: Any) -> Role:
+    """Roles by the names of DenseForward's arguments."""
+    return Role("rows", {0: "batch", 1: "tokens"}) if name.startswith(("L_input", "L_pos")) else Role("weight")
+
+
+def _example(model: PreTrainedModel, attention: tuple[AttentionCall, ...]) -> tuple[Tensor, Tensor, StepInputs, Tensor]:
+    """A step of two tokens whose extents are marked unknown, so that one graph serves every step."""
+    device, dtype = next(model.parameters()).device, model.dtype
+    num_tokens, num_blocks = 2, 2
+
+    def cache(heads: int, dim: int) -> Tensor:
+        return torch.zeros(num_blocks, CAPTURE_BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
+
+    def metadata(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    step = StepInputs(
+        slot_mapping=metadata([0, 1], torch.int64),
+        cu_seqlens=metadata([0, num_tokens]),
+        seq_lens=metadata([num_tokens]),
+        block_table=metadata([[0, 1]]),
+        k_caches=tuple(cache(call.kv_heads, call.head_dim) for call in attention),
+        v_caches=tuple(cache(call.kv_heads, call.v_head_dim) for call in attention),
+    )
+    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    position_ids = torch.arange(num_tokens, device=device)[None]
+    logits_to_keep = torch.arange(num_tokens, device=device)
+    for tensor, dims in [(input_ids, 1), (position_ids, 1), (logits_to_keep, 0), (step.slot_mapping, 0),
+                         (step.cu_seqlens, 0), (step.seq_lens, 0), (step.block_table, [0, 1])]:
+        mark_unbacked(tensor, dims)
+    for tensor in (*step.k_caches, *step.v_caches):
+        mark_unbacked(tensor, [0, 1])
+    return input_ids, position_ids, step, logits_to_keep

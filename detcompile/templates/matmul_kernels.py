@@ -1,0 +1,268 @@
+"""GEMM kernels for the GPU: many schedules, one order of summation.
+
+Legend: M tokens, N output features, K summed features, L leaves of the tree, BM BN BK tile sizes.
+
+Every output element has one fp32 accumulator that walks the k-groups of its leaf upwards through ``tl.dot(a, b, acc)``;
+a leaf starts a fresh one and its last k-group is filled with zeros. float32 operands take a fresh accumulator each 128
+k, added left to right. Leaves meet in the tree's order (`_close_leaf`, `_combine_kernel`).
+
+| kind | operands | for |
+|---|---|---|
+| swapped | pointers; weights are the M operand of the MMA | few tokens |
+| tiles | pointers | any strides, mid M, float32 |
+| tma | tensor descriptors, persistent programs | many tokens, aligned strides |
+
+leaves="split" gives each leaf a program and adds the partials in a second kernel; "register" keeps open nodes of the
+tree in registers. Rounding, bias and residual happen inside the kernels (`_store_tile`), in fp32.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["combine_kernel", "tile_kernel", "tma_kernel"]
+
+FP32_BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _store_tile(
+    acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """out = round(residual + round(acc + bias)); m and n are broadcastable to acc's shape."""
+    inside = (m < M) & (n < N)
+    m = m.to(tl.int64)
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    y = acc.to(out_ptr.dtype.element_ty)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + m * residual_stride + n, mask=inside, other=0.0)
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m * N + n, y, mask=inside)
+
+
+@triton.jit
+def _close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
+    """One leaf more: adds it to its parent, and each node that is complete to its own. R3 is the level of the leaves.
+
+    Unused levels are at the root and have radix 1. t0 is the whole sum after the last leaf.
+    """
+    if leaf % R3 == 0:
+        t3 = acc
+    else:
+        t3 = t3 + acc
+    if R2 * R1 * R0 > 1:
+        if leaf % R3 == R3 - 1:
+            if (leaf // R3) % R2 == 0:
+                t2 = t3
+            else:
+                t2 = t2 + t3
+            if R1 * R0 > 1:
+                if (leaf // R3) % R2 == R2 - 1:
+                    if (leaf // (R3 * R2)) % R1 == 0:
+                        t1 = t2
+                    else:
+                        t1 = t1 + t2
+                    if R0 > 1:
+                        if (leaf // (R3 * R2)) % R1 == R1 - 1:
+                            if leaf // (R3 * R2 * R1) == 0:
+                                t0 = t1
+                            else:
+                                t0 = t0 + t1
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def _root(t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+    if R0 > 1:
+        root = t0
+    elif R1 > 1:
+        root = t1
+    elif R2 > 1:
+        root = t2
+    else:
+        root = t3
+    return root
+
+
+@triton.jit
+def _grouped(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Tile of a program: GROUP tiles of M share their weights in L2 before N moves on."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    width = GROUP * tiles_n
+    first = pid // width * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    return first + pid % width % height, pid % width // height
+
+
+@triton.jit
+def _step(
+    acc, x_M, w_N, k, k_end, M, N, m, n, x_stride_k, w_stride_k,
+    BK: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One k-group: acc + x[:, k : k + BK] @ w[:, k : k + BK]^T, transposed if SWAP. Past k_end everything is zero."""
+    kk = k + tl.arange(0, BK)
+    if SWAP:
+        x_ok = (m < M)[None, :]
+        w_ok = (n < N)[:, None]
+        if not EVEN_K:
+            x_ok = x_ok & (kk < k_end)[:, None]
+            w_ok = w_ok & (kk < k_end)[None, :]
+        w = tl.load(w_N[:, None] + (kk * w_stride_k)[None, :], mask=w_ok, other=0.0)
+        x = tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=x_ok, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    else:
+        x_ok = (m < M)[:, None]
+        w_ok = (n < N)[None, :]
+        if not EVEN_K:
+            x_ok = x_ok & (kk < k_end)[None, :]
+            w_ok = w_ok & (kk < k_end)[:, None]
+        x = tl.load(x_M[:, None] + (kk * x_stride_k)[None, :], mask=x_ok, other=0.0)
+        w = tl.load(w_N[None, :] + (kk * w_stride_k)[:, None], mask=w_ok, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _leaf(
+    x_M, w_N, k_first, k_end, M, N, m, n, x_stride_k, w_stride_k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """fp32 sum over k_first..k_end: [BM, BN], or [BN, BM] if SWAP."""
+    ROWS: tl.constexpr = BN if SWAP else BM
+    COLUMNS: tl.constexpr = BM if SWAP else BN
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if BLOCKED:
+        for block in range(k_first, k_end, FP32_BLOCK):
+            part = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for k in range(block, block + FP32_BLOCK, BK):
+                part = _step(part, x_M, w_N, k, k_end, M, N, m, n, x_stride_k, w_stride_k, BK, SWAP, EVEN_K)
+            acc = acc + part
+    else:
+        for k in range(k_first, k_end, BK):
+            acc = _step(acc, x_M, w_N, k, k_end, M, N, m, n, x_stride_k, w_stride_k, BK, SWAP, EVEN_K)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def tile_kernel(
+    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k, leaves,
+    x_stride_m, x_stride_k, w_stride_n, w_stride_k, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One tile; with SPLIT one leaf of it (axis 1), into an fp32 partial out[leaf, M, N] without an epilogue."""
+    tile_m, tile_n = _grouped(tl.program_id(0), M, N, BM, BN, GROUP)
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    x_M = x_ptr + m.to(tl.int64) * x_stride_m
+    w_N = w_ptr + n.to(tl.int64) * w_stride_n
+    if SPLIT:
+        leaf = tl.program_id(1)
+        first = leaf * leaf_k
+        acc = _leaf(
+            x_M, w_N, first, first + leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K
+        )
+        out_ptr += leaf.to(tl.int64) * M * N
+    elif R3 == 1:
+        acc = _leaf(x_M, w_N, 0, leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K)
+    else:
+        acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+        t0, t1, t2, t3 = acc, acc, acc, acc
+        for leaf in range(0, leaves):
+            first = leaf * leaf_k
+            acc = _leaf(
+                x_M, w_N, first, first + leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K
+            )
+            t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+        acc = _root(t0, t1, t2, t3, R0, R1, R2)
+    if SWAP:
+        m, n = m[None, :], n[:, None]
+    else:
+        m, n = m[:, None], n[None, :]
+    _store_tile(acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _tma_leaf(
+    x_desc, w_desc, m, n, k_first, k_end,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, W_NK: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = BN if SWAP else BM
+    COLUMNS: tl.constexpr = BM if SWAP else BN
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(k_first, k_end, BK):
+        x = x_desc.load([m, k])
+        if W_NK:
+            w = w_desc.load([n, k]).T
+        else:
+            w = w_desc.load([k, n])
+        if SWAP:
+            acc = tl.dot(w.T, x.T, acc)
+        else:
+            acc = tl.dot(x, w, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def tma_kernel(
+    x_desc, w_desc, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k, leaves, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    W_NK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Persistent programs walk the tiles (with SPLIT, those of every leaf). Descriptors fill with zeros past M, N and
+    K, but not past a leaf: with a tree leaf_k must be a multiple of BK."""
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for work in tl.range(tl.program_id(0), tiles * (leaves if SPLIT else 1), tl.num_programs(0), flatten=R3 == 1):
+        tile_m, tile_n = _grouped(work % tiles, M, N, BM, BN, GROUP)
+        node_ptr = out_ptr
+        if R3 == 1:
+            first = work // tiles * leaf_k
+            acc = _tma_leaf(x_desc, w_desc, tile_m * BM, tile_n * BN, first, first + leaf_k, BM, BN, BK, SWAP, W_NK)
+            node_ptr = out_ptr + (work // tiles).to(tl.int64) * M * N
+        else:
+            acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+            t0, t1, t2, t3 = acc, acc, acc, acc
+            for leaf in range(0, leaves):
+                first = leaf * leaf_k
+                acc = _tma_leaf(
+                    x_desc, w_desc, tile_m * BM, tile_n * BN, first, first + leaf_k, BM, BN, BK, SWAP, W_NK
+                )
+                t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+            acc = _root(t0, t1, t2, t3, R0, R1, R2)
+        m = tile_m * BM + tl.arange(0, BM)
+        n = tile_n * BN + tl.arange(0, BN)
+        if SWAP:
+            m, n = m[None, :], n[:, None]
+        else:
+            m, n = m[:, None], n[None, :]
+        _store_tile(acc, node_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["M"])
+def combine_kernel(
+    partial_ptr, out_ptr, bias_ptr, residual_ptr, M, N, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Up to four levels of the tree: partial [nodes * LEAVES, M, N] -> out [nodes, M, N]; axis 2 is the node."""
+    m = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    node = tl.program_id(2).to(tl.int64)
+    plane = M.to(tl.int64) * N
+    leaf_ptr = partial_ptr + node * LEAVES * plane + m.to(tl.int64) * N + n
+    acc = tl.zeros((BN,), tl.float32)
+    t0, t1, t2, t3 = acc, acc, acc, acc
+    for leaf in tl.static_range(LEAVES):
+        acc = tl.load(leaf_ptr + leaf * plane, mask=n < N, other=0.0)
+        t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+    acc = _root(t0, t1, t2, t3, R0, R1, R2)
+    _store_tile(
+        acc, out_ptr + node * plane, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL
+    )

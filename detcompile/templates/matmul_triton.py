@@ -1,0 +1,305 @@
+"""matmul on the GPU: picks a schedule for the token count at launch, among those whose bits passed the gate.
+
+Legend: M tokens, N output features, K summed features. The order is `numerics.matmul_order(K, dtype, radices)`; which
+schedules exist is in `candidates`, how they compute in matmul_kernels.py.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from detcompile.errors import ScheduleError
+from detcompile.numerics import matmul_order
+from detcompile.templates import matmul_kernels
+from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
+from detcompile.templates.tuning import Tuner, capturing, graph_seconds, template_tuner
+
+__all__ = ["gemm_problem", "matmul_cuda", "probe_bits", "run_schedule", "tune_matmul", "tuner"]
+
+_LARGEST_BUCKET = 4096
+_LEVELS = 4  # of a tree that one kernel can hold
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    x: Tensor  # [M, K]
+    w: Tensor  # [N, K], unit stride along one of them
+    bias: Tensor | None  # [N]
+    residual: Tensor | None  # [M, N], unit stride along N
+    out: Tensor  # [M, N] contiguous
+    radices: tuple[int, ...]
+
+    @property
+    def leaf_k(self) -> int:
+        return self.x.shape[1] // math.prod(self.radices)
+
+
+def matmul_cuda(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [M, K], w [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
+
+    Raises:
+        NumericsError: K does not split into prod(radices) leaves.
+        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+    """
+    operands = _operands(x, w, bias, residual, tuple(radices), out_dtype or x.dtype)
+    M, N = operands.out.shape
+    if M == 0 or N == 0:
+        return operands.out
+    problem = gemm_problem(operands.x, operands.w, operands.bias, operands.residual, operands.radices, operands.out)
+    _run(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
+    return operands.out
+
+
+def run_schedule(
+    schedule: GemmSchedule,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    radices: Sequence[int] = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    operands = _operands(x, w, bias, residual, tuple(radices), out_dtype or x.dtype)
+    _run(schedule, operands)
+    return operands.out
+
+
+def tune_matmul(
+    problem: GemmProblem, device: torch.device, seconds: Callable[[GemmSchedule], float] | None = None
+) -> GemmSchedule:
+    """Times every admitted schedule at M = problem.bucket, over weights past the L2; later launches take the winner."""
+    winner = tuner(device).tune(
+        str(problem),
+        reference_schedule(problem),
+        candidates(problem),
+        probe_bits(problem, device),
+        seconds or _clock(problem, device),
+    )
+    _choose.cache_clear()
+    return winner
+
+
+def gemm_problem(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: Tensor
+) -> GemmProblem:
+    """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
+    M, K = x.shape
+    return GemmProblem(
+        dtype=_name(x.dtype),
+        n=w.shape[0],
+        k=K,
+        radices=radices,
+        order=_order_name(K, x.dtype, radices),
+        w_nk=w.stride(1) == 1,
+        aligned=_tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t()),
+        epilogue=(_name(out.dtype), *(None if t is None else _name(t.dtype) for t in (bias, residual))),
+        bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
+    )
+
+
+def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
+    """The gate's probe: bytes of the unrounded accumulators and of the epilogue's output under a schedule.
+
+    Heavy-tailed data over the problem's own K and layout; M and N end inside a tile, so that masks are probed too. N
+    keeps its remainder by 16, for which the compiler specialises.
+    """
+    generator = torch.Generator(device).manual_seed(20)
+    M = min(problem.bucket, 256) + 5
+    N = min(problem.n, 336 + problem.n % 16)
+
+    def draw(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        normal, spread = (torch.randn(rows, columns, generator=generator, device=device) for _ in range(2))
+        return (normal * torch.exp(spread)).to(dtype)
+
+    dtype = _dtype(problem.dtype)
+    x, w = draw(M, problem.k, dtype), draw(N, problem.k, dtype)
+    if not problem.aligned:  # any row stride that no descriptor takes
+        x = torch.nn.functional.pad(x, (0, 1))[:, : problem.k]
+    if not problem.w_nk:
+        w = w.t().contiguous().t()
+    out_dtype, bias_dtype, residual_dtype = problem.epilogue
+    bias = draw(1, N, _dtype(bias_dtype))[0] if bias_dtype else None
+    residual = draw(M, N, _dtype(residual_dtype)) if residual_dtype else None
+
+    def bits(schedule: GemmSchedule) -> bytes:
+        unrounded = run_schedule(schedule, x, w, radices=problem.radices, out_dtype=torch.float32)
+        finished = run_schedule(schedule, x, w, bias, residual, problem.radices, _dtype(out_dtype))
+        return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in (unrounded, finished))
+
+    return bits
+
+
+def tuner(device: torch.device) -> Tuner:
+    """The gate and the decisions of GEMM schedules on this device."""
+    return template_tuner("matmul", (matmul_kernels.__file__, __file__), device)
+
+
+@functools.cache
+def _choose(problem: GemmProblem, device: torch.device) -> GemmSchedule:
+    # The probe is drawn only if the gate has to run.
+    bits = functools.cache(lambda: probe_bits(problem, device))
+    return tuner(device).choose(
+        str(problem), reference_schedule(problem), candidates(problem), lambda schedule: bits()(schedule)
+    )
+
+
+def _recall(problem: GemmProblem, device: torch.device) -> GemmSchedule:
+    """Any schedule serves any M: without a decision for this bucket, the next larger one's, then smaller ones'."""
+    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
+    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
+    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
+    schedules = {str(s): s for p in alternatives for s in (*candidates(p), reference_schedule(p))}
+    return tuner(device).recall([str(p) for p in alternatives], schedules)
+
+
+def _operands(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: torch.dtype
+) -> _Operands:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if 1 not in w.stride():
+        w = w.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    radices = tuple(radix for radix in radices if radix > 1)
+    return _Operands(x, w, bias, residual, x.new_empty((x.shape[0], w.shape[0]), dtype=out), radices)
+
+
+def _run(schedule: GemmSchedule, o: _Operands) -> None:
+    if schedule.leaves == "split" and o.radices:
+        partial = o.out.new_empty((math.prod(o.radices), *o.out.shape), dtype=torch.float32)
+        _launch(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
+        _combine(partial, o)
+    elif len(o.radices) > _LEVELS:
+        raise ScheduleError(f"matmul: {schedule} holds {_LEVELS} levels of a tree, not {o.radices}; split the leaves")
+    else:
+        _launch(schedule, o, split=False)
+
+
+def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
+    M, N = o.x.shape[0], o.w.shape[0]
+    leaves = math.prod(o.radices)
+    tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
+    options = {
+        "HAS_BIAS": o.bias is not None,
+        "HAS_RESIDUAL": o.residual is not None,
+        "SPLIT": split,
+        "BM": schedule.block_m,
+        "BN": schedule.block_n,
+        "BK": schedule.block_k,
+        "GROUP": schedule.group,
+        "SWAP": schedule.swapped,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "enable_fp_fusion": False,
+        **_radices(() if split else o.radices),
+    }
+    residual_stride = 0 if o.residual is None else o.residual.stride(0)
+    epilogue = (o.out, o.out if o.bias is None else o.bias, o.out if o.residual is None else o.residual)
+    if schedule.kind == "tma":
+        w, w_nk = (o.w, True) if o.w.stride(1) == 1 else (o.w.t(), False)
+        block_w = [schedule.block_n, schedule.block_k]
+        x_desc = TensorDescriptor.from_tensor(o.x, [schedule.block_m, schedule.block_k])
+        w_desc = TensorDescriptor.from_tensor(w, block_w if w_nk else block_w[::-1])
+        programs = min(tiles * (leaves if split else 1), _multiprocessors(o.x.device) * schedule.ctas)
+        matmul_kernels.tma_kernel[(programs,)](
+            x_desc, w_desc, *epilogue, M, N, o.leaf_k, leaves, residual_stride, W_NK=w_nk, **options
+        )
+        return
+    blocked = o.x.dtype is torch.float32
+    even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0
+    matmul_kernels.tile_kernel[(tiles, leaves if split else 1)](
+        o.x, o.w, *epilogue, M, N, o.leaf_k, leaves, *o.x.stride(), *o.w.stride(), residual_stride,
+        BLOCKED=blocked, EVEN_K=even, **options,
+    )  # fmt: skip
+
+
+def _combine(partial: Tensor, o: _Operands) -> None:
+    """Adds the leaves, up to four levels of the tree a launch; the last one has the epilogue."""
+    radices = o.radices
+    M, N = o.out.shape
+    while radices:
+        radices, lowest = radices[:-_LEVELS], radices[-_LEVELS:]
+        nodes = math.prod(radices)
+        last = not radices
+        out = o.out if last else partial.new_empty((nodes, M, N))
+        bias, residual = (o.bias, o.residual) if last else (None, None)
+        block_n = min(1024, max(128, triton.next_power_of_2(N)))
+        matmul_kernels.combine_kernel[(M, triton.cdiv(N, block_n), nodes)](
+            partial,
+            out,
+            out if bias is None else bias,
+            out if residual is None else residual,
+            M,
+            N,
+            0 if residual is None else residual.stride(0),
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            LEAVES=math.prod(lowest),
+            BN=block_n,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **_radices(lowest),
+        )
+        partial = out
+
+
+def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], float]:
+    dtype = _dtype(problem.dtype)
+    copies = max(2, math.ceil(3e8 / (problem.n * problem.k * dtype.itemsize)))
+    x = torch.randn(problem.bucket, problem.k, device=device).to(dtype)
+    ws = [torch.randn(problem.n, problem.k, device=device).to(dtype) for _ in range(copies)]
+    if not problem.w_nk:
+        ws = [w.t().contiguous().t() for w in ws]
+    out_dtype = _dtype(problem.epilogue[0])
+
+    def seconds(schedule: GemmSchedule) -> float:
+        run = functools.partial(run_schedule, schedule, x, radices=problem.radices, out_dtype=out_dtype)
+        return graph_seconds([functools.partial(run, w=w) for w in ws])
+
+    return seconds
+
+
+def _radices(radices: tuple[int, ...]) -> dict[str, int]:
+    padded = (1,) * (_LEVELS - len(radices)) + radices
+    return {f"R{i}": radix for i, radix in enumerate(padded)}
+
+
+def _tma_ready(rows: Tensor) -> bool:
+    """A descriptor wants unit stride along a row, and rows that start at multiples of 16 bytes."""
+    size = rows.element_size()
+    return rows.stride(1) == 1 and rows.data_ptr() % 16 == 0 and rows.stride(0) * size % 16 == 0
+
+
+@functools.cache
+def _order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
+    return str(matmul_order(k, dtype, radices))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)

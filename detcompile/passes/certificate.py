@@ -213,6 +213,8 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     target, args = node.target, node.args
     if target is ours.matmul.default:
         radices = args[4] if len(args) > 4 else node.kwargs.get("radices", ())
+        if radices and tuple(radices) != numerics.radices:
+            raise Refusal(f"a sum over the tree {tuple(radices)}, declared is {numerics.radices}")
         value = args[0].meta["val"]
         order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, tuple(radices))
     elif target in ATTENTION:

@@ -221,17 +221,17 @@ def _match_weight(normed: fx.Node, h: fx.Node, eps: float) -> tuple[fx.Node, tup
         weight = scaled and _vector(scaled, rounded, length, dtype)
         return (scaled, (x, weight, eps, True)) if weight else (rounded, (x, None, eps, True))
     scaled = _only_user(normed, aten.mul.Tensor)
-    weight = scaled and _vector(scaled, normed, length, torch.float32)
+    weight = scaled and _vector(scaled, normed, length, None)
     narrowed = weight and _only_user(scaled, prims.convert_element_type.default)
     if narrowed and narrowed.meta["val"].dtype == dtype:
         return narrowed, (x, weight, eps, False)
     return None
 
 
-def _vector(product: fx.Node, other: fx.Node, length: object, dtype: torch.dtype) -> fx.Node | None:
-    """The factor of ``product`` that is a weight of [R] in ``dtype``."""
+def _vector(product: fx.Node, other: fx.Node, length: object, dtype: torch.dtype | None) -> fx.Node | None:
+    """The factor of ``product`` that is a weight of [R] in ``dtype`` (None: in any)."""
     factors = [arg for arg in product.args if arg is not other]
     if len(factors) != 1 or not isinstance(factors[0], fx.Node):
         return None
     value = factors[0].meta["val"]
-    return factors[0] if shape_of(factors[0]) == (length,) and value.dtype == dtype else None
+    return factors[0] if shape_of(factors[0]) == (length,) and dtype in (None, value.dtype) else None

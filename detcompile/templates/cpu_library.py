@@ -47,7 +47,7 @@ _DIGEST_BYTES = 32
 _MOST_RADICES = 16  # nodes[] in rowsum.h
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FLOAT = ctypes.c_float
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "detcompile_matmul": (
         None,
@@ -63,11 +63,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "detcompile_rms_norm": (
         None,
-        [_POINTER, _INT64, _POINTER, _POINTER, _FLOAT, _INT32, _INT64, _INT64, _INT32, _INT32, _INT32],
+        [_POINTER, _INT64, _POINTER, _POINTER, _DOUBLE, _INT32, _INT64, _INT64, _INT32, _INT32, _INT32],
     ),
     "detcompile_layer_norm": (
         None,
-        [_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _FLOAT, _INT64, _INT64] + [_INT32] * 4,
+        [_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _DOUBLE, _INT64, _INT64] + [_INT32] * 4,
     ),
     "detcompile_softmax": (
         None,

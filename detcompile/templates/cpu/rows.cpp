@@ -15,7 +15,8 @@ inline Moments moments(const float* row, int64_t R) {
   return {mean, sum_row(row, R, centered_square)};
 }
 
-inline float reciprocal_root(float x) { return 1.0f / std::sqrt(x); }
+// 1 / sqrt(total / R + eps), rounded to float32 once
+inline float reciprocal_root(float total, int64_t R, double eps) { return float(1.0 / std::sqrt(double(total) / double(R) + eps)); }
 
 template <class F>
 inline void map_row(float* row, int64_t R, F f) {
@@ -41,12 +42,12 @@ EXPORT void detcompile_row_var_mean(const void* x, int64_t x_stride, float* var,
 }
 
 // out is contiguous, of x's dtype; weight may be null
-EXPORT void detcompile_rms_norm(const void* x, int64_t x_stride, const void* weight, void* out, float eps,
+EXPORT void detcompile_rms_norm(const void* x, int64_t x_stride, const void* weight, void* out, double eps,
                                 int32_t round_before_weight, int64_t M, int64_t R, int32_t dtype, int32_t weight_dtype,
                                 int32_t num_threads) {
   for_each_row(x, dtype, x_stride, M, R, num_threads, [=](int64_t m, float* row) {
     float squares = sum_row(row, R, [](Vec h) { return h * h; });
-    Vec scale = splat(reciprocal_root(squares / float(R) + eps));
+    Vec scale = splat(reciprocal_root(squares, R, eps));
     map_row(row, R, [=](Vec h, int64_t i) {
       Vec n = h * scale;
       if (round_before_weight) n = round_to(dtype, n);
@@ -57,16 +58,16 @@ EXPORT void detcompile_rms_norm(const void* x, int64_t x_stride, const void* wei
 }
 
 // out is contiguous, of x's dtype; weight and bias may be null
-EXPORT void detcompile_layer_norm(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, float eps,
+EXPORT void detcompile_layer_norm(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, double eps,
                                   int64_t M, int64_t R, int32_t dtype, int32_t weight_dtype, int32_t bias_dtype,
                                   int32_t num_threads) {
   for_each_row(x, dtype, x_stride, M, R, num_threads, [=](int64_t m, float* row) {
     Moments of_row = moments(row, R);
-    Vec mean = splat(of_row.mean), scale = splat(reciprocal_root(of_row.centered_squares / float(R) + eps));
+    Vec mean = splat(of_row.mean), scale = splat(reciprocal_root(of_row.centered_squares, R, eps));
     map_row(row, R, [=](Vec h, int64_t i) {
       Vec n = (h - mean) * scale;
-      if (weight) n = n * load_as(weight, weight_dtype, i, R - i);
-      return bias ? n + load_as(bias, bias_dtype, i, R - i) : n;
+      Vec weight_lanes = weight ? load_as(weight, weight_dtype, i, R - i) : splat(1.0f);
+      return bias ? fma(n, weight_lanes, load_as(bias, bias_dtype, i, R - i)) : n * weight_lanes;
     });
     store_row(out, dtype, m * R, row, R);
   });

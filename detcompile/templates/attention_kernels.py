@@ -1,0 +1,234 @@
+"""Causal attention kernels in the KV order: chunks of keys at absolute positions, blocks of 64 keys inside a chunk.
+
+Legend: T tokens, S sequences, H query heads, G query heads of one KV head, D and DV head dims (DP, DVP: the next powers
+of two), BM rows of a tile, BQ tokens of a tile, c = scale * log2(e).
+
+A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output o;
+chunks meet ascending. Sums over keys go through ``tl.dot`` (with a column of ones for l): ``tl.sum`` would take an order
+that depends on how many warps share a row. A block in which a row sees no key leaves its bits alone, so that tiles may
+skip it or not.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["attention_kernel", "merge_kernel", "write_kv_kernel"]
+
+KEYS = tl.constexpr(64)  # keys of a block
+
+
+@triton.jit
+def _merge(M_R, L_R, O_RD, m_R, l_R, o_RD, c):
+    """Running (M, L, O) and the next chunk's (m, l, o). Nothing seen yet is m = -inf, l = 0, o = 0."""
+    top = tl.maximum(M_R, m_R)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    old = tl.exp2((M_R - safe) * c)
+    new = tl.exp2((m_R - safe) * c)
+    return top, L_R * old + l_R * new, O_RD * old[:, None] + o_RD * new[:, None]
+
+
+@triton.jit
+def _sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
+    """Largest s in 0..S with cu[s] // BQ + s * PER_SEQUENCE <= index. Sequence S is the padding past cu[S].
+
+    With PER_SEQUENCE = 1 index counts tiles (each sequence may end inside one), with BQ = 1 and 0 it is a token.
+    """
+    low = 0
+    high = S + 1
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_ptr + middle) // BQ + middle * PER_SEQUENCE <= index:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _attend_block(
+    q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys n..n+63. Keys outside low..high are read as zeros: their slots may hold NaN."""
+    key = n + tl.arange(0, KEYS)
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    live = (key >= low) & (key < high)
+    if PAGE == 0:
+        k_row = key.to(tl.int64) * k_token
+        v_row = key.to(tl.int64) * v_token
+    else:
+        page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
+        k_row = page * k_page + key % PAGE * k_token
+        v_row = page * v_page + key % PAGE * v_token
+    k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+    s = tl.dot(q, k, input_precision="ieee")
+    visible = key[None, :] <= pos[:, None]
+    if WINDOWED:
+        visible = visible & (key[None, :] > pos[:, None] - window)
+    s = tl.where(visible, s, -float("inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    alpha = tl.exp2((m - safe) * c)
+    v = tl.load(v_ptr + v_row[:, None] + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+    p = tl.exp2((s - safe[:, None]) * c).to(v.dtype)
+    o = tl.dot(p, v, o * alpha[:, None], input_precision="ieee")
+    l = tl.dot(p, tl.full((KEYS, 16), 1.0, v.dtype), l * alpha[:, None], input_precision="ieee")
+    return top, l, o
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunks"])
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, c, window, T, S, H, chunks,
+    q_batch, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_batch, out_token, out_head, table_row,
+    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: tiles of tokens, axis 1: KV heads x groups of HEADS, axis 2: chunks if SPLIT.
+
+    PAGE = 0: dense, S batches of T tokens; k_page and v_page are the batch strides. SPLIT: out [T, H, chunks, DV] and
+    stat [T, H, chunks, 2] take the chunk's o and (m, l), fp32.
+    """
+    BQ: tl.constexpr = BM // HEADS
+    GROUPS: tl.constexpr = (G + HEADS - 1) // HEADS
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
+    if PAGE == 0:
+        tiles = (T + BQ - 1) // BQ
+        sequence = tile // tiles
+        local = tile % tiles
+        start = 0
+        length = T
+        past = 0
+    else:
+        sequence = _sequence_of(tile, cu_ptr, S, BQ, 1)
+        start = tl.load(cu_ptr + sequence)
+        local = tile - (start // BQ + sequence)
+        real = sequence < S
+        length = tl.load(cu_ptr + sequence + 1, mask=real, other=T) - start
+        past = tl.load(lens_ptr + sequence, mask=real, other=0) - length
+    row = tl.arange(0, BM)
+    token = local * BQ + row // HEADS
+    kv_head = tl.program_id(1) // GROUPS
+    member = tl.program_id(1) % GROUPS * HEADS + row % HEADS
+    ok = (token < length) & (member < G)
+    head = kv_head * G + member
+    t = (start + token).to(tl.int64)
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    out_row = out_ptr + sequence.to(tl.int64) * out_batch + t * out_token + head * out_head
+    out_ok = ok[:, None] & (dv < DV)[None, :]
+    if local * BQ >= length:
+        return
+    if PAGE != 0:
+        if sequence == S:  # padding
+            if not SPLIT:
+                tl.store(out_row[:, None] + dv[None, :], tl.zeros((BM, DVP), out_ptr.dtype.element_ty), mask=out_ok)
+            return
+
+    pos = tl.where(ok, past + token, -1)
+    high = past + tl.minimum((local + 1) * BQ, length)
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(past + local * BQ - window + 1, 0)
+    first = low // KEYS * KEYS
+    last = high
+    if SPLIT:
+        first = tl.maximum(first, tl.program_id(2) * CHUNK)
+        last = tl.minimum(high, (tl.program_id(2) + 1) * CHUNK)
+        if first >= last:
+            return
+
+    q_row = q_ptr + sequence.to(tl.int64) * q_batch + t * q_token + head * q_head
+    q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    k_ptr += kv_head.to(tl.int64) * k_head
+    v_ptr += kv_head.to(tl.int64) * v_head
+    if PAGE == 0:
+        k_ptr += sequence.to(tl.int64) * k_page
+        v_ptr += sequence.to(tl.int64) * v_page
+    else:
+        table_ptr += sequence.to(tl.int64) * table_row
+    M = tl.full((BM,), -float("inf"), tl.float32)
+    L = tl.zeros((BM,), tl.float32)
+    O = tl.zeros((BM, DVP), tl.float32)
+    m, l, o = M, tl.zeros((BM, 16), tl.float32), O
+    for n in range(first, last, KEYS):
+        if not SPLIT:
+            if n % CHUNK == 0:
+                M, L, O = _merge(M, L, O, m, tl.max(l, 1), o, c)
+                m = tl.full((BM,), -float("inf"), tl.float32)
+                l = tl.zeros((BM, 16), tl.float32)
+                o = tl.zeros((BM, DVP), tl.float32)
+        m, l, o = _attend_block(
+            q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
+            D, DV, DP, DVP, PAGE, WINDOWED,
+        )  # fmt: skip
+    l_row = tl.max(l, 1)  # its columns are equal
+    if SPLIT:
+        partial = (t * H + head) * chunks + tl.program_id(2)
+        tl.store(stat_ptr + partial * 2, m, mask=ok)
+        tl.store(stat_ptr + partial * 2 + 1, l_row, mask=ok)
+        tl.store(out_ptr + partial[:, None] * DV + dv[None, :], o, mask=out_ok)
+    else:
+        M, L, O = _merge(M, L, O, m, l_row, o, c)
+        y = tl.div_rn(O, tl.broadcast_to(L[:, None], (BM, DVP))) + 0.0
+        tl.store(out_row[:, None] + dv[None, :], y.to(out_ptr.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunks"])
+def merge_kernel(
+    part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, c, window, S, chunks, out_token, out_head,
+    DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Chunk partials of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were written."""
+    t = tl.program_id(0)
+    head = tl.program_id(1)
+    dv = tl.arange(0, DVP)
+    sequence = _sequence_of(t, cu_ptr, S, 1, 0)
+    out_row = out_ptr + t.to(tl.int64) * out_token + head * out_head
+    if sequence == S:
+        tl.store(out_row + dv, tl.zeros((DVP,), out_ptr.dtype.element_ty), mask=dv < DV)
+        return
+    pos = tl.load(lens_ptr + sequence) - tl.load(cu_ptr + sequence + 1) + t
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(pos - window + 1, 0) // CHUNK
+    partial = (t.to(tl.int64) * tl.num_programs(1) + head) * chunks
+    M = tl.full((1,), -float("inf"), tl.float32)
+    L = tl.zeros((1,), tl.float32)
+    O = tl.zeros((1, DVP), tl.float32)
+    one = tl.arange(0, 1)
+    for chunk in range(first, pos // CHUNK + 1):
+        m = tl.load(stat_ptr + (partial + chunk) * 2 + one)
+        l = tl.load(stat_ptr + (partial + chunk) * 2 + 1 + one)
+        o = tl.load(part_ptr + (partial + chunk) * DV + dv, mask=dv < DV, other=0.0)
+        M, L, O = _merge(M, L, O, m, l, o[None, :], c)
+    y = tl.div_rn(O, tl.broadcast_to(L[:, None], (1, DVP))) + 0.0
+    tl.store(out_row + dv[None, :], y.to(out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
+
+
+@triton.jit
+def write_kv_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_token, k_head, v_token, v_head,
+    k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head,
+    HEADS: tl.constexpr, HEADS_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
+    DVP: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One token a program: its K and V rows go to slots[t]; a negative slot takes none."""
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    if slot < 0:
+        return
+    h = tl.arange(0, HEADS_P)[:, None]
+    d = tl.arange(0, DP)[None, :]
+    dv = tl.arange(0, DVP)[None, :]
+    page = slot // PAGE
+    place = slot % PAGE
+    k_ok = (h < HEADS) & (d < D)
+    v_ok = (h < HEADS) & (dv < DV)
+    k = tl.load(k_ptr + t * k_token + h * k_head + d, mask=k_ok)
+    v = tl.load(v_ptr + t * v_token + h * v_head + dv, mask=v_ok)
+    k_to = k_cache_ptr + page * k_page + place * k_slot + h * k_slot_head + d
+    v_to = v_cache_ptr + page * v_page + place * v_slot + h * v_slot_head + dv
+    tl.store(k_to, k.to(k_cache_ptr.dtype.element_ty), mask=k_ok)
+    tl.store(v_to, v.to(v_cache_ptr.dtype.element_ty), mask=v_ok)

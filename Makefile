@@ -46,7 +46,7 @@ bench:
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks
 
 census: $(VENV)/.stamp-test
-	@$(VENV_PYTHON) docs/generate_census.py
+	@$(VENV_PYTHON) -m docs.generate_census
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -32,6 +32,12 @@ def test_public_names_are_sorted_and_exist():
     assert [name for name in detcompile.__all__ if not hasattr(detcompile, name)] == []
 
 
+def test_no_module_bears_the_name_of_a_public_function():
+    """`detcompile.name` would be the function or the module, depending on what was imported last."""
+    functions = {name for name in detcompile.__all__ if not isinstance(getattr(detcompile, name), type)}
+    assert functions & {path.stem for path in (ROOT / "detcompile").rglob("*.py")} == set()
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_a_link_at_the_root_is_not_importable(link):
     assert (ROOT / link).resolve() == ROOT / "detcompile" / link

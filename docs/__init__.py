@@ -1,0 +1,1 @@
+"""Generators of the pages that lie beside them."""

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from detcompile.errors import UnsupportedModel
 from detcompile.step import StepInputs
 
-__all__ = ["IMPLEMENTATION", "STEP_KWARG", "AttentionCall", "check_call", "pin_sdpa", "register_attention"]
+__all__ = ["AttentionCall", "IMPLEMENTATION", "STEP_KWARG", "check_call", "pin_sdpa", "register_attention"]
 
 IMPLEMENTATION = "detcompile"  # the model's attn_implementation
 STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention

@@ -16,7 +16,7 @@ from detcompile.passes.canonicalize import canonicalize
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 
-__all__ = ["PASSES", "ROUNDING", "GraphPass", "decompositions", "pinned_codegen", "rewrite", "source_files"]
+__all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     canonicalize,

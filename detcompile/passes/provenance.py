@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["LAYOUT", "SIZE", "Axis", "Layout", "Refusal", "Rows", "Size", "shape_of", "sympy_size"]
+__all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size", "shape_of", "sympy_size"]
 
 
 class Axis(NamedTuple):

@@ -36,7 +36,7 @@ from detcompile.passes.provenance import (
     view,
 )
 
-__all__ = ["ATTENTION", "MOVEMENT", "ORDER_FREE", "TEMPLATES", "Context", "is_pointwise", "pointwise", "size_arithmetic"]
+__all__ = ["ATTENTION", "Context", "MOVEMENT", "ORDER_FREE", "TEMPLATES", "is_pointwise", "pointwise", "size_arithmetic"]
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2

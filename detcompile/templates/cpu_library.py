@@ -73,6 +73,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         None,
         [_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64, _INT32, _INT32, _INT32],
     ),
+    "detcompile_dense_attention": (
+        None,
+        [_POINTER] * 5 + [_INT64] * 6 + [_FLOAT, _INT64, _INT64, _INT32, _INT32],
+    ),
+    "detcompile_paged_attention": (_INT64, [_POINTER] * 12 + [_FLOAT, _INT32, _INT32, _INT32, _POINTER]),
     "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
 }
 

@@ -81,6 +81,17 @@ inline BlockKernel packed_kernel(int64_t rows) {
   return packed_kernel<Vecs>(rows, std::make_integer_sequence<int, kMaxRows>());
 }
 
+// a stored by rows, RowStride apart
+template <int Vecs, int RowStride, int... I>
+inline BlockKernel spread_kernel(int64_t rows, std::integer_sequence<int, I...>) {
+  static const BlockKernel table[] = {fma_block<I + 1, Vecs, RowStride, 1>...};
+  return table[rows - 1];
+}
+template <int Vecs, int RowStride>
+inline BlockKernel spread_kernel(int64_t rows) {
+  return spread_kernel<Vecs, RowStride>(rows, std::make_integer_sequence<int, kMaxRows>());
+}
+
 // rows cut into ceil(rows / kMaxRows) tiles of nearly equal height; sizes cannot change bits
 struct RowTiles {
   int64_t rows, count;

@@ -1,0 +1,170 @@
+"""Row kernels: the bytes of Row.evaluate, whatever the neighbours; errors within 1.05x of torch's own."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile.numerics import row_order
+from detcompile.templates import embedding_triton, rows_triton, softmax_triton
+from detcompile.templates.rows_triton import layer_norm_cuda, rms_norm_cuda, row_sum_cuda, row_var_mean_cuda
+from detcompile.templates.softmax_triton import log_softmax_cuda, logsumexp_cuda, softmax_cuda
+from tests.bits import assert_bitwise_equal
+from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+
+pytestmark = NEEDS_TRITON
+
+LENGTHS = [1, 31, 32, 33, 127, 128, 129, 256, 257, 1000, 1024, 1025, 4095, 4096, 4097, 8193, 33000]
+LENGTHS += [] if INTERPRETED else [16384, 151936, 262144]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def heavy_tailed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal, spread = (torch.randn(*shape, generator=generator) for _ in range(2))
+    return (normal * torch.exp(spread)).to(dtype).to(DEVICE)
+
+
+def evaluate(terms: Tensor, length: int, radices: tuple[int, ...] = ()) -> Tensor:
+    return torch.from_numpy(row_order(length, "cuda", radices).evaluate(terms.float().cpu().numpy())).to(DEVICE)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_row_sum_has_the_bytes_of_its_order(length: int) -> None:
+    for dtype in DTYPES:
+        x = heavy_tailed(5, length, dtype=dtype)
+        assert_bitwise_equal(row_sum_cuda(x, torch.float32), evaluate(x, length), f"{dtype} {length}")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_variance_and_mean_have_the_bytes_of_their_order(length: int) -> None:
+    x = heavy_tailed(5, length)
+    var, mean = row_var_mean_cuda(x, 1.0)
+    expected_mean = evaluate(x, length) / length
+    assert_bitwise_equal(mean, expected_mean)
+    centred = x - expected_mean[:, None]
+    expected = evaluate(centred * centred, length) / torch.tensor(float(max(length - 1, 0)), device=DEVICE)
+    assert_bitwise_equal(var.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("radices", [(2, 2, 2), (3, 2), (8,)])
+@pytest.mark.parametrize("length", [7, 1000, 4097])
+def test_logsumexp_over_sharded_leaves_has_the_bytes_of_its_order(length: int, radices: tuple[int, ...]) -> None:
+    x = heavy_tailed(3, length)
+    # Without the maximum and with exact powers of two, exp and log cannot blur which sum was taken.
+    x = torch.where(x > 0, 0.0, -torch.inf)
+    x[:, 0] = 0.0
+    ones = torch.exp(x)
+    total = evaluate(ones, length, radices)
+    assert_bitwise_equal(logsumexp_cuda(x, radices), logsumexp_cuda(torch.log(total)[:, None], ()))
+    y = heavy_tailed(3, length)
+    softmax = softmax_cuda(y, torch.float32, radices)
+    exponentials = softmax_cuda(y, torch.float32, radices) * torch.exp(logsumexp_cuda(y, radices) - y.amax(-1))[:, None]
+    assert torch.allclose(softmax, y.softmax(-1), atol=1e-6) and exponentials.isfinite().all()
+
+
+@pytest.mark.parametrize("length", [33, 128, 1000, 4097])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_ignores_its_neighbours(length: int, dtype: torch.dtype) -> None:
+    x = heavy_tailed(9, length, dtype=dtype)
+    weight, bias = heavy_tailed(length, dtype=dtype, seed=1), heavy_tailed(length, dtype=dtype, seed=2)
+    kernels = {
+        "row_sum": lambda t: row_sum_cuda(t),
+        "var": lambda t: row_var_mean_cuda(t, 1.0)[0],
+        "rms_norm": lambda t: rms_norm_cuda(t, weight, 1e-6, True),
+        "layer_norm": lambda t: layer_norm_cuda(t, weight, bias, 1e-5),
+        "softmax": lambda t: softmax_cuda(t, torch.float32, ()),
+        "log_softmax": lambda t: log_softmax_cuda(t, None, (2, 2)),
+        "logsumexp": lambda t: logsumexp_cuda(t, ()),
+    }
+    strided = torch.zeros(9, length + 3, dtype=dtype, device=DEVICE)
+    strided[:, :length] = x
+    for name, kernel in kernels.items():
+        whole = kernel(x)
+        for first, last in ((0, 1), (3, 4), (8, 9), (1, 7)):
+            assert_bitwise_equal(kernel(x[first:last]), whole[first:last], f"{name} rows {first}..{last}")
+        assert_bitwise_equal(kernel(strided[:, :length]), whole, f"{name} over strided rows")
+        assert_bitwise_equal(kernel(x.view(3, 3, length)).flatten(0, 1), whole, f"{name} in three dims")
+        poisoned = x.clone()
+        poisoned[4] = torch.nan
+        assert_bitwise_equal(kernel(poisoned)[:4], whole[:4], f"{name} beside NaN")
+
+
+def test_a_planted_order_swap_is_seen() -> None:
+    """The same terms in another order give other bytes, so that the equalities above mean something."""
+    for length in (129, 1000, 4097):
+        x = heavy_tailed(16, length)
+        assert not torch.equal(row_sum_cuda(x, torch.float32), evaluate(x.flip(1), length))
+        order = row_order(length, "cuda")
+        swapped = type(order)(length, order.lanes * 2, order.vector)
+        assert not np.array_equal(row_sum_cuda(x).cpu().numpy(), swapped.evaluate(x.cpu().numpy()))
+
+
+def test_rows_of_infinities_are_torchs() -> None:
+    x = torch.zeros(4, 40, device=DEVICE)
+    x[0] = -torch.inf
+    x[1, 3:] = -torch.inf
+    x[2, 5] = torch.inf
+    for radices in ((), (2, 2)):
+        assert torch.allclose(softmax_cuda(x, None, radices), x.softmax(-1), equal_nan=True)
+        assert torch.allclose(log_softmax_cuda(x, None, radices), x.log_softmax(-1), equal_nan=True)
+        assert torch.allclose(logsumexp_cuda(x, radices), x.logsumexp(-1), equal_nan=True)
+
+
+def test_empty_inputs() -> None:
+    x = torch.zeros(0, 16, device=DEVICE)
+    assert row_sum_cuda(x).shape == (0,) and softmax_cuda(x, None, ()).shape == (0, 16)
+    assert rms_norm_cuda(x, None, 1e-6, False).shape == (0, 16)
+    assert_bitwise_equal(row_sum_cuda(torch.zeros(3, 0, device=DEVICE)), torch.zeros(3, device=DEVICE))
+
+
+def test_embedding_copies_rows_and_never_reads_outside() -> None:
+    weight = heavy_tailed(50, 33)
+    ids = torch.tensor([[0, 49, 7], [-1, 50, 2**40]], device=DEVICE)
+    out = embedding_triton.embedding_cuda(weight, ids)
+    assert_bitwise_equal(out[0], weight[ids[0]])
+    assert out[1].isnan().all()
+    assert_bitwise_equal(embedding_triton.embedding_cuda(weight.t().contiguous().t(), ids[:1].int())[0], out[0])
+    assert embedding_triton.embedding_cuda(weight, ids[:0]).shape == (0, 3, 33)
+
+
+class TestOnTheGpu:
+    pytestmark = NEEDS_GPU
+
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_shuffles_and_spelled_out_additions_agree(self, length: int) -> None:
+        x = heavy_tailed(5, length)
+        out = torch.empty(5, device=DEVICE)
+        spelled_out = _without_shuffles(rows_triton._row_sum_kernel)
+        rows_triton.launch_rows(spelled_out, x, out)
+        assert_bitwise_equal(out, row_sum_cuda(x))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("length", [128, 4096, 4097])
+    def test_errors_stay_within_torchs(self, length: int, dtype: torch.dtype) -> None:
+        x = heavy_tailed(512, length, dtype=dtype)
+        weight, bias = heavy_tailed(length, dtype=dtype, seed=1), heavy_tailed(length, dtype=dtype, seed=2)
+        f = torch.nn.functional
+        pairs = {
+            "row_sum": (row_sum_cuda, lambda t: t.sum(-1), (x,)),
+            "rms_norm": (lambda t, w: rms_norm_cuda(t, w, 1e-6, False), lambda t, w: f.rms_norm(t, (length,), w, 1e-6), (x, weight)),
+            "layer_norm": (lambda t, w, b: layer_norm_cuda(t, w, b, 1e-5), lambda t, w, b: f.layer_norm(t, (length,), w, b), (x, weight, bias)),
+            "softmax": (lambda t: softmax_cuda(t, None, ()), lambda t: t.softmax(-1), (x,)),
+            "log_softmax": (lambda t: log_softmax_cuda(t, None, ()), lambda t: t.log_softmax(-1), (x,)),
+            "logsumexp": (lambda t: logsumexp_cuda(t, ()), lambda t: t.float().logsumexp(-1), (x,)),
+        }  # fmt: skip
+        report = {}
+        for name, (ours, torchs, arguments) in pairs.items():
+            exact = torchs(*(a.double() for a in arguments)) if name != "logsumexp" else x.double().logsumexp(-1)
+            errors = [(run(*arguments).double() - exact).norm() / exact.norm() for run in (ours, torchs)]
+            report[name] = tuple(e.item() for e in errors)
+        print(dtype, length, {k: f"{a:.3e} / {b:.3e}" for k, (a, b) in report.items()})
+        assert all(ours <= 1.05 * torchs for ours, torchs in report.values()), report
+
+
+def _without_shuffles(kernel):  # type: ignore[no-untyped-def]
+    class Launcher:
+        def __getitem__(self, grid):  # type: ignore[no-untyped-def]
+            return lambda *args, **options: kernel[grid](*args, **options | {"SHUFFLE": False})
+
+    return Launcher()

@@ -3,7 +3,8 @@
 // Keys are taken in blocks of 64 at absolute positions. For each row (a query of one head) and block:
 //   s_j = (chain of fma(q_d, k_jd) over ascending d) * (scale * log2(e)), -inf where j is not visible
 //   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32
-//   l   = l * alpha + (p summed as Row(64, lanes=64));  o = chain of fma(p_j, v_j) over ascending j from o * alpha
+//   l   = l * alpha + (p summed as Row(64, lanes=64))
+//   o   = fma(o, alpha, chain of fma(p_j, v_j) over ascending j)
 // (m, l, o) start afresh in each chunk; chunks are merged ascending; out = o / l + 0.0. A block without a visible key is
 // skipped; keys that no row of a task sees are never read, and a row never multiplies a key it does not see.
 //
@@ -59,7 +60,7 @@ struct Tile {
   Task task;
   RowTiles row_tiles;
   int64_t Dv_padded, first_key, last_key;
-  float *q, *k_panel, *v_panel, *scores, *zeros, *m, *l, *o, *m_total, *l_total, *o_total;
+  float *q, *k_panel, *v_panel, *scores, *values, *zeros, *m, *l, *o, *m_total, *l_total, *o_total;
 
   Tile(const Heads& heads, const Sequence& sequence, Task t)
       : h(heads), s(sequence), task(t), row_tiles((t.end - t.begin) * heads.group()) {
@@ -68,10 +69,11 @@ struct Tile {
     first_key = first_visible(h, position(0));
     last_key = position(rows - 1);
     int64_t widest = h.D > h.Dv ? h.D : h.Dv;
-    k_panel = scratch.floats(kBlock * (h.D + Dv_padded + kMaxRows) + rows * (h.D + 2 * Dv_padded + 4) + widest);
+    k_panel = scratch.floats(kBlock * (h.D + Dv_padded + kMaxRows) + kMaxRows * Dv_padded + rows * (h.D + 2 * Dv_padded + 4) + widest);
     v_panel = k_panel + kBlock * h.D;
     scores = v_panel + kBlock * Dv_padded;
-    o = scores + kBlock * kMaxRows;
+    values = scores + kBlock * kMaxRows;
+    o = values + kMaxRows * Dv_padded;
     o_total = o + rows * Dv_padded;
     q = o_total + rows * Dv_padded;
     m = q + rows * h.D;
@@ -137,8 +139,8 @@ struct Tile {
     }
   }
 
-  // scores of one row -> p in place, and its new (m, l), with o scaled; [begin, end) are the visible keys of the block
-  void soften(int64_t row, float* score, int64_t begin, int64_t end) const {
+  // scores of one row -> p in place, and its new (m, l); [begin, end) are the visible keys of the block; returns alpha
+  float soften(int64_t row, float* score, int64_t begin, int64_t end) const {
     Vec s_j[kBlock / kLanes], largest = splat(-INFINITY);
     for (int64_t j = 0; j < begin; j++) score[j] = -INFINITY;
     for (int64_t j = end; j < kBlock; j++) score[j] = -INFINITY;
@@ -161,9 +163,7 @@ struct Tile {
     }
     m[row] = m_new;
     l[row] = l[row] * alpha + sum_lanes(s_j[0], s_j[1], s_j[2], s_j[3]);
-    if (alpha == 1.0f) return;
-    float* row_o = o + row * Dv_padded;
-    for (int64_t d = 0; d < Dv_padded; d += kLanes) store(row_o + d, load(row_o + d) * splat(alpha));
+    return alpha;
   }
 
   static float first_lane(Vec value) {
@@ -172,10 +172,14 @@ struct Tile {
     return lanes[0];
   }
 
-  void add_values(int64_t row, int64_t rows, const float* p, int64_t begin, int64_t end) const {
+  void add_values(int64_t row, int64_t rows, const float* p, const float* alpha, int64_t begin, int64_t end) const {
     for (int64_t d = 0; d < h.Dv; d += kWidth)
-      spread_kernel<kPanelVecs, kBlock>(rows)(p + begin, v_panel + begin * Dv_padded + d, Dv_padded, end - begin,
-                                              o + row * Dv_padded + d, Dv_padded, false);
+      spread_kernel<kPanelVecs, kBlock>(rows)(p + begin, v_panel + begin * Dv_padded + d, Dv_padded, end - begin, values + d,
+                                              Dv_padded, true);
+    float* row_o = o + row * Dv_padded;
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t d = i * Dv_padded; d < (i + 1) * Dv_padded; d += kLanes)
+        store(row_o + d, fma(load(row_o + d), splat(alpha[i]), load(values + d)));
   }
 
   void attend_block(int64_t block) const {
@@ -186,17 +190,18 @@ struct Tile {
       for (int64_t j = 0; j < kBlock; j += kWidth)
         packed_kernel<kPanelVecs>(rows)(q + row * h.D, k_panel + j, kBlock, h.D, scores + j, kBlock, true);
       int64_t begin[kMaxRows], end[kMaxRows];
+      float alpha[kMaxRows];
       bool whole = true;
       for (int64_t i = 0; i < rows; i++) {
         int64_t first = first_visible(h, position(row + i)) - block * kBlock;
         begin[i] = first > 0 ? first : 0;
         end[i] = min64(position(row + i) - block * kBlock + 1, kBlock);
         whole = whole && begin[i] == 0 && end[i] == kBlock;
-        if (begin[i] < end[i]) soften(row + i, scores + i * kBlock, begin[i], end[i]);
+        if (begin[i] < end[i]) alpha[i] = soften(row + i, scores + i * kBlock, begin[i], end[i]);
       }
-      if (whole) add_values(row, rows, scores, 0, kBlock);
+      if (whole) add_values(row, rows, scores, alpha, 0, kBlock);
       for (int64_t i = 0; i < rows && !whole; i++)
-        if (begin[i] < end[i]) add_values(row + i, 1, scores + i * kBlock, begin[i], end[i]);
+        if (begin[i] < end[i]) add_values(row + i, 1, scores + i * kBlock, alpha + i, begin[i], end[i]);
     }
   }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import KV_BLOCK
 from detcompile.templates import cpu_library
+from detcompile.templates.attention_triton import dense_attention_cuda, paged_attention_cuda
 
 __all__ = ["dense_attention_cpu", "paged_attention_cpu", "reference_attention"]
 
@@ -147,16 +148,18 @@ def dense_attention_cpu(
 
 
 _LIBRARY.impl("paged_attention", paged_attention_cpu, "CPU")
+_LIBRARY.impl("paged_attention", paged_attention_cuda, "CUDA")
 _LIBRARY.impl("dense_attention", dense_attention_cpu, "CPU")
+_LIBRARY.impl("dense_attention", dense_attention_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::paged_attention", lib=_LIBRARY)
-def _(q, k, v, k_cache, v_cache, slot_mapping, cu_seqlens, seq_lens, block_table, scale, sliding_window, kv_chunk):  # type: ignore[no-untyped-def]
+def _(q, k, v, k_cache, v_cache, slot_mapping, cu_seqlens, seq_lens, block_table, scale, sliding_window, kv_chunk):
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
 @torch.library.register_fake("detcompile::dense_attention", lib=_LIBRARY)
-def _(q, k, v, scale, sliding_window, kv_chunk):  # type: ignore[no-untyped-def]
+def _(q, k, v, scale, sliding_window, kv_chunk):
     return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
 
 
@@ -177,7 +180,8 @@ def _unit_last_stride(tensor: Tensor) -> Tensor:
 def _check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, kv_chunk: int, dims: int) -> None:
     if not q.dim() == k.dim() == v.dim() == dims:
         raise InvalidInput(f"detcompile::{op}: q, k and v have {q.dim()}, {k.dim()}, {v.dim()} dims; give them {dims}.")
-    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
+    fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[0] == k.shape[0]
+    if not fits or q.shape[1] % k.shape[1]:
         raise InvalidInput(
             f"detcompile::{op}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: k and v need "
             "the same tokens and heads, q and k the same head dim, and the key heads must divide the query heads."

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ _MOST_RADICES = 16  # nodes[] in rowsum.h
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+_SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     "detcompile_matmul": (
         None,
         [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _POINTER]

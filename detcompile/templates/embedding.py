@@ -8,6 +8,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates import cpu_library
+from detcompile.templates.embedding_triton import embedding_cuda
 
 __all__ = ["embedding_cpu", "reference_embedding"]
 
@@ -50,10 +51,11 @@ def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor
 
 
 _LIBRARY.impl("embedding", embedding_cpu, "CPU")
+_LIBRARY.impl("embedding", embedding_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::embedding", lib=_LIBRARY)
-def _(weight, ids):  # type: ignore[no-untyped-def]
+def _(weight, ids):
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.numerics import matmul_order
 from detcompile.templates import cpu_library
+from detcompile.templates.matmul_triton import matmul_cuda
 
 __all__ = ["matmul_cpu", "reference_matmul"]
 
@@ -85,10 +86,11 @@ def matmul_cpu(
 
 
 _LIBRARY.impl("matmul", matmul_cpu, "CPU")
+_LIBRARY.impl("matmul", matmul_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::matmul", lib=_LIBRARY)
-def _(x, w, bias, residual, radices, out_dtype=None):  # type: ignore[no-untyped-def]
+def _(x, w, bias, residual, radices, out_dtype=None):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
 
 

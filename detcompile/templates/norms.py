@@ -17,6 +17,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.templates import cpu_library
 from detcompile.templates.rows import rows_of
+from detcompile.templates.rows_triton import layer_norm_cuda, rms_norm_cuda
 
 __all__ = ["layer_norm_cpu", "reference_layer_norm", "reference_rms_norm", "rms_norm_cpu"]
 
@@ -57,9 +58,7 @@ def rms_norm_cpu(
     return out
 
 
-def layer_norm_cpu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, isa: str | None = None
-) -> Tensor:
+def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, isa: str | None = None) -> Tensor:
     """The op on the CPU, x [..., R] -> [..., R].
 
     Raises:
@@ -87,16 +86,18 @@ def layer_norm_cpu(
 
 
 _LIBRARY.impl("rms_norm", rms_norm_cpu, "CPU")
+_LIBRARY.impl("rms_norm", rms_norm_cuda, "CUDA")
 _LIBRARY.impl("layer_norm", layer_norm_cpu, "CPU")
+_LIBRARY.impl("layer_norm", layer_norm_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::rms_norm", lib=_LIBRARY)
-def _(x, weight, eps, round_before_weight):  # type: ignore[no-untyped-def]
+def _(x, weight, eps, round_before_weight):
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("detcompile::layer_norm", lib=_LIBRARY)
-def _(x, weight, bias, eps):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, eps):
     return x.new_empty(x.shape)
 
 

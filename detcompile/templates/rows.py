@@ -14,14 +14,13 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates import cpu_library
+from detcompile.templates.rows_triton import row_sum_cuda, row_var_mean_cuda
 
 __all__ = ["reference_row_sum", "reference_row_var_mean", "row_sum_cpu", "row_var_mean_cpu", "rows_of"]
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define("row_sum(Tensor x, ScalarType? out_dtype=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define(
-    "row_var_mean(Tensor x, float correction) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_LIBRARY.define("row_var_mean(Tensor x, float correction) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
@@ -69,16 +68,18 @@ def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tu
 
 
 _LIBRARY.impl("row_sum", row_sum_cpu, "CPU")
+_LIBRARY.impl("row_sum", row_sum_cuda, "CUDA")
 _LIBRARY.impl("row_var_mean", row_var_mean_cpu, "CPU")
+_LIBRARY.impl("row_var_mean", row_var_mean_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::row_sum", lib=_LIBRARY)
-def _(x, out_dtype=None):  # type: ignore[no-untyped-def]
+def _(x, out_dtype=None):
     return x.new_empty(x.shape[:-1], dtype=out_dtype or x.dtype)
 
 
 @torch.library.register_fake("detcompile::row_var_mean", lib=_LIBRARY)
-def _(x, correction):  # type: ignore[no-untyped-def]
+def _(x, correction):
     return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -99,7 +100,7 @@ def rows_of(op: str, x: Tensor) -> tuple[Tensor, int, int]:
         InvalidInput: no last dim, or an empty one.
     """
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise InvalidInput(f"detcompile::{op}: x {tuple(x.shape)} has no elements in its last dim. Give it [..., R > 0].")
+        raise InvalidInput(f"detcompile::{op}: x {tuple(x.shape)} has no elements in its last dim. Pass [..., R > 0].")
     R = x.shape[-1]
     M = x.numel() // R
     rows = x if x.dim() == 2 else x.reshape(M, R)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from detcompile.templates import cpu_library
 from detcompile.templates.rows import rows_of
+from detcompile.templates.softmax_triton import log_softmax_cuda, logsumexp_cuda, softmax_cuda
 
 __all__ = [
     "log_softmax_cpu",
@@ -68,22 +69,25 @@ def logsumexp_cpu(x: Tensor, radices: Sequence[int], isa: str | None = None) -> 
 
 
 _LIBRARY.impl("softmax", softmax_cpu, "CPU")
+_LIBRARY.impl("softmax", softmax_cuda, "CUDA")
 _LIBRARY.impl("log_softmax", log_softmax_cpu, "CPU")
+_LIBRARY.impl("log_softmax", log_softmax_cuda, "CUDA")
 _LIBRARY.impl("logsumexp", logsumexp_cpu, "CPU")
+_LIBRARY.impl("logsumexp", logsumexp_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::softmax", lib=_LIBRARY)
-def _(x, out_dtype, radices):  # type: ignore[no-untyped-def]
+def _(x, out_dtype, radices):
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
 
 
 @torch.library.register_fake("detcompile::log_softmax", lib=_LIBRARY)
-def _(x, out_dtype, radices):  # type: ignore[no-untyped-def]
+def _(x, out_dtype, radices):
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
 
 
 @torch.library.register_fake("detcompile::logsumexp", lib=_LIBRARY)
-def _(x, radices):  # type: ignore[no-untyped-def]
+def _(x, radices):
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 

@@ -14,8 +14,9 @@ from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, N
 
 pytestmark = NEEDS_TRITON
 
-LENGTHS = [1, 31, 32, 33, 127, 128, 129, 256, 257, 1000, 1024, 1025, 4095, 4096, 4097, 8193, 33000]
-LENGTHS += [] if INTERPRETED else [16384, 151936, 262144]
+LENGTHS = [1, 33, 127, 128, 1025, 33000]
+if not INTERPRETED:
+    LENGTHS += [31, 32, 129, 256, 257, 1000, 1023, 1024, 4095, 4096, 4097, 8193, 16384, 32768, 151936, 262144]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -40,7 +41,7 @@ def test_row_sum_has_the_bytes_of_its_order(length: int) -> None:
 def test_variance_and_mean_have_the_bytes_of_their_order(length: int) -> None:
     x = heavy_tailed(5, length)
     var, mean = row_var_mean_cuda(x, 1.0)
-    expected_mean = evaluate(x, length) / length
+    expected_mean = evaluate(x, length) / torch.tensor(float(length), device=DEVICE)  # torch multiplies by 1 / scalar
     assert_bitwise_equal(mean, expected_mean)
     centred = x - expected_mean[:, None]
     expected = evaluate(centred * centred, length) / torch.tensor(float(max(length - 1, 0)), device=DEVICE)
@@ -63,7 +64,7 @@ def test_logsumexp_over_sharded_leaves_has_the_bytes_of_its_order(length: int, r
     assert torch.allclose(softmax, y.softmax(-1), atol=1e-6) and exponentials.isfinite().all()
 
 
-@pytest.mark.parametrize("length", [33, 128, 1000, 4097])
+@pytest.mark.parametrize("length", [128, 1000] if INTERPRETED else [33, 128, 1000, 4097])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_ignores_its_neighbours(length: int, dtype: torch.dtype) -> None:
     x = heavy_tailed(9, length, dtype=dtype)

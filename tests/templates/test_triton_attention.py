@@ -1,0 +1,225 @@
+"""Attention kernels: decode, any prefill, any page, split or not, dense or paged have the same bytes."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput, ScheduleError
+from detcompile.orders import KV
+from detcompile.templates.attention_triton import (
+    AttentionProblem,
+    AttentionSchedule,
+    attention_candidates,
+    dense_attention_cuda,
+    paged_attention_cuda,
+    probe_bits,
+    reference_attention_schedule,
+    tuner,
+)
+from detcompile.templates.tuning import Tuner
+from tests.bits import assert_bitwise_equal
+from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+
+pytestmark = NEEDS_TRITON
+
+CHUNK = 64 if INTERPRETED else 512
+PLAIN = AttentionSchedule(16, 4, 1)
+SCHEDULES = [PLAIN, AttentionSchedule(32, 4, 2), AttentionSchedule(16, 4, 1, split=True)]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One whole sequence: q [n, H, D], k [n, KV heads, D], v [n, KV heads, DV]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def sequence(n: int, heads: int, kv_heads: int, d: int, dv: int, dtype: torch.dtype, seed: int = 0) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, width: int) -> Tensor:
+        normal, spread = (torch.randn(n, heads, width, generator=generator) for _ in range(2))
+        return (normal * torch.exp(0.5 * spread)).to(dtype).to(DEVICE)
+
+    return Sequence(draw(heads, d), draw(kv_heads, d), draw(kv_heads, dv))
+
+
+def paged(
+    parts: list[tuple[Sequence, int, int]],
+    page: int,
+    window: int = 0,
+    schedule: AttentionSchedule | None = PLAIN,
+    padding: int = 0,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Attention of tokens first..last of each sequence, whose earlier keys lie in scattered pages among NaN."""
+    s0 = parts[0][0]
+    width = max(-(-last // page) for _, _, last in parts) + 1
+    table = torch.randperm(width * len(parts), generator=torch.Generator().manual_seed(seed)).view(len(parts), width)
+    caches = [torch.full((table.numel(), page, *t.shape[1:]), math.nan, dtype=t.dtype, device=DEVICE) for t in (s0.k, s0.v)]
+    slots, news = [], []
+    for row, (s, first, last) in zip(table, parts):
+        position = torch.arange(last)
+        slot = (row[position // page] * page + position % page).to(DEVICE)
+        for cache, values in zip(caches, (s.k, s.v)):
+            cache.flatten(0, 1)[slot[:first]] = values[:first]
+        slots.append(slot[first:])
+        news.append(last - first)
+    q, k, v = (
+        torch.cat([getattr(s, name)[first:last] for s, first, last in parts] + [getattr(s0, name)[:1]] * padding)
+        for name in ("q", "k", "v")
+    )
+    slot_mapping = torch.cat([*slots, torch.full((padding,), -1, device=DEVICE)])
+    cu = torch.tensor([0, *np.cumsum(news)], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([last for _, _, last in parts], dtype=torch.int32, device=DEVICE)
+    out = paged_attention_cuda(
+        q, k, v, *caches, slot_mapping, cu, lens, table.int().to(DEVICE), q.shape[-1] ** -0.5, window, CHUNK, schedule
+    )
+    assert_bitwise_equal(out[sum(news) :], torch.zeros_like(out[sum(news) :]), "padding")
+    return list(out[: sum(news)].split(news))
+
+
+def dense(s: Sequence, window: int = 0, schedule: AttentionSchedule | None = PLAIN) -> Tensor:
+    q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
+    return dense_attention_cuda(q, k, v, s.q.shape[-1] ** -0.5, window, CHUNK, schedule)[0].transpose(0, 1)
+
+
+SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72), (20, 1, 64, 64)]
+
+
+@pytest.mark.parametrize("window", [0, CHUNK // 2 + 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+def test_every_way_to_compute_a_token_gives_its_bytes(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], window: int
+) -> None:
+    """Straddles each 64-key block and chunk by one: decode, prefill chunks, pages, neighbours, schedules."""
+    n = CHUNK + 66
+    a, b = sequence(n, *shape, dtype), sequence(CHUNK // 2, *shape, dtype, seed=1)
+    whole = dense(a, window)
+    assert whole.isfinite().all()
+    assert_bitwise_equal(paged([(a, 0, n)], 16, window)[0], whole, "one paged prefill")
+    for schedule in SCHEDULES:
+        for page, cut in ((48, CHUNK + 1),) if INTERPRETED else ((16, 63), (48, 65), (256, CHUNK), (16, CHUNK + 1)):
+            first, _ = paged([(a, 0, cut), (b, 3, 5)], page, window, schedule, padding=3, seed=page)
+            assert_bitwise_equal(first, whole[:cut], f"{schedule} page={page} prefill to {cut}")
+            _, second = paged([(b, 9, 10), (a, cut, n)], page, window, schedule, seed=page)
+            assert_bitwise_equal(second, whole[cut:], f"{schedule} page={page} prefill from {cut}")
+        edges = [0, CHUNK - 1, CHUNK, CHUNK + 1] if INTERPRETED else [0, 63, 64, CHUNK - 1, CHUNK, CHUNK + 1, n - 1]
+        for edge, out in zip(edges, paged([(a, edge, edge + 1) for edge in edges], 32, window, schedule)):
+            assert_bitwise_equal(out, whole[edge : edge + 1], f"{schedule} decode of token {edge}")
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_float32_follows_the_reference_of_the_kv_order(window: int) -> None:
+    s = sequence(CHUNK + 67, 4, 2, 16, 16, torch.float32)
+    out, scale = dense(s, window), 16**-0.5
+    for position in (0, 63, 64, CHUNK - 1, CHUNK, CHUNK + 66):
+        k, v = (t[:, 1].cpu().numpy() for t in (s.k, s.v))
+        expected = KV(CHUNK).evaluate(s.q[position, 3].cpu().numpy(), k, v, position, window, scale)
+        assert np.abs(out[position, 3].cpu().numpy() - expected).max() < 2e-6 * np.abs(v).max()
+
+
+def test_a_planted_order_swap_is_seen() -> None:
+    """Keys one place later, or chunks of another size, give other bytes."""
+    n = 2 * CHUNK + 3
+    s = sequence(n, 4, 2, 16, 16, DOT_DTYPES[0])
+    q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
+    outs = [dense_attention_cuda(q, k, v, 0.25, 0, chunk, PLAIN) for chunk in (CHUNK, 2 * CHUNK)]
+    assert not torch.equal(*outs)
+    last = slice(n - 1, n)
+    swapped = Sequence(s.q, s.k.roll(1, 0), s.v.roll(1, 0))
+    assert not torch.equal(dense(swapped)[last], dense(s)[last])
+
+
+def test_empty_and_refused_inputs() -> None:
+    s = sequence(3, 4, 2, 16, 16, torch.float32)
+    assert dense(Sequence(s.q[:0], s.k[:0], s.v[:0])).shape == (0, 4, 16)
+    with pytest.raises(InvalidInput, match="one dtype"):
+        dense(Sequence(s.q.half(), s.k, s.v))
+    with pytest.raises(InvalidInput, match="evenly"):
+        dense(Sequence(s.q[:, :3], s.k, s.v))
+
+
+class TestOnTheGpu:
+    pytestmark = NEEDS_GPU
+
+    @pytest.mark.parametrize("windowed", [False, True])
+    @pytest.mark.parametrize("page", [0, 16, 48])
+    @pytest.mark.parametrize("dtype", DOT_DTYPES)
+    def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, page: int, windowed: bool) -> None:
+        fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": windowed}
+        gate = Tuner("test", {}, tuner(torch.device(DEVICE)).path.parent / "test")
+        gate._decisions.clear()
+        counts = [0, 0]
+        problems = [
+            AttentionProblem(**fields, heads=8, kv_heads=2, d=128, dv=128, few=few, split=split)
+            for few in (False, True)
+            for split in ((False, True) if page else (False,))
+        ]
+        every = dict.fromkeys(s for p in problems for s in attention_candidates(p))
+        problem = problems[0]
+        reference = reference_attention_schedule(problem)
+        admitted = gate.admitted(str(problem), reference, list(every), probe_bits(problem, torch.device(DEVICE)))
+        refused = gate.refusals().get(str(problem), {})
+        counts = [len(admitted), len(refused)]
+        print(f"{problem}: {counts[0]} admitted, {counts[1]} refused {refused}")
+        assert not refused
+
+    @pytest.mark.parametrize("n", [1024, 1])
+    @pytest.mark.parametrize("dtype", DOT_DTYPES)
+    def test_errors_stay_within_sdpas(self, dtype: torch.dtype, n: int) -> None:
+        s = sequence(1100, 8, 2, 128, 128, dtype)
+        q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        exact = sdpa(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+        ours = dense_attention_cuda(q, k, v, 128**-0.5, 0, CHUNK)
+        torchs = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+        errors = [((out.double() - exact)[:, :, -n:].norm() / exact[:, :, -n:].norm()).item() for out in (ours, torchs)]
+        print(f"{dtype} last {n}: {errors[0]:.3e} / SDPA {errors[1]:.3e}")
+        assert errors[0] <= 1.05 * errors[1]
+
+    @pytest.mark.parametrize("dtype", DOT_DTYPES)
+    def test_graphs_replay_the_same_bytes_for_other_metadata(self, dtype: torch.dtype) -> None:
+        """Captured with one set of lengths, replayed with another: the grid knows T and S only."""
+        a = sequence(1200, 8, 2, 64, 64, dtype)
+        cache = [torch.full((100, 16, 2, 64), math.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+        for target, values in zip(cache, (a.k, a.v)):
+            target.flatten(0, 1)[:1200] = values
+        q, k, v = a.q[:8].clone(), a.k[:8].clone(), a.v[:8].clone()
+        slots = torch.full((8,), -1, device=DEVICE)
+        table = torch.arange(80, dtype=torch.int32, device=DEVICE).repeat(4, 1)
+        cu = torch.tensor([0, 2, 4, 6, 8], dtype=torch.int32, device=DEVICE)
+        lens = torch.tensor([600, 700, 800, 900], dtype=torch.int32, device=DEVICE)
+
+        def launch() -> Tensor:
+            return paged_attention_cuda(q, k, v, *cache, slots, cu, lens, table, 0.125, 0, 512)
+
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = launch()
+        whole = dense_attention_cuda(*(t[None].transpose(1, 2) for t in (a.q, a.k, a.v)), 0.125, 0, 512)[0].transpose(0, 1)
+        for ends, splits in (([600, 700, 800, 900], [0, 2, 4, 6, 8]), ([65, 1200, 513, 8], [0, 1, 4, 4, 7])):
+            lens.copy_(torch.tensor(ends))
+            cu.copy_(torch.tensor(splits))
+            for i, end in enumerate(ends):
+                q[splits[i] : splits[i + 1]] = a.q[end - (splits[i + 1] - splits[i]) : end]
+            graph.replay()
+            for i, end in enumerate(ends):
+                new = splits[i + 1] - splits[i]
+                assert_bitwise_equal(captured[splits[i] : splits[i + 1]], whole[end - new : end], f"{ends} {i}")
+            assert not captured[splits[-1] :].any()
+
+    def test_capture_never_gates(self) -> None:
+        s = sequence(5, 4, 2, 16, 16, torch.float16)
+        q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
+        chunk = 64 * (2 + int(torch.rand(()).item() * 1e6) % 5000)  # a problem no earlier process has decided
+        with pytest.raises(ScheduleError, match="before CUDA graph capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dense_attention_cuda(q, k, v, 0.25, 0, chunk)

@@ -19,7 +19,9 @@ __all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order"]
 KV_BLOCK = 64  # keys that one step of the online softmax takes
 _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
 
-_CPU_LANES = 64  # four AVX-512 registers
+# CPU: lanes double until no lane adds more than 8 terms, within these bounds; torch.sum is as accurate, one chain of
+# 64 lanes is not.
+_CPU_LANES, _CPU_MOST_LANES, _CPU_STEPS = 64, 4096, 8
 # A row of at most so many elements gets so many threads; longer rows get the last count.
 _CUDA_LANES = ((256, 32), (1024, 64), (4096, 128), (8192, 256), (32767, 512))
 _CUDA_MOST_LANES = 1024
@@ -98,7 +100,7 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = ()) -> R
     """
     leaf_length = -(-length // math.prod(radices))
     if device_type == "cpu":
-        return Row(length, _CPU_LANES, 1, radices)
+        return Row(length, _cpu_lanes(leaf_length), 1, radices)
     if device_type == "cuda":
         return Row(length, *_cuda_lanes_and_vector(leaf_length), radices)
     raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
@@ -107,6 +109,13 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = ()) -> R
 def kv_order(numerics: Numerics) -> KV:
     """How attention walks the keys of a sequence."""
     return KV(numerics.kv_chunk, KV_BLOCK)
+
+
+def _cpu_lanes(length: int) -> int:
+    lanes = _CPU_LANES
+    while lanes * _CPU_STEPS < length and lanes < _CPU_MOST_LANES:
+        lanes *= 2
+    return lanes
 
 
 def _cuda_lanes_and_vector(length: int) -> tuple[int, int]:

@@ -152,8 +152,8 @@ def test_a_dtype_without_a_template_is_refused(dtype):
 
 
 def test_row_orders():
-    assert row_order(4096, "cpu") == Row(4096, 64, 1)
-    assert row_order(151936, "cpu", (2, 2, 2)) == Row(151936, 64, 1, (2, 2, 2))
+    assert row_order(4096, "cpu") == Row(4096, 512, 1)
+    assert row_order(151936, "cpu", (2, 2, 2)) == Row(151936, 4096, 1, (2, 2, 2))
     assert row_order(100, "cuda") == Row(100, 32, 1)
     assert row_order(256, "cuda") == Row(256, 32, 4)
     assert row_order(257, "cuda") == Row(257, 64, 4)
@@ -166,7 +166,7 @@ def test_a_row_order_fits_its_device(length, device_type, tp_sizes):
     radices = Numerics(tp_sizes=tp_sizes).radices
     order = row_order(length, device_type, radices)
     assert order.length == length and order.radices == radices
-    assert 32 <= order.lanes <= 1024 and order.vector in (1, 2, 4, 8)
+    assert 32 <= order.lanes <= 4096 and order.vector in (1, 2, 4, 8)
     assert row_order(order.leaf_length, device_type) == Row(order.leaf_length, order.lanes, order.vector)
 
 

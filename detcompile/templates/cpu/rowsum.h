@@ -1,33 +1,54 @@
-// Row sums in the order Row(lanes=64, vector=1) of numerics.row_order: element i belongs to lane i % 64.
+// Row sums in the order Row(lanes, vector=1) of numerics.row_order: element i belongs to lane i % lanes.
 #pragma once
 
 #include "tile.h"
 
 namespace {
 
+constexpr int64_t kMostRowLanes = 4096;
+
+// numerics.row_order for a leaf of this length
+inline int64_t row_lanes(int64_t length) {
+  int64_t lanes = 64;
+  while (lanes * 8 < length && lanes < kMostRowLanes) lanes *= 2;
+  return lanes;
+}
+
+// lanes by halving inside each group of 32, then the groups by halving
+inline float sum_groups(const float* lanes, int64_t num_lanes) {
+  float groups[kMostRowLanes / 32];
+  int64_t count = num_lanes / 32;
+  for (int64_t g = 0; g < count; g++) groups[g] = halve(load(lanes + g * 32) + load(lanes + g * 32 + kLanes));
+  for (count /= 2; count >= 1; count /= 2)
+    for (int64_t g = 0; g < count; g++) groups[g] = groups[g] + groups[g + count];
+  return groups[0];
+}
+
 // term(Vec) is evaluated on the row's elements; its result is rounded to float32 before it is added
 template <class Term>
-inline float sum_leaf(const float* row, int64_t length, Term term) {
-  Vec lanes[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= length; i += 4 * kLanes)
-    for (int j = 0; j < 4; j++) lanes[j] = lanes[j] + term(load(row + i + j * kLanes));
-  for (int j = 0; i < length; i += kLanes, j++)
-    lanes[j] = lanes[j] + keep_first(term(load_some(row + i, length - i)), length - i);
-  return sum_lanes(lanes[0], lanes[1], lanes[2], lanes[3]);
+inline float sum_leaf(const float* row, int64_t length, int64_t num_lanes, Term term) {
+  alignas(64) float lanes[kMostRowLanes];
+  std::memset(lanes, 0, num_lanes * sizeof(float));
+  for (int64_t step = 0; step < length; step += num_lanes)
+    for (int64_t i = step; i < length && i < step + num_lanes; i += kLanes) {
+      Vec value = term(load_some(row + i, length - i));
+      if (i + kLanes > length) value = keep_first(value, length - i);
+      store(lanes + i - step, load(lanes + i - step) + value);
+    }
+  return sum_groups(lanes, num_lanes);
 }
 
 // radices from root to leaf; leaves of ceil(length / prod(radices)); a node adds its children left to right
 template <class Term>
 inline float sum_row(const float* row, int64_t length, const int64_t* radices, int64_t num_radices, Term term) {
-  if (num_radices == 0) return sum_leaf(row, length, term);
+  if (num_radices == 0) return sum_leaf(row, length, row_lanes(length), term);
   float nodes[16];  // cpu_library.radices_array bounds their number
   int64_t leaves = 1;
   for (int64_t i = 0; i < num_radices; i++) leaves *= radices[i];
   int64_t leaf_length = (length + leaves - 1) / leaves;
   for (int64_t leaf = 0; leaf < leaves; leaf++) {
     int64_t begin = min64(leaf * leaf_length, length), end = min64(begin + leaf_length, length);
-    float value = sum_leaf(row + begin, end - begin, term);
+    float value = sum_leaf(row + begin, end - begin, row_lanes(leaf_length), term);
     int64_t rest = leaf;
     for (int64_t level = num_radices - 1; level >= 0; level--) {
       int64_t child = rest % radices[level];

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import Numerics
-from detcompile.passes.lower import lower
+from detcompile.passes.lowering import lower
 
 __all__ = ["TINY", "compile", "load_model"]
 

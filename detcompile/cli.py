@@ -18,7 +18,7 @@ from detcompile.api import TINY, TINY_FOLDER
 from detcompile.axes import AxisResult
 from detcompile.demo import DEMO_AXES, Comparison, compare_with_torch
 from detcompile.errors import DetcompileError
-from detcompile.verify import ModelSpec, available_axes, verify
+from detcompile.verification import ModelSpec, available_axes, verify
 
 __all__ = ["app", "main"]
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput
-from detcompile.fingerprint import fingerprint, fingerprint_parts
+from detcompile.fingerprints import fingerprint, fingerprint_parts
 from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
-from detcompile.passes.lower import Lowered
+from detcompile.passes.lowering import Lowered
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.runner import KVCache, KVShape, Runner
 from detcompile.runtime.sampling import SamplingParams, sample

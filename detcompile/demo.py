@@ -11,9 +11,9 @@ from transformers import DynamicCache, PreTrainedModel
 from detcompile.api import TINY, load_model
 from detcompile.axes import AxisResult, Configuration, configurations, measure, padded_batch
 from detcompile.compiled import CompiledModel
-from detcompile.verify import RESTART, ModelSpec, available_axes, prompts_for
+from detcompile.verification import RESTART, ModelSpec, available_axes, prompts_for
 
-__all__ = ["DEMO_AXES", "Comparison", "compare_with_torch", "score_plain"]
+__all__ = ["Comparison", "DEMO_AXES", "compare_with_torch", "score_plain"]
 
 DEMO_AXES = tuple(axis for axis in available_axes("cpu") if axis != RESTART)
 

@@ -29,8 +29,8 @@ class Backend:
 
     Args:
         numerics: the declared orders.
-        roles_of: the Role of a Dynamo placeholder from its name and fake value; default: parameters and buffers are
-            weights, the first dimension and every symbolic dimension of any other tensor holds rows.
+        roles_of: the Role of a tensor input from its name and fake value in Dynamo's graph; default: parameters and buffers are
+            weights; of any other tensor the first dimension holds a batch, and every symbolic dimension rows.
         expected_attention: attention calls a causal LM makes; None for any other module.
         certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
     """
@@ -38,7 +38,7 @@ class Backend:
     def __init__(
         self,
         numerics: Numerics,
-        roles_of: Callable[[str, Any], Role] | None = None,
+        roles_of: Callable[[str, torch.Tensor], Role] | None = None,
         expected_attention: int | None = None,
         certify_only: bool = False,
     ) -> None:
@@ -71,7 +71,8 @@ class Backend:
             )
 
     def _role(self, node: fx.Node) -> Role:
-        return self.roles_of(str(node.target), node.meta.get("example_value"))
+        value = node.meta.get("example_value")
+        return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
 
     def _certify(self, gm: fx.GraphModule, roles: Sequence[Role]) -> Certificate:
         inputs = gm.graph.find_nodes(op="placeholder")
@@ -80,15 +81,12 @@ class Backend:
         return certify(gm.graph, named, self.numerics, self.expected_attention)
 
 
-def default_role(name: str, value: Any) -> Role:
+def default_role(name: str, value: torch.Tensor) -> Role:
     """Parameters and buffers are weights; of any other tensor the first and every symbolic dimension holds rows."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+    if isinstance(value, torch.nn.Parameter) or "_parameters_" in name or "_buffers_" in name:
         return Role("weight")
-    if "_parameters_" in name or "_buffers_" in name:
-        return Role("weight")
-    rows = {dim: f"dim {dim}" for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-    if value.dim():
-        rows.setdefault(0, "dim 0")
+    names = {0: "batch", 1: "tokens"}
+    rows = {d: names.get(d, f"dim {d}") for d, size in enumerate(value.shape) if d == 0 or isinstance(size, torch.SymInt)}
     return Role("rows", rows)
 
 

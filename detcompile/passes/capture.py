@@ -146,8 +146,9 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
         for source in {type(module).__module__ for module in model.modules()}:
             namespace = sys.modules[source]
             for name, make in list(vars(namespace).items()):
-                if getattr(make, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
-                    stack.enter_context(mock.patch.object(namespace, name, watched(name, make)))
+                known_as = getattr(make, "__name__", "")
+                if getattr(make, "__module__", "") == "transformers.masking_utils" and known_as.startswith("create_"):
+                    stack.enter_context(mock.patch.object(namespace, name, watched(known_as, make)))
         yield seen
 
 

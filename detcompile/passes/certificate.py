@@ -193,6 +193,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
 
 REASONS = {
     "dropout": "dropout draws from a generator the batch shares: call model.eval()",
+    "seeds": "random numbers inside the graph (dropout? call model.eval())",
     "rand": "random numbers inside the graph",
     "bernoulli": "random numbers inside the graph",
     "cumsum": "a running sum whose order is not pinned",

@@ -185,7 +185,7 @@ def _embedding(node: fx.Node, ctx: Context) -> Rows:
 
 def _constant(node: fx.Node, ctx: Context) -> Rows:
     """full, zeros, ...: rows may shape the value, their number may not be the value."""
-    fill = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, fx.Node)]
+    fill = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)]  # extents come in lists
     if any(isinstance(ctx.states[arg], Size) for arg in fill):
         raise Refusal("the value is computed from a token or batch count")
     return created(shape_of(node), ctx.row_symbols)
@@ -235,6 +235,7 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
     aten.flip.default: _flip,
+    prims.rev.default: _flip,
     aten.constant_pad_nd.default: _pad,
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
@@ -373,7 +374,7 @@ def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
     for value in (q, k, v):
         if not is_feature(value.dims[1]) or not is_feature(value.dims[3]):
             raise Refusal("attention's heads or features hold rows")
-        if [axis.row for axis in value.dims[2]] not in (["tokens"], []) or value.dims[0] != q.dims[0]:
+        if any(axis.row not in ("tokens", None) for axis in value.dims[2]) or value.dims[0] != q.dims[0]:
             raise Refusal("attention's batch and tokens are out of place")
     return Rows((q.dims[0], q.dims[1], q.dims[2], v.dims[3]))
 

@@ -1,0 +1,79 @@
+"""The fingerprint: one hash over everything the contract holds fixed. Equal fingerprints mean equal bits."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+import triton
+from torch import nn
+
+from detcompile.numerics import Numerics
+from detcompile.passes.certificate import Certificate
+from detcompile.templates import cpu_library
+
+__all__ = ["fingerprint", "fingerprint_parts", "weights_digest"]
+
+CHUNK_BYTES = 1 << 26
+VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
+
+
+def fingerprint(parts: Mapping[str, str]) -> str:
+    """sha256, in hex, of the parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint_parts(
+    model: nn.Module, config: Mapping[str, object], numerics: Numerics, certificate: Certificate, max_context: int
+) -> dict[str, str]:
+    """What the contract holds fixed, by name, so that two fingerprints that differ can be told apart."""
+    device = next(model.parameters()).device
+    fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
+    return {
+        "weights": weights_digest(model),
+        "config": hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest(),
+        "numerics": str(numerics),
+        "orders": "; ".join(certificate.orders),
+        "max_context": str(max_context),
+        "kv_dtype": str(next(model.parameters()).dtype),
+        "source": source_digest(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "device": _device(device),
+    }
+
+
+def weights_digest(model: nn.Module) -> str:
+    """sha256 over names, shapes, dtypes and bytes of every parameter and buffer."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for chunk in flat.split(CHUNK_BYTES):
+            digest.update(chunk.cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def source_digest() -> str:
+    """sha256 over the sources of this package that decide bits."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    files = [*package.glob("*.py"), *(p for folder in ("passes", "templates", "runtime") for p in (package / folder).rglob("*"))]
+    for path in sorted(files):
+        if path.suffix in (".py", ".cpp", ".h"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        ptxas = getattr(getattr(triton, "knobs", None), "nvidia", None)
+        version = getattr(getattr(ptxas, "ptxas", None), "version", "unknown")
+        return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} cuda {torch.version.cuda} ptxas {version}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {cpu_library.isa()} inductor {capability} {cpu_library.compiler_version()}"

@@ -1,0 +1,131 @@
+"""Measure the axes on a user's model and machine: what `detcompile verify` and `detcompile demo` run.
+
+Run as a module it is the other process of the restart axis: it reads a request on standard input and saves logits.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from detcompile.api import TINY, TINY_FOLDER, compile, load_model
+from detcompile.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
+from detcompile.compiled import CompiledModel
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.numerics import Numerics
+
+__all__ = ["ModelSpec", "RESTART", "available_axes", "embedded_prompts", "prompts_for", "verify"]
+
+RESTART = "restart"  # the one axis that needs another process
+PROMPT_LENGTHS = (67, 515, 12, 130, 260)  # the first two are compared; they pass blocks of 64 and a chunk of 512 keys
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build a compiled model again in another process."""
+
+    name: str
+    random: bool = False
+    dtype: str | None = None
+    device: str | None = None
+    tp_sizes: tuple[int, ...] = Numerics().tp_sizes
+
+    def compile(self) -> CompiledModel:
+        """Load and compile."""
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        if self.dtype and not isinstance(dtype, torch.dtype):
+            raise InvalidInput(f"{self.dtype} is no torch dtype: take float32, bfloat16 or float16")
+        model = load_model(self.name, random=self.random, dtype=dtype, device=self.device)
+        return compile(model, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+
+
+def available_axes(device_type: str) -> list[str]:
+    """Axes that can be measured on this kind of device."""
+    axes = [axis for axis in AXES if axis != "cuda_graphs" or device_type == "cuda"]
+    return [*axes, RESTART]
+
+
+def prompts_for(model: CompiledModel, spec: ModelSpec, seed: int) -> list[Tokens]:
+    """Real prompts for the embedded model, random tokens for any other; targets first."""
+    lengths = [min(length, model.max_context - 1) for length in PROMPT_LENGTHS]
+    if spec.name == TINY and not spec.random:
+        return [tokens[:length] for tokens, length in zip(embedded_prompts(lengths), lengths, strict=True)]
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(model.vocab_size) for _ in range(length)) for length in lengths]
+
+
+def embedded_prompts(lengths: Sequence[int]) -> list[Tokens]:
+    """The shipped prompts as tokens: for each length, the shortest that has as many, joined with others if none has."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
+    texts = (TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
+    encoded = sorted((tuple(tokenizer(text)["input_ids"]) for text in texts), key=len)
+    everything = tuple(token for tokens in encoded for token in tokens)
+    return [next((tokens for tokens in encoded if len(tokens) >= length), everything) for length in lengths]
+
+
+def verify(
+    model: CompiledModel,
+    spec: ModelSpec,
+    axes: Sequence[str],
+    *,
+    count: int = 6,
+    seed: int = 0,
+    tick: Callable[[str], None] = lambda axis: None,
+) -> dict[str, AxisResult]:
+    """Measure ``axes`` with ``count`` configurations for each of two targets; ``tick(axis)`` is called after each.
+
+    Raises:
+        InvalidInput: an axis that does not exist or not on this device.
+    """
+    known = available_axes(model.device.type)
+    for axis in axes:
+        if axis not in known:
+            raise InvalidInput(f"no axis {axis!r} on {model.device.type}; there are {', '.join(known)}")
+    prompts = prompts_for(model, spec, seed)
+    results = {}
+    for axis in axes:
+        if axis == RESTART:
+            results[axis] = _restart(model, spec, prompts[:2])
+            tick(axis)
+        else:
+            plan = configurations(axis, prompts, count, random.Random(f"{axis} {seed}"))
+            results[axis] = measure(model, plan, lambda axis=axis: tick(axis))
+    return results
+
+
+def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -> AxisResult:
+    """The same targets in this process and in a fresh one."""
+    result = AxisResult()
+    for target in targets:
+        result.add(target, score(model, Configuration((target,))))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "logits.pt"
+        request = json.dumps({"spec": asdict(spec), "targets": targets, "path": str(path)})
+        child = subprocess.run([sys.executable, "-m", __name__], input=request, text=True, capture_output=True, check=False)
+        if child.returncode:
+            raise DetcompileError(f"the restarted process failed with {child.returncode}:\n{child.stderr[-4000:]}")
+        answer: dict[str, Any] = torch.load(path)
+    if answer["fingerprint"] != model.fingerprint:
+        raise DetcompileError("the restarted process has another fingerprint: the model's files changed meanwhile")
+    for target, logits in zip(targets, answer["logits"], strict=True):
+        result.add(target, logits)
+    return result
+
+
+def _serve_restart() -> None:
+    request = json.load(sys.stdin)
+    model = ModelSpec(**request["spec"]).compile()
+    logits = [score(model, Configuration((tuple(target),))).cpu() for target in request["targets"]]
+    torch.save({"fingerprint": model.fingerprint, "logits": logits}, request["path"])
+
+
+if __name__ == "__main__":
+    _serve_restart()

@@ -1,0 +1,86 @@
+"""What the tests of the axes share: the models, the draws, and the order swap that each of them has to notice."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from detcompile import CompiledModel
+from detcompile.axes import AXES, Configuration, Tokens, score
+from detcompile.step import StepInputs
+from tests.bits import assert_bitwise_equal
+from tests.models import VOCAB_SIZE, compiled
+
+__all__ = ["MODELS", "assert_axis_holds", "assert_axis_sees_a_swap", "configuration_for", "sabotaged"]
+
+MODELS = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+    for name in ("llama", "qwen3", "gpt2")
+    for dtype in (torch.bfloat16, torch.float32)
+] + [pytest.param("tiny", torch.bfloat16, id="tiny-bfloat16")]
+
+# One token around every block of 64 keys, chunk of 512, page, tile and leaf.
+EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 577)
+
+
+def tokens(length: int, seed: int) -> Tokens:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
+
+
+def configuration_for(axis: str, length: int, seed: int) -> Configuration:
+    """One configuration of the axis for a target of ``length`` tokens, with neighbours of drawn lengths."""
+    rng = random.Random(seed)
+    prompts = [tokens(length, 1), *(tokens(rng.choice(EDGES), seed + i) for i in range(4))]
+    return AXES[axis](prompts[0], prompts, rng)
+
+
+def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max_examples: int = 8) -> None:
+    """Every drawn configuration of the axis gives the target's logits the bytes of the target alone."""
+    model = compiled(name, dtype, device)
+
+    @settings(max_examples=max_examples)
+    @given(length=st.sampled_from(EDGES), seed=st.integers(0, 10**6))
+    def property_of_the_axis(length: int, seed: int) -> None:
+        configuration = configuration_for(axis, length, seed)
+        alone = score(model, Configuration((configuration.rows[configuration.target],)))
+        assert bool(alone.isfinite().all())
+        assert_bitwise_equal(score(model, configuration), alone, configuration.describe())
+
+    property_of_the_axis()
+
+
+@contextlib.contextmanager
+def sabotaged(model: CompiledModel, other: CompiledModel, differ: Callable[[StepInputs], bool]) -> Iterator[None]:
+    """While entered, steps that ``differ`` accepts run under another tree over K: an order swap planted in the model."""
+    straight = model.forward
+
+    def swapped(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+        return (other.forward if differ(step) else straight)(input_ids, position_ids, step, logits_to_keep)
+
+    with mock.patch.object(model, "forward", swapped):
+        yield
+
+
+def assert_axis_sees_a_swap(axis: str, device: str) -> None:
+    """The axis fails on a model whose order follows the step: the number of tokens, or the size of a block."""
+    model = compiled("qwen3", torch.bfloat16, device)
+    other = compiled("qwen3", torch.bfloat16, device, (1, 2))
+    target = tokens(65, 1)
+
+    def differ(step: StepInputs) -> bool:
+        return step.slot_mapping.shape[0] != len(target) or step.k_caches[0].shape[1] != 64
+
+    with sabotaged(model, other, differ):
+        alone = score(model, Configuration((target,)))
+        for seed in range(20):
+            configuration = configuration_for(axis, len(target), seed)
+            if not torch.equal(score(model, configuration), alone):
+                return
+    raise AssertionError(f"the {axis} axis did not notice that the order followed the batch")

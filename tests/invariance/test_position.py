@@ -1,0 +1,15 @@
+"""Axis: position."""
+
+import pytest
+import torch
+
+from tests.invariance.axis import MODELS, assert_axis_holds, assert_axis_sees_a_swap
+
+
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_a_row_ignores_its_place_in_the_batch(name: str, dtype: torch.dtype, device: str) -> None:
+    assert_axis_holds("position", name, dtype, device)
+
+
+def test_an_order_that_follows_the_batch_is_seen(device: str) -> None:
+    assert_axis_sees_a_swap("position", device)

@@ -1,0 +1,55 @@
+"""The backend on modules that are no causal LMs: torch.compile(module, backend="detcompile")."""
+
+import pytest
+import torch
+from torch import nn
+
+import detcompile  # noqa: F401 (registers the backend)
+from detcompile.passes.backend import cause
+from tests.bits import assert_bitwise_equal
+
+
+class Encoder(nn.Module):
+    """Linear, norm, causal attention through torch's own function, and a softmax."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(48, 144, dtype=dtype), nn.Linear(48, 24, dtype=dtype)
+        self.norm = nn.LayerNorm(48, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (3, 16)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_batch_row_ignores_the_others(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    module = Encoder(dtype).eval()
+    x = torch.randn(9, 70, 48, dtype=dtype)
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="detcompile")
+        torch._dynamo.mark_dynamic(x, 0)
+        full = compiled(x)
+        for rows in (2, 3, 8):
+            assert_bitwise_equal(compiled(x[:rows].clone()), full[:rows])
+        error = (full.double() - module.double()(x.double())).abs().max()
+    assert error < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_masked_attention_is_refused_by_name() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        torch.compile(attend, backend="detcompile")(torch.randn(2, 2, 8, 16))
+    assert isinstance(cause(refused.value), detcompile.UncertifiedOp)
+
+
+def test_a_mean_over_a_batch_is_refused() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="over"):
+        torch.compile(lambda x: x - x.mean(0), backend="detcompile")(torch.randn(4, 8))

@@ -7,6 +7,7 @@ Times are medians of CUDA-graph replays over weights rotated past the L2, in µs
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -21,7 +22,6 @@ import torch
 import triton
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._inductor.utils import run_and_get_code
-from torch.fx.experimental import _config as symbolic_shapes_config
 
 from benchmarks.dispatch_variants import PROGRAMS, launch, launch_branching
 
@@ -40,22 +40,13 @@ PACKAGED = (
 # One rounding an op, as eager does, whatever Inductor fuses. An unbacked size counts as no shared data, so that without
 # aggressive_fusion nothing of the token dimension fuses after lowering.
 INDUCTOR = {"emulate_precision_casts": True, "fx_graph_cache": False, "aggressive_fusion": True}
-# record -> (program, how the token dimension is marked, aggressive_fusion)
-RUNS = {name: (name, mark_unbacked, True) for name in ("f_own_op_fused", *PROGRAMS)}
-RUNS["a_template_16, no aggressive_fusion"] = ("a_template_16", mark_unbacked, False)
-RUNS["b_size_hints, no aggressive_fusion"] = ("b_size_hints", mark_unbacked, False)
-RUNS["c_range_dispatch, backed T"] = ("c_range_dispatch", mark_dynamic, True)
-
-
-class Program(torch.nn.Module):
-    """One variant as a module, for torch.export."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.program = PROGRAMS[name]
-
-    def forward(self, x, w, residual):
-        return self.program(x, w, residual)
+# record -> (program, how the token dimension is marked, Inductor options that differ)
+RUNS = {name: (name, mark_unbacked, {}) for name in PROGRAMS}
+RUNS["a_template_16, no aggressive_fusion"] = ("a_template_16", mark_unbacked, {"aggressive_fusion": False})
+RUNS["b_size_hints, no aggressive_fusion"] = ("b_size_hints", mark_unbacked, {"aggressive_fusion": False})
+RUNS["b_size_hints, fusion not timed"] = ("b_size_hints", mark_unbacked, {"benchmark_epilogue_fusion": False})
+RUNS["b_size_hints, backed T"] = ("b_size_hints", mark_dynamic, {})
+RUNS["c_range_dispatch, backed T"] = ("c_range_dispatch", mark_dynamic, {})
 
 
 def make_inputs(n, k):
@@ -85,14 +76,17 @@ def graph_microseconds(function, calls, repeats=7):
         for arguments in calls:
             function(*arguments)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(repeats + 1):
+    times, warm = [], time.perf_counter() + 0.03
+    while time.perf_counter() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
+    for _ in range(repeats):
         start.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return round(statistics.median(times[1:]), 2)
+    return round(statistics.median(times), 2)
 
 
 def host_microseconds(function, arguments, calls=200):
@@ -141,39 +135,27 @@ def measure(function, data, result, mark=mark_unbacked):
 
 def run_jit(name, data):
     """torch.compile one variant, once for all token counts. Returns its record and its outputs."""
-    program, mark, aggressive = RUNS[name]
+    program, mark, options = RUNS[name]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     x, weights, residual = data
-    function = torch.compile(PROGRAMS[program], fullgraph=True, options={**INDUCTOR, "aggressive_fusion": aggressive})
+    function = torch.compile(PROGRAMS[program], fullgraph=True, options={**INDUCTOR, **options})
     result, start = {}, time.perf_counter()
     try:
         first = (rows(x, TOKEN_COUNTS[0], mark), weights[0], rows(residual, TOKEN_COUNTS[0], mark))
         _, code = run_and_get_code(function, *first)
         result["compile_s"] = round(time.perf_counter() - start, 1)
         result.update(describe("\n".join(code)))
-        with torch.no_grad():
-            outputs = measure(function, data, result, mark)
+        outputs = measure(function, data, result, mark)
     except Exception as error:  # the outcome of a probe: an option that does not compile is an answer
         return {**result, "error": first_line(error)}, {}
     result["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return result, outputs
 
 
-def package(name, path):
-    """Export one variant for every token count >= 1 and compile it ahead of time into `path`."""
-    x, weights, residual = make_inputs(*SHAPES[0])
-    tokens = torch.export.Dim("T", min=1, max=1 << 16)
-    shapes = {"x": {0: tokens}, "w": None, "residual": {0: tokens}}
-    with torch.no_grad(), symbolic_shapes_config.patch(backed_size_oblivious=True):
-        arguments = (x[:64].clone(), weights[0], residual[:64].clone())
-        program = torch.export.export(Program(name), arguments, dynamic_shapes=shapes, strict=False)
-        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=INDUCTOR)
-
-
 def package_all(folder):
     """One process a package, all at once: each spends its time in a C++ compiler. Errors go to <variant>.log."""
-    command = [sys.executable, "-m", "benchmarks.dispatch", "--package"]
+    command = [sys.executable, "-m", "benchmarks.dispatch_aoti", "package"]
     processes = {}
     for name in PACKAGED:
         with open(f"{folder}/{name}.log", "w") as log:
@@ -187,18 +169,28 @@ def package_all(folder):
     return processes
 
 
-def run_package(process, path, data, jit_outputs):
-    """Load one package and compare it with the JIT by bytes."""
+def check_package(name, process, folder, jit_outputs):
+    """Load one package in a process of its own and compare it with the JIT by bytes."""
     if process.wait():
-        errors = path.with_suffix(".log").read_text().strip()
-        print(errors[-3000:])
-        return {"compiled": False, "error": errors.splitlines()[-1][:300] if errors else "killed after 90 s"}
-    result = {"compiled": True}
-    try:
-        outputs = measure(torch._inductor.aoti_load_package(str(path)), data, result)
-    except Exception as error:
-        return {**result, "error": first_line(error)}
-    result["bits_equal_jit"] = bool(jit_outputs) and all(torch.equal(outputs[m], jit_outputs[m]) for m in outputs)
+        errors = Path(folder, f"{name}.log").read_text().strip()
+        return {"compiled": False, "error": errors[-600:] if errors else "killed after 90 s"}
+    torch.save({m: output.cpu() for m, output in jit_outputs.items()}, f"{folder}/{name}.pt")
+    command = [sys.executable, "-m", "benchmarks.dispatch_aoti", "check", name]
+    with open(f"{folder}/{name}.out", "w+") as out, open(f"{folder}/{name}.err", "w+") as err:
+        files = (f"{folder}/{name}.pt2", f"{folder}/{name}.pt")
+        child = subprocess.Popen([*command, *files], stdout=out, stderr=err)
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        out.seek(0)
+        err.seek(0)
+        result = {"compiled": True}
+        for line in out:
+            if line.startswith("{"):
+                result.update(json.loads(line))
+        if child.wait():
+            result["error"] = f"exit {child.returncode}: {err.read().strip()[-600:]}"
     return result
 
 
@@ -216,14 +208,15 @@ def kernel_resources(data):
 def run_shape(shape, report, deadline, path):
     """Every variant at one weight shape, by the JIT. Returns the inputs and each variant's outputs."""
     data = make_inputs(*shape)
-    results, outputs = report["jit"].setdefault("{}x{}".format(*shape), {}), {}
+    x, weights, residual = data
+    reference = {m: launch(x[:m], weights[0], residual[:m])[0] for m in TOKEN_COUNTS}
+    results, outputs = report["jit"].setdefault("{}x{}".format(*shape), {}), {"reference": reference}
     for name in RUNS:
         if time.monotonic() > deadline:
             results[name] = {"error": "not run: out of time"}
             continue
         results[name], outputs[name] = run_jit(name, data)
-        reference = outputs["f_own_op_fused"]
-        results[name]["bits_equal_f"] = bool(outputs[name]) and all(
+        results[name]["bits_equal_launcher"] = bool(outputs[name]) and all(
             torch.equal(outputs[name][m], reference[m]) for m in reference
         )
         print(shape, name, json.dumps(results[name]), flush=True)
@@ -231,15 +224,14 @@ def run_shape(shape, report, deadline, path):
     return data, outputs
 
 
+@torch.no_grad()
 def main():
     """Run every variant that compiles and write the JSON report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--seconds", type=float, default=600, help="start no variant after this long")
-    parser.add_argument("--package", nargs=2, metavar=("VARIANT", "PATH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.package:
-        return package(*arguments.package)
+    faulthandler.enable()
     deadline = time.monotonic() + arguments.seconds
     gpu = torch.cuda.get_device_name()
     report = {"commit": arguments.commit, "gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
@@ -250,13 +242,15 @@ def main():
         processes = package_all(packages)
         print("packaged", round(time.monotonic() - deadline + arguments.seconds), "s", flush=True)
         data, outputs = run_shape(SHAPES[0], report, deadline, path)
-        report["kernels"] = kernel_resources(data)
         for name, process in processes.items():
-            report["aoti"][name] = run_package(process, Path(packages, f"{name}.pt2"), data, outputs.get(name, {}))
+            report["aoti"][name] = check_package(name, process, packages, outputs["reference"])
             print("aoti", name, json.dumps(report["aoti"][name]), flush=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
     del data, outputs
-    run_shape(SHAPES[1], report, deadline, path)
+    data, _ = run_shape(SHAPES[1], report, deadline, path)
+    report["kernels"] = kernel_resources(data)
+    print(json.dumps(report["kernels"]))
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import triton
 
+from detcompile.numerics import row_order
 from detcompile.templates import attention_triton, matmul_triton, rows_triton, softmax_triton
 from detcompile.templates.tuning import graph_seconds
 
@@ -39,22 +40,27 @@ def matmul_rows() -> Iterator[dict]:
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(copies(2 * n * k))]
         for m in TOKENS:
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
-            cublas = measure([(w,) for w in weights], lambda w: torch.mm(x, w.t()))
             for order, radices in TREES.items():
-                if radices and name in ("qkv", "gate_up"):
-                    continue  # column-parallel: no tree
-                problem = matmul_triton.gemm_problem(x, weights[0], None, None, radices, x.new_empty(1, n))
-                launch = functools.partial(matmul_triton.matmul_cuda, x, bias=None, residual=None, radices=radices)
-                first = measure([(w,) for w in weights], lambda w: launch(w=w))
-                started = time.monotonic()
-                winner = matmul_triton.tune_matmul(problem, DEVICE)
-                tuning = time.monotonic() - started
-                tuned = measure([(w,) for w in weights], lambda w: launch(w=w))
-                refused = matmul_triton.tuner(DEVICE).refusals().get(str(problem), {})
-                row = {"kernel": "matmul", "shape": name, "M": m, "N": n, "K": k, "order": order, "schedule": str(winner)}
-                row |= {"us": tuned, "untuned_us": first, "peer": "cuBLAS", "peer_us": cublas, "ratio": cublas / tuned}
-                row |= {"tflops": 2e-6 * m * n * k / tuned, "tuning_seconds": tuning, "refused": refused}
-                yield row
+                if not radices or name in ("o", "down"):  # the others are column-parallel: no tree
+                    row = _gemm([(x, w) for w in weights], radices)
+                    yield {"kernel": "matmul", "shape": name, "order": order} | row
+
+
+def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
+    x, w = buffers[0]
+    (m, k), n = x.shape, w.shape[0]
+    problem = matmul_triton.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
+    launch = functools.partial(matmul_triton.matmul_cuda, bias=None, residual=None, radices=radices)
+    peer_us = measure(buffers, lambda x, w: torch.mm(x, w.t()))
+    untuned_us = measure(buffers, launch)
+    started = time.monotonic()
+    schedule = str(matmul_triton.tune_matmul(problem, DEVICE))
+    seconds = time.monotonic() - started
+    us = measure(buffers, launch)
+    counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_triton.tuner(DEVICE).table()}
+    row = {"M": m, "N": n, "K": k, "us": us, "untuned_us": untuned_us, "peer": "cuBLAS", "peer_us": peer_us}
+    row |= {"ratio": peer_us / us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule, "tuning_seconds": seconds}
+    return row | {"admitted, refused": counts[str(problem)]}
 
 
 def attention_rows() -> Iterator[dict]:
@@ -117,28 +123,28 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
     us, peer_us = measure(caches, ours), measure(caches, peer)
     moved = sum(t.numel() * t.element_size() for t in caches[0])
     copy_us = measure([(c[0], c[1]) for c in caches], lambda a, b: a.copy_(b))  # reads and writes as many bytes
-    chosen = [r for r in attention_triton.tuner(DEVICE).table() if "page=16" in str(r["problem"])]
+    chosen = {r["problem"]: r["chosen"] for r in attention_triton.tuner(DEVICE).table() if "32/8" in str(r["problem"])}
     row = {"kernel": "attention decode", "batch": batch, "keys": n, "us": us, "peer": "SDPA", "peer_us": peer_us}
     return row | {"ratio": peer_us / us, "TB/s": moved / us * 1e-6, "of_copy": copy_us / us, "schedule": chosen}
 
 
 def row_rows() -> Iterator[dict]:
-    functional = torch.nn.functional
     for t, r in ((1, 4096), (64, 4096), (4096, 4096), (131072, 128), (8, 151936)):
         xs = [(torch.randn(t, r, device=DEVICE, dtype=torch.bfloat16),) for _ in range(copies(4 * t * r))]
         weight = torch.randn(r, device=DEVICE, dtype=torch.bfloat16)
         cases = {
             "rms_norm": (
-                lambda x: rows_triton.rms_norm_cuda(x, weight, 1e-6, True),
-                lambda x: functional.rms_norm(x, (r,), weight, 1e-6),
+                lambda x, weight: rows_triton.rms_norm_cuda(x, weight, 1e-6, True),
+                lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-6),
             ),
-            "softmax": (lambda x: softmax_triton.softmax_cuda(x, None, ()), lambda x: x.softmax(-1)),
+            "softmax": (lambda x, weight: softmax_triton.softmax_cuda(x, None, ()), lambda x, weight: x.softmax(-1)),
         }
         for name, (ours, plain) in cases.items():
             torch._dynamo.reset()
-            us, peer_us = measure(xs, ours), measure(xs, torch.compile(plain))
+            us = measure(xs, functools.partial(ours, weight=weight))
+            peer_us = measure(xs, functools.partial(torch.compile(plain), weight=weight))
             row = {"kernel": name, "rows": t, "length": r, "us": us, "peer": "torch.compile", "peer_us": peer_us}
-            yield row | {"ratio": peer_us / us, "TB/s": 4 * t * r / us * 1e-6, "schedule": "one row, Row order"}
+            yield row | {"ratio": peer_us / us, "TB/s": 4 * t * r / us * 1e-6, "schedule": str(row_order(r, "cuda"))}
 
 
 FAMILIES = {"matmul": matmul_rows, "attention": attention_rows, "rows": row_rows}

@@ -1,12 +1,12 @@
 """Causal attention kernels in the KV order: chunks of keys at absolute positions, blocks of 64 keys inside a chunk.
 
-Legend: T tokens, S sequences, H query heads, G query heads of one KV head, D and DV head dims (DP, DVP: the next powers
-of two), BM rows of a tile, BQ tokens of a tile, c = scale * log2(e).
+Legend: T tokens, S sequences, H query heads, G query heads of one KV head, D and DV head dims (DP, DVP: the next
+powers of two), BM rows of a tile, BQ tokens of a tile, c = scale * log2(e).
 
-A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output o;
-chunks meet ascending. Sums over keys go through ``tl.dot`` (with a column of ones for l): ``tl.sum`` would take an order
-that depends on how many warps share a row. A block in which a row sees no key leaves its bits alone, so that tiles may
-skip it or not.
+A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output
+o; chunks meet ascending. Sums over keys go through ``tl.dot`` (with columns of ones for l): ``tl.sum`` would take an
+order that depends on how many warps share a row. A block in which a row sees no key leaves its bits alone, so that
+tiles may skip it or not. A row that sees a key shares its tile with rows that do not: V must be finite there.
 """
 
 import triton
@@ -81,7 +81,8 @@ def _attend_block(
 @triton.jit(do_not_specialize=["T", "S", "chunks"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, c, window, T, S, H, chunks,
-    q_batch, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_batch, out_token, out_head, table_row,
+    q_batch, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_batch, out_token, out_head,
+    table_row,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +199,7 @@ def merge_kernel(
     L = tl.zeros((1,), tl.float32)
     O = tl.zeros((1, DVP), tl.float32)
     one = tl.arange(0, 1)
-    for chunk in range(first, pos // CHUNK + 1):
+    for chunk in tl.range(first, pos // CHUNK + 1, num_stages=4):
         m = tl.load(stat_ptr + (partial + chunk) * 2 + one)
         l = tl.load(stat_ptr + (partial + chunk) * 2 + 1 + one)
         o = tl.load(part_ptr + (partial + chunk) * DV + dv, mask=dv < DV, other=0.0)

@@ -94,7 +94,7 @@ def paged_attention_cuda(
         [T, H, DV] in q.dtype; zeros for rows past cu_seqlens[S].
     """
     _check(q, k_cache, v_cache, scale, kv_chunk)
-    T, H, D = q.shape
+    T, H, _ = q.shape
     out = q.new_empty((T, H, v.shape[-1]))
     if T == 0:
         return out
@@ -144,7 +144,7 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
     elif problem.few:
         rows = [(16, 4, 3), (16, 2, 3), (16, 4, 2), (16, 1, 3), (32, 4, 2), (16, 4, 1)]
     else:
-        rows = [(128, 8, 3), (64, 4, 3), (128, 8, 2), (64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
+        rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
     return tuple(AttentionSchedule(*row, split=problem.split) for row in rows)
 
 
@@ -155,7 +155,7 @@ def tuner(device: torch.device) -> Tuner:
 
 def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[AttentionSchedule], bytes]:
     """The gate's probe: two sequences over three chunks, one decoding, one in the middle of its prefill, scattered
-    pages, and NaN in every slot that holds no key. The output is kept in float32's place: q.dtype."""
+    pages, and NaN in every slot that holds no key."""
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device).manual_seed(21)
 
@@ -243,7 +243,7 @@ def _with_split(problem: AttentionProblem, device: torch.device, T: int, S: int,
     """Chunks get programs of their own where tiles alone leave multiprocessors idle."""
     rows = _tiles(T, S, 16 if problem.few else 64, problem.heads // problem.kv_heads) * problem.kv_heads
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
-    split = chunks > 1 and rows < 2 * _multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
+    split = chunks > 1 and rows < 8 * _multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
     return AttentionProblem(**{**_fields(problem), "split": split})
 
 

@@ -34,7 +34,8 @@ class GemmProblem:
     def __str__(self) -> str:
         out, bias, residual = self.epilogue
         layout = ("NK" if self.w_nk else "KN") + ("" if self.aligned else " unaligned")
-        return f"{self.dtype} n={self.n} {self.order} {layout} -> {out} bias={bias} residual={residual} m<={self.bucket}"
+        epilogue = f"-> {out} bias={bias} residual={residual}"
+        return f"{self.dtype} n={self.n} {self.order} {layout} {epilogue} m<={self.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class GemmSchedule:
 
     def __str__(self) -> str:
         name = f"{self.kind}{'-swapped' if self.swapped else ''}-{self.leaves}"
-        return f"{name}-{self.block_m}x{self.block_n}x{self.block_k}-w{self.warps}s{self.stages}c{self.ctas}g{self.group}"
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{name}-{tile}-w{self.warps}s{self.stages}c{self.ctas}g{self.group}"
 
 
 def _schedules(kind: str, swapped: bool, rows: list[tuple[int, ...]]) -> list[GemmSchedule]:
@@ -76,7 +78,7 @@ _FEW_TOKENS_TMA = {
 _TMA = {
     64: [(64, 64, 64, 4, 6, 2), (64, 128, 64, 4, 6)],
     128: [(128, 64, 64, 4, 6), (128, 64, 128, 4, 4), (64, 128, 64, 4, 6), (64, 64, 128, 4, 4, 2), (128, 128, 64, 8, 4)],
-    256: [(128, 128, 64, 8, 4), (128, 64, 128, 4, 4), (128, 128, 64, 4, 5), (256, 64, 64, 8, 4), (64, 128, 64, 4, 4, 2)],
+    256: [(128, 128, 64, 8, 4), (128, 64, 128, 4, 4), (128, 128, 64, 4, 5), (256, 64, 64, 8, 4)],
     512: [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 5), (256, 128, 64, 8, 3)],
     1024: [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)],
 }
@@ -100,7 +102,8 @@ def reference_schedule(problem: GemmProblem) -> GemmSchedule:
 def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
     """Schedules for this problem, the likely fastest first. Every one can serve any token count."""
     if problem.dtype == "float32":
-        found = _schedules("pointers", False, _FLOAT32[16 if problem.bucket <= 16 else 64 if problem.bucket <= 64 else 4096])
+        few = next(largest for largest in _FLOAT32 if problem.bucket <= largest)
+        found = _schedules("pointers", False, _FLOAT32[few])
     else:
         found = _half_precision(problem)
     if not problem.radices:

@@ -28,6 +28,8 @@ PLAIN = tl.constexpr(0)
 SQUARE = tl.constexpr(1)
 CENTERED_SQUARE = tl.constexpr(2)
 
+_MANY_ROWS = 8192  # from which a tile of short rows takes several rows a warp
+
 
 @triton.jit
 def _halve_adjacent(x_RC):
@@ -230,7 +232,7 @@ def launch_rows(
 ) -> None:
     """Runs a row kernel ``(x, *tensors, T, R, stride, *scalars, ROWS, LANES, VECTOR, SHUFFLE)`` over all rows of x.
 
-    The tile follows from the row length alone. tensors that are None are never read (x stands in for the pointer).
+    How lanes share a row follows from its length alone. tensors that are None are never read (x stands in for them).
     """
     T, R = x.numel() // max(x.shape[-1], 1), x.shape[-1]
     if x.shape[:-1].numel() == 0:
@@ -240,7 +242,7 @@ def launch_rows(
     rows = rows_of(x)
     order = order or row_order(max(R, 1), "cuda")
     warps = order.lanes // 32
-    tile_rows = 4 if warps == 1 else 1
+    tile_rows = 1 if warps > 1 else 4 if T < _MANY_ROWS else 16
     kernel[(triton.cdiv(T, tile_rows),)](
         rows,
         *(rows if t is None else t for t in tensors),

@@ -165,7 +165,8 @@ class TestOnTheGpu:
             bits = probe_bits(problem, x.device)
             tuner(x.device).require(str(problem), SMALL[0], GemmSchedule("tma", 32, 32, 32, 4, 2), bits)
         half = (x.bfloat16(), w.bfloat16())
-        trees = [run_schedule(SMALL[0], *half, radices=r, out_dtype=torch.float32) for r in ((), (2, 2, 2), (8,), (2, 4))]
+        orders = [(), (2, 2, 2), (8,), (2, 4)]
+        trees = [run_schedule(SMALL[0], *half, radices=radices, out_dtype=torch.float32) for radices in orders]
         assert len({t.cpu().numpy().tobytes() for t in trees}) == 4
         swapped = run_schedule(SMALL[0], half[0].flip(1), half[1].flip(1), out_dtype=torch.float32)
         assert not torch.equal(swapped, trees[0])

@@ -94,7 +94,7 @@ def test_another_environment_starts_anew(tuner: Tuner, tmp_path: Path) -> None:
         json.dumps({"environment": ENVIRONMENT}),
         json.dumps({"environment": ENVIRONMENT, "decisions": {"p": {"chosen": 3}}}),
         json.dumps({"environment": ENVIRONMENT, "decisions": {"p": {"unknown": 3}}}),
-        json.dumps({"environment": ENVIRONMENT | {"device": "a foreign one"}, "decisions": {"p": {"chosen": "planted"}}}),
+        json.dumps({"environment": ENVIRONMENT | {"device": "other"}, "decisions": {"p": {"chosen": "planted"}}}),
     ],
 )
 def test_a_corrupted_or_foreign_cache_is_rebuilt(tuner: Tuner, tmp_path: Path, content: str) -> None:

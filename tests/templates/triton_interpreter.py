@@ -2,7 +2,7 @@
 
 test_triton_interpreter.py starts the second kind in a process of its own, since the variable must be set before any
 kernel is defined. The interpreter's loops take ``int()`` of a one-element array, which numpy 2.4 refuses: hence the
-patch. Its ``tl.dot`` has BLAS's order, and is wrong for bfloat16: here it takes float32 only, in the GPU's float32 order.
+patch. Its ``tl.dot`` has BLAS's order, and is wrong for bfloat16: here it takes float32 only, in the GPU's order.
 """
 
 import os

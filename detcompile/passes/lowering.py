@@ -1,10 +1,11 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
@@ -55,7 +56,7 @@ def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lower
 def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int) -> None:
     """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here."""
     backend = Backend(numerics, _dense_role, num_attention, certify_only=True)
-    dense = torch.compile(DenseForward(model), backend=backend, fullgraph=True, dynamic=None)
+    dense = torch.compile(_with_own_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
     device = next(model.parameters()).device
     input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
     position_ids = torch.arange(5, device=device).repeat(3, 1)
@@ -68,10 +69,24 @@ def _compile_packed(
     model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...]
 ) -> tuple[Callable[..., Tensor], Certificate]:
     backend = Backend(numerics, _packed_role, len(attention))
-    forward = torch.compile(PackedForward(model), backend=backend, fullgraph=True, dynamic=None)
+    forward = torch.compile(
+        _with_own_code(PackedForward(model)),
+        backend=backend,
+        fullgraph=True,
+        dynamic=None,
+        # The runtime alone calls this function, with inputs of one kind: a guard could only cost time or recompile.
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+    )
     _run(lambda: forward(*_example(model, attention)), model)
     (certificate,) = backend.certificates
     return torch.no_grad()(forward), certificate
+
+
+def _with_own_code(module: nn.Module) -> Callable[..., Tensor]:
+    """``module.forward`` over a code object of its own: Dynamo keeps graphs by code object, and few for each."""
+    function = type(module).forward
+    code = function.__code__.replace(co_name=f"forward_{id(module):x}")
+    return types.MethodType(types.FunctionType(code, function.__globals__), module)
 
 
 def _run(call: Callable[[], Any], model: PreTrainedModel) -> None:

@@ -1,0 +1,175 @@
+"""A whole model on a GPU: the axes by bytes, compile seconds, and forward times beside torch.compile and HF generate.
+
+    python benchmarks/model.py --commit $(git rev-parse --short HEAD) [--layers 36] [--minutes 8]
+
+The model is Qwen3-8B's shape with random weights in bf16. Writes benchmarks/results/model-<device>-<commit>.json after
+each part, so that a run that ends early keeps what it measured. Times are medians; a ratio is the peer's time over ours.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import detcompile
+from detcompile import CompiledModel, Numerics
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.step_builder import build_step
+from detcompile.verification import ModelSpec, available_axes, verify
+
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CONTEXT = 512  # keys of each sequence in the decode rows
+DECODE_BATCHES = (1, 8, 64, 256)
+PREFILLS = (2048, 8192)
+
+
+def build(layers: int) -> PreTrainedModel:
+    """The model with random weights on the GPU; the same weights at every call."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **QWEN3_8B)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 7) -> float:
+    """Median of single calls between device events, after two to warm up."""
+    times = []
+    for i in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times += [start.elapsed_time(end)] if i > 1 else []
+    return statistics.median(times)
+
+
+def random_tokens(count: int) -> list[int]:
+    return torch.randint(0, QWEN3_8B["vocab_size"], (count,)).tolist()
+
+
+def decode_milliseconds(model: CompiledModel, batch: int) -> float:
+    """One step of ``batch`` sequences that hold CONTEXT keys each, replayed from a CUDA graph."""
+    runner, pool = model.new_runner(batch * (CONTEXT + 64), cuda_graphs=True)
+    sequences = [Sequence(random_tokens(CONTEXT)) for _ in range(batch)]
+    for sequence in sequences:
+        runner.run(*build_step([(sequence, CONTEXT)], pool, runner.kv_cache, model.device))
+        sequence.num_computed = CONTEXT
+        sequence.token_ids.append(1)
+    packed = build_step([(sequence, 1) for sequence in sequences], pool, runner.kv_cache, model.device)
+    runner.run(*packed)
+    (graph,) = [graph for (bucket, _), graph in runner._graphs.items() if bucket >= batch]
+    return milliseconds(graph.graph.replay)
+
+
+def prefill_milliseconds(model: CompiledModel, tokens: int) -> float:
+    runner, pool = model.new_runner(tokens)
+    packed = build_step([(Sequence(random_tokens(tokens)), tokens)], pool, runner.kv_cache, model.device)
+    return milliseconds(lambda: runner.run(*packed), 3)
+
+
+def measure_axes(model: CompiledModel) -> dict[str, object]:
+    """Every axis that needs no second copy of the model."""
+    axes = [axis for axis in available_axes("cuda") if axis != "restart"]
+    results = verify(model, ModelSpec("random qwen3"), axes, count=4)
+    return {axis: result.to_json() | {"holds": result.holds} for axis, result in results.items()}
+
+
+def measure_ours(model: CompiledModel) -> dict[str, float]:
+    decode = {f"decode {batch}": decode_milliseconds(model, batch) for batch in DECODE_BATCHES}
+    return decode | {f"prefill {tokens}": prefill_milliseconds(model, tokens) for tokens in PREFILLS}
+
+
+def measure_peers(layers: int) -> dict[str, float]:
+    """The Hugging Face model: torch.compile default (SDPA, cuBLAS) for prefill, eager generate for decode."""
+    model = build(layers)
+    found = {}
+    compiled = torch.compile(model)
+    with torch.no_grad():
+        for tokens in PREFILLS:
+            ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, tokens), device="cuda")
+            found[f"torch.compile prefill {tokens}"] = milliseconds(
+                lambda ids=ids: compiled(input_ids=ids, use_cache=False, logits_to_keep=1), 3
+            )
+        ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, 16), device="cuda")
+
+        def generate(new: int) -> float:
+            start = time.perf_counter()
+            model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+            torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        generate(4)
+        found["HF generate ms a token"] = 1e3 * (generate(40) - generate(8)) / 32
+    return found
+
+
+def compile_seconds(model: PreTrainedModel, numerics: Numerics) -> tuple[CompiledModel, float]:
+    start = time.perf_counter()
+    compiled = detcompile.compile(model, numerics=numerics)
+    return compiled, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    name = torch.cuda.get_device_name().replace(" ", "-").lower()
+    path = arguments.out / f"model-{name}-{arguments.commit}.json"
+    report: dict[str, object] = {
+        "commit": arguments.commit,
+        "hardware": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": f"Qwen3-8B shape, {arguments.layers} layers, bf16, random weights",
+        "decode_context": CONTEXT,
+    }
+
+    def keep(part: str, value: object) -> None:
+        report[part] = value
+        path.write_text(json.dumps(report, indent=1))
+        print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # cold
+    model, seconds = compile_seconds(build(arguments.layers), Numerics())
+    keep("compile seconds cold", seconds)
+    keep("certificate", model.certificate.summary())
+    keep("axes", measure_axes(model))
+    keep("ms, tp_sizes=(1, 2, 4, 8)", measure_ours(model))
+    del model
+    torch.cuda.empty_cache()
+    model, seconds = compile_seconds(build(arguments.layers), Numerics())
+    keep("compile seconds warm", seconds)
+    del model
+    if time.monotonic() - started < 60 * arguments.minutes - 90:
+        model, _ = compile_seconds(build(arguments.layers), Numerics(tp_sizes=(1,)))
+        keep("ms, tp_sizes=(1,)", measure_ours(model))
+        del model
+        torch.cuda.empty_cache()
+    if time.monotonic() - started < 60 * arguments.minutes - 60:
+        keep("ms, peers", measure_peers(arguments.layers))
+
+
+if __name__ == "__main__":
+    main()

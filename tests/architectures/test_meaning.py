@@ -1,0 +1,110 @@
+"""Compiled logits mean what Hugging Face's mean: beyond every window and chunk, and no less accurate than plain torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import detcompile
+from tests.models import ARCHITECTURES, VOCAB_SIZE, compiled, random_model
+
+# 577 tokens: past blocks of 64 keys, a chunk of 512, and the windows of 70 tokens in tests/models.py.
+LENGTH = 577
+SLACK = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the norm of the logits, against eager in the same dtype
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_those_of_hugging_face(name: str, dtype: torch.dtype, device: str) -> None:
+    ids = tokens().to(device)
+    plain = random_model(name, dtype, device)
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        expected, reference = plain(ids, use_cache=False).logits, exact(ids, use_cache=False).logits
+    actual = compiled(name, dtype, device)(ids).logits
+    assert relative_error(actual, expected) < SLACK[dtype]
+    ours, theirs = relative_error(actual, reference), relative_error(expected, reference)
+    assert ours <= 1.05 * theirs, f"{name}: error against float64 {ours:.3e}, plain torch's {theirs:.3e}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_left_padding_moves_nothing(name: str, device: str) -> None:
+    model = compiled(name, torch.float32, device)
+    ids = tokens()[:, :70].to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    padded = model(ids, mask).logits
+    assert torch.equal(padded[0, 13:], model(ids[:1, 13:]).logits[0])
+    assert not padded[0, :13].any()
+
+
+def test_the_loss_is_cross_entropy(device: str) -> None:
+    model = compiled("qwen3", torch.float32, device)
+    ids = tokens()[:, :40].to(device)
+    labels = ids.clone()
+    labels[0, :7] = -100
+    out = model(ids, labels=labels)
+    expected = random_model("qwen3", torch.float32, device)(ids, labels=labels).loss
+    assert relative_error(out.loss, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kept", [1, 5, [0, 39], [3]])
+def test_logits_to_keep_are_columns_of_all_logits(kept: int | list[int], device: str) -> None:
+    model = compiled("gpt2", torch.float32, device)
+    ids = tokens()[:, :40].to(device)
+    everything = model(ids).logits
+    columns = slice(-kept, None) if isinstance(kept, int) else kept
+    some = model(ids, logits_to_keep=kept if isinstance(kept, int) else torch.tensor(kept)).logits
+    assert torch.equal(some, everything[:, columns])
+
+
+def test_position_ids_are_the_callers(device: str) -> None:
+    ids = tokens()[:, :30].to(device)
+    positions = torch.arange(7, 37, device=device)[None].repeat(2, 1)
+    plain = random_model("qwen3", torch.float32, device)
+    with torch.no_grad():
+        expected = plain(ids, position_ids=positions, use_cache=False).logits
+    assert relative_error(compiled("qwen3", torch.float32, device)(ids, position_ids=positions).logits, expected) < 1e-5
+
+
+def test_an_architecture_that_no_code_names_compiles() -> None:
+    """granite: nothing in the package spells it, so every other architecture of its kind has the same chance."""
+    package = detcompile.__path__[0]
+    sources = [p.read_text() for p in __import__("pathlib").Path(package).rglob("*.py")]
+    assert not any("granite" in source for source in sources)
+    assert compiled("granite", torch.bfloat16).certificate.counts["attention"] == 2
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_looks_at_the_batch_is_frozen(kind: str) -> None:
+    """With a frozen table a short row's bits do not move when a row past the threshold joins the batch."""
+    half = ARCHITECTURES["llama"]["head_dim"] // 2
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        scaling |= {
+            "short_factor": [1.0] * half,
+            "long_factor": [2.0] * half,
+            "original_max_position_embeddings": 64,
+        }
+    model = random_model("llama", torch.float32, rope_parameters=scaling, max_position_embeddings=64)
+    frozen = detcompile.compile(model, max_context=256)
+    ids = tokens()
+    short = frozen(ids[:1, :20]).logits
+    both = torch.zeros(2, 200, dtype=torch.int64)
+    both[0, :20], both[1] = ids[0, :20], ids[1, :200]
+    mask = torch.ones_like(both)
+    mask[0, 20:] = 0
+    assert torch.equal(frozen(both, mask).logits[0, :20], short[0])
+    plain = random_model("llama", torch.float32, rope_parameters=scaling, max_position_embeddings=64)
+    with torch.no_grad():
+        expected = plain(ids[:1, :256], use_cache=False).logits  # as long as the frozen table
+    assert relative_error(frozen(ids[:1, :256]).logits, expected) < 1e-5

@@ -119,5 +119,6 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, r
             f"detcompile::matmul: residual {tuple(residual.shape)} must be [M, N] = ({x.shape[0]}, {w.shape[0]})."
             " Expand it."
         )
+    cpu_library.radices_array(tuple(radices))  # refuses a radix below 1
     if x.shape[1] % math.prod(radices):
         matmul_order(x.shape[1], x.dtype, tuple(radices))  # raises, and names the tp_sizes that fit

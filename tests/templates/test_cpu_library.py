@@ -1,0 +1,121 @@
+"""The compiled CPU templates: chosen, cached, rebuilt when damaged, shared by processes, refused clearly without a compiler."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from detcompile.errors import CompilerNotFound, InvalidInput
+from detcompile.templates import cpu_library
+
+# Compiles the smallest library, embedding alone, so that a build takes a moment; `build` is what library() calls.
+SMALL_BUILD = """
+import sys, pathlib
+from detcompile.templates import cpu_library
+cpu_library._SOURCES = pathlib.Path(sys.argv[1])
+cpu_library._SIGNATURES = {"detcompile_embedding": cpu_library._SIGNATURES["detcompile_embedding"]}
+assert cpu_library.library("portable").detcompile_embedding(None, 0, None, 8, None, 0, 1, 4, 1) == -1
+"""
+
+
+@pytest.fixture
+def sources(tmp_path):
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for path in cpu_library._SOURCES.iterdir():
+        if path.suffix == ".h" or path.name == "embedding.cpp":
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture
+def build(sources, tmp_path, monkeypatch):
+    """Loads the small library from a cache of the test's own, as a new process would."""
+
+    def load():
+        for cached in caches:
+            cached.cache_clear()
+        return cpu_library._library.__wrapped__("portable")
+
+    caches = (cpu_library.source_digest, cpu_library.compiler_version)
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_library, "_SOURCES", sources)
+    signature = {"detcompile_embedding": cpu_library._SIGNATURES["detcompile_embedding"]}
+    monkeypatch.setattr(cpu_library, "_SIGNATURES", signature)
+    yield load
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_this_machine_runs_portable_code_at_least():
+    assert cpu_library.supported_isas()[-1] == "portable"
+    assert cpu_library.isa() in cpu_library.supported_isas()
+    assert cpu_library.compiler_version() and len(cpu_library.source_digest()) == 64
+
+
+def test_an_unknown_isa_is_refused(monkeypatch):
+    monkeypatch.setenv("DETCOMPILE_CPU_ISA", "avx9000")
+    with pytest.raises(InvalidInput, match=r"DETCOMPILE_CPU_ISA='avx9000': this machine runs .*portable"):
+        cpu_library.isa()
+
+
+def test_processes_build_at_once_and_leave_one_library(sources, tmp_path):
+    environment = {**os.environ, "DETCOMPILE_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", SMALL_BUILD, str(sources)]
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        errors = process.communicate()[1]
+        assert process.returncode == 0, errors
+    assert [path.suffix for path in (tmp_path / "cpu").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign"])
+def test_a_damaged_library_is_rebuilt(build, tmp_path, damage):
+    build()
+    (path,) = (tmp_path / "cache" / "cpu").iterdir()
+    intact = path.read_bytes()
+    flipped = bytearray(intact)
+    flipped[len(intact) // 2] ^= 1
+    damaged = {
+        "truncated": intact[: len(intact) // 2],
+        "empty": b"",
+        "flipped": bytes(flipped),
+        "foreign": b"#!/bin/sh\n",
+    }
+    path.unlink()  # the loaded file must stay as it is
+    path.write_bytes(damaged[damage])
+    assert build().detcompile_embedding(None, 0, None, 8, None, 0, 1, 4, 1) == -1
+    assert path.read_bytes() == intact
+
+
+def test_an_intact_library_is_not_built_again(build, tmp_path):
+    build()
+    (path,) = (tmp_path / "cache" / "cpu").iterdir()
+    before = path.stat().st_mtime_ns
+    build()
+    assert path.stat().st_mtime_ns == before
+
+
+def test_another_source_gets_another_library(build, sources, tmp_path):
+    build()
+    with (sources / "embedding.cpp").open("a") as file:
+        file.write("// changed\n")
+    build()
+    assert len(list((tmp_path / "cache" / "cpu").iterdir())) == 2
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_a_missing_compiler_is_named(build, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(
+        CompilerNotFound, match=rf"compiled on first use, and the C\+\+ compiler '{compiler}' .*apt-get install"
+    ):
+        build()
+
+
+def test_sources_that_do_not_compile_show_the_compiler_s_words(build, sources, tmp_path):
+    (sources / "embedding.cpp").write_text("int main() { return undeclared; }\n")
+    with pytest.raises(CompilerNotFound, match=r"(?s)could not be compiled.*undeclared"):
+        build()
+    assert list((tmp_path / "cache" / "cpu").iterdir()) == []

@@ -43,6 +43,7 @@ def check(path, outputs_path):
     """Load one package, compare it with the given outputs by bytes, time it; prints one JSON object a line."""
     x, weights, residual = make_inputs(*SHAPES[0])
     expected = torch.load(outputs_path)
+    print(json.dumps({"inputs": True}), flush=True)
     loaded = torch._inductor.aoti_load_package(path)
     print(json.dumps({"loaded": True}), flush=True)
     parts = {m: (x[:m].clone(), residual[:m].clone()) for m in expected}
@@ -65,9 +66,11 @@ def check(path, outputs_path):
 def main():
     """Dispatch on the first argument."""
     faulthandler.enable()
+    faulthandler.dump_traceback_later(45)
     action, name, path, *rest = sys.argv[1:]
     with torch.no_grad():
         if action == "package":
+            faulthandler.cancel_dump_traceback_later()
             package(name, path)
         else:
             check(path, *rest)

@@ -33,7 +33,7 @@ def assert_as_accurate(ours: Tensor, theirs: Tensor, reference: Tensor, what: st
     """Our root-mean-square error against the float64 reference is at most 1.05 times theirs.
 
     Each error is taken relative to the value (or to the median value, if greater), so that no outlier decides alone.
-    Below a quarter of float32's unit roundoff, where short rows of 16-bit values sum almost exactly, errors count alike.
+    Below a quarter of float32's unit roundoff, where short rows of 16-bit values sum almost exactly, errors are equal.
     """
     assert ours.dtype == theirs.dtype, what
     size = reference.abs().clamp_min(reference.abs().median())

@@ -1,4 +1,4 @@
-"""Attention on the CPU: the same bits for dense and paged keys, and however a prompt is cut into steps; accuracy; refusals."""
+"""Attention on the CPU: one set of bits for dense and paged keys and any cut of a prompt into steps; accuracy; refusals."""
 
 import itertools
 

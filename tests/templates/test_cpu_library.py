@@ -1,4 +1,4 @@
-"""The compiled CPU templates: chosen, cached, rebuilt when damaged, shared by processes, refused clearly without a compiler."""
+"""The compiled CPU templates: cached, rebuilt when damaged, shared by processes, refused without a compiler."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Row sums, moments, norms and softmaxes on the CPU: the Row order's bits, whatever the neighbours; accuracy; refusals."""
+"""Row sums, moments, norms, softmaxes on the CPU: the Row order's bits, whatever the neighbours; accuracy; refusals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Attention on the CPU: one set of bits for dense and paged keys and any cut of a prompt into steps; accuracy; refusals."""
+"""Attention on the CPU: the same bits for dense and paged keys and for any cut of a prompt; accuracy; refusals."""
 
 import itertools
 

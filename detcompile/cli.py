@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from detcompile.api import TINY, TINY_FOLDER
 from detcompile.axes import AxisResult
+from detcompile.compiled import CompiledModel
 from detcompile.demo import DEMO_AXES, Comparison, compare_with_torch
 from detcompile.errors import DetcompileError
 from detcompile.verification import ModelSpec, available_axes, verify
@@ -24,6 +25,11 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 logs = Console(stderr=True)
+
+DEMO_PROMPT = '''def mean(values: list[float]) -> float:
+    """Return the arithmetic mean of a list of numbers."""
+'''
+DEMO_TOKENS = 64
 
 Model = Annotated[str, typer.Argument(help=f"A local Hugging Face model folder, or '{TINY}' (the embedded model).")]
 Random = Annotated[bool, typer.Option("--random", help="Random weights for the folder's config.json.")]
@@ -36,6 +42,7 @@ TpSizes = Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")]
 def main() -> None:
     """Entry point: our own errors end with their message and exit code 2, without a traceback."""
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # ours covers the load
     try:
         app()
     except DetcompileError as error:
@@ -75,7 +82,7 @@ def verify_command(
         print(json.dumps({"fingerprint": compiled.fingerprint, "axes": measured}))
     else:
         table = Table(title=f"{model}: fingerprint {compiled.fingerprint[:16]}")
-        _columns(table, "axis", "configurations", "unique logits", "unique outputs", "max probability divergence", "holds")
+        _columns(table, "axis", "configurations", "unique\nlogits", "unique\noutputs", "max probability\ndivergence", "holds")
         for axis, result in results.items():
             table.add_row(axis, str(result.configurations), *_numbers(result), "yes" if result.holds else "[bold red]NO[/]")
         Console().print(table)
@@ -126,26 +133,24 @@ def demo(
         raise typer.Exit(1)
 
 
-def _show_completion(compiled, console: Console) -> None:
+def _show_completion(compiled: CompiledModel, console: Console) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
-    prompt = (TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")[0]
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    text = tokenizer.decode(compiled.generate(ids, max_new_tokens=48)[0, ids.shape[1] :])
+    ids = torch.tensor([tokenizer(DEMO_PROMPT)["input_ids"]], device=compiled.device)
+    text = tokenizer.decode(compiled.generate(ids, max_new_tokens=DEMO_TOKENS)[0, ids.shape[1] :])
     console.print("\n[bold]The embedded model continues a prompt[/] (greedy)")
-    console.print(f"[dim]{prompt}[/]", end="", highlight=False)
+    console.print(DEMO_PROMPT, style="dim", end="", markup=False, highlight=False)
     console.print(text, markup=False, highlight=False)
 
 
 def _comparison_table(found: list[Comparison], dtype: torch.dtype) -> Table:
     table = Table(
-        title=f"Distinct results of one prompt over all configurations of an axis ({dtype}); the worse of two prompts",
-        caption="1 unique and divergence 0: the bits do not depend on the axis",
+        title=f"One prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, worse of two prompts",
+        caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
+        " probability. 1, 1 and 0: the bits do not depend on the axis.",
     )
-    _columns(table, "axis", "runs")
-    for who in ("torch", "detcompile"):
-        _columns(table, f"{who}: unique logits", "unique outputs", "max probability divergence")
+    _columns(table, "axis", "runs", "torch\nlogits", "\noutputs", "\nmax Δp", "ours\nlogits", "\noutputs", "\nmax Δp")
     for comparison in found:
-        theirs = _numbers(comparison.torch) if comparison.torch else ("no such freedom", "", "")
+        theirs = _numbers(comparison.torch) if comparison.torch else ("–", "–", "–")
         table.add_row(comparison.axis, str(comparison.ours.configurations), *theirs, *_numbers(comparison.ours))
     return table
 
@@ -159,7 +164,7 @@ def _columns(table: Table, *names: str) -> None:
         table.add_column(name, justify="left" if name == "axis" else "right")
 
 
-def _compile(spec: ModelSpec):
+def _compile(spec: ModelSpec) -> CompiledModel:
     start = time.perf_counter()
     with _progress() as progress:
         progress.add_task(f"compiling {Path(spec.name).name}", total=None)

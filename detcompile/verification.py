@@ -25,7 +25,7 @@ from detcompile.numerics import Numerics
 __all__ = ["ModelSpec", "RESTART", "available_axes", "embedded_prompts", "prompts_for", "verify"]
 
 RESTART = "restart"  # the one axis that needs another process
-PROMPT_LENGTHS = (67, 515, 12, 130, 260)  # the first two are compared; they pass blocks of 64 and a chunk of 512 keys
+PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""Pointwise operations left to Inductor round an element the same way wherever it stands."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import detcompile  # noqa: F401 (registers the backend)
+from tests.bits import assert_bitwise_equal
+
+FEATURES = 37  # no multiple of a vector
+POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "exp, sin and cos": lambda x: torch.exp(-x.abs()) + torch.sin(x) * torch.cos(x),
+    "power": lambda x: x.abs() ** 1.5,
+    "log and error function": lambda x: torch.log1p(x.abs()) + torch.erf(x),
+    "division": lambda x: 1.7 / (x.abs() + 0.3),
+    "cast in the middle": lambda x: (x.float() * 1.1).to(x.dtype) * 1.3,
+    "half rotated": lambda x: torch.cat([-x[..., 18:], x[..., :18]], -1) * torch.cos(x) + x,
+    "masked": lambda x: torch.where(x > 0, x, torch.expm1(x)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("function", POINTWISE.values(), ids=POINTWISE.keys())
+def test_an_element_ignores_its_place(function: Callable[[Tensor], Tensor], dtype: torch.dtype, device: str) -> None:
+    """Traced once, at two rows: in the vector body, in the tail, and alone, a row has the same bytes."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: function(x), backend="detcompile", fullgraph=True)
+    rows = (torch.randn(70, FEATURES, generator=torch.Generator().manual_seed(3)) * 3).to(device, dtype)
+    traced = rows[:2].clone()
+    torch._dynamo.decorators.mark_unbacked(traced, 0)
+    compiled(traced)
+    full = compiled(rows)
+    for count in (1, 2, 3, 7, 15, 16, 17, 33, 69):
+        assert_bitwise_equal(compiled(rows[:count].clone()), full[:count], f"{count} rows")
+        assert_bitwise_equal(compiled(rows[-count:].clone()), full[-count:], f"the last {count} rows")
+
+
+def test_a_cast_is_kept_whatever_is_fused() -> None:
+    """Two bf16 operations round twice, fused or not: as eager torch does."""
+    torch._dynamo.reset()
+    x = torch.randn(64, FEATURES, dtype=torch.bfloat16) * 3
+
+    def chain(x: Tensor) -> Tensor:
+        return (x * 1.1 + 0.3) * x - 0.7
+
+    assert_bitwise_equal(torch.compile(chain, backend="detcompile")(x), chain(x))

@@ -79,7 +79,7 @@ def attention_rows() -> Iterator[dict]:
             row = {"kernel": "attention prefill", "keys": n, "schedule": name, "us": ours, "peer": "SDPA (flash)"}
             yield row | {"peer_us": peer, "ratio": peer / ours, "tflops": 2e-6 * n * n * heads * d / ours}
     for batch, n in ((1, 2048), (1, 8192), (32, 2048), (32, 8192)):
-        yield _decode(batch, n, heads, kv_heads, d, page)
+        yield from _decode(batch, n, heads, kv_heads, d, page)
 
 
 def _dense(q, k, v, schedule=None):  # type: ignore[no-untyped-def]
@@ -97,7 +97,7 @@ def _named(name: str, problem: attention_triton.AttentionProblem) -> attention_t
     return {str(s): s for s in attention_triton.attention_candidates(problem)}.get(name)
 
 
-def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) -> dict:
+def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) -> Iterator[dict]:
     """One token a sequence against n keys, beside SDPA over contiguous keys and a copy of the cache."""
     pages = batch * n // page
     rotated = copies(2 * 2 * batch * n * kv_heads * d)
@@ -111,21 +111,27 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
     lens = torch.full((batch,), n, device=DEVICE, dtype=torch.int32)
     q, k, v = (torch.randn(batch, h, d, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
 
-    def ours(k_cache, v_cache):  # type: ignore[no-untyped-def]
+    def ours(k_cache, v_cache, schedule=None):  # type: ignore[no-untyped-def]
         return attention_triton.paged_attention_cuda(
-            q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512
+            q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512, schedule
         )
 
     def peer(k_cache, v_cache):  # type: ignore[no-untyped-def]
         keys, values = (t.view(batch, n, kv_heads, d).transpose(1, 2) for t in (k_cache, v_cache))
         return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
 
-    us, peer_us = measure(caches, ours), measure(caches, peer)
+    peer_us = measure(caches, peer)
     moved = sum(t.numel() * t.element_size() for t in caches[0])
-    copy_us = measure([(c[0], c[1]) for c in caches], lambda a, b: a.copy_(b))  # reads and writes as many bytes
-    chosen = {r["problem"]: r["chosen"] for r in attention_triton.tuner(DEVICE).table() if "32/8" in str(r["problem"])}
-    row = {"kernel": "attention decode", "batch": batch, "keys": n, "us": us, "peer": "SDPA", "peer_us": peer_us}
-    return row | {"ratio": peer_us / us, "TB/s": moved / us * 1e-6, "of_copy": copy_us / us, "schedule": chosen}
+    copy_us = measure(caches, lambda a, b: a.copy_(b))  # reads and writes as many bytes as decoding reads
+    problem = attention_triton.AttentionProblem(
+        dtype="bfloat16", heads=heads, kv_heads=kv_heads, d=d, dv=d, page=page, chunk=512, windowed=False, few=True,
+        split=True,
+    )  # fmt: skip
+    for schedule in (None, *attention_triton.attention_candidates(problem)):
+        us = measure(caches, functools.partial(ours, schedule=schedule))
+        row = {"kernel": "attention decode", "batch": batch, "keys": n, "us": us, "peer": "SDPA", "peer_us": peer_us}
+        row |= {"ratio": peer_us / us, "TB/s": moved / us * 1e-6, "of_copy": copy_us / us}
+        yield row | {"schedule": str(schedule or "chosen")}
 
 
 def row_rows() -> Iterator[dict]:

@@ -6,7 +6,8 @@ powers of two), BM rows of a tile, BQ tokens of a tile, c = scale * log2(e).
 A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output
 o; chunks meet ascending. Sums over keys go through ``tl.dot`` (with columns of ones for l): ``tl.sum`` would take an
 order that depends on how many warps share a row. A block in which a row sees no key leaves its bits alone, so that
-tiles may skip it or not. A row that sees a key shares its tile with rows that do not: V must be finite there.
+tiles may skip it or not. A row that sees a value that is not finite gets NaN in that column; a row that does not see
+it gets none of it, though both share a tile.
 """
 
 import triton
@@ -25,6 +26,24 @@ def _merge(M_R, L_R, O_RD, m_R, l_R, o_RD, c):
     old = tl.exp2((M_R - safe) * c)
     new = tl.exp2((m_R - safe) * c)
     return top, L_R * old + l_R * new, O_RD * old[:, None] + o_RD * new[:, None]
+
+
+@triton.jit
+def _close_chunk(M_R, L_R, O_RD, m_R, l_RC, o_RD, n, c, CHUNK: tl.constexpr):
+    """Before the first key n of a chunk: merges what the chunk before it left, and starts afresh."""
+    if n % CHUNK == 0:
+        M_R, L_R, O_RD = _merge(M_R, L_R, O_RD, m_R, tl.max(l_RC, 1), o_RD, c)
+        m_R = tl.full(m_R.shape, -float("inf"), tl.float32)
+        l_RC = tl.zeros(l_RC.shape, tl.float32)
+        o_RD = tl.zeros(o_RD.shape, tl.float32)
+    return M_R, L_R, O_RD, m_R, l_RC, o_RD
+
+
+@triton.jit
+def _quotient(O_RD, L_R):
+    """O / L + 0.0: no negative zero, and one NaN for whatever is not finite."""
+    y = tl.div_rn(O_RD, tl.broadcast_to(L_R[:, None], O_RD.shape)) + 0.0
+    return tl.where(tl.abs(y) < float("inf"), y, float("nan"))
 
 
 @triton.jit
@@ -48,13 +67,20 @@ def _sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr)
 def _attend_block(
     q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys n..n+63. Keys outside low..high are read as zeros: their slots may hold NaN."""
+    """Online softmax over keys n..n+63, all of them visible to every row unless PARTIAL.
+
+    Keys outside low..high are read as zeros: their slots may hold NaN. In a partial block p = 0 meets values that
+    their row must not see: values that are not finite are taken out of the product, and put into the rows that see
+    them.
+    """
     key = n + tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
-    live = (key >= low) & (key < high)
+    live = key >= 0
+    if PARTIAL:
+        live = (key >= low) & (key < high)
     if PAGE == 0:
         k_row = key.to(tl.int64) * k_token
         v_row = key.to(tl.int64) * v_token
@@ -62,18 +88,31 @@ def _attend_block(
         page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
         k_row = page * k_page + key % PAGE * k_token
         v_row = page * v_page + key % PAGE * v_token
-    k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+    k_ok = (d < D)[:, None]
+    v_ok = (dv < DV)[None, :]
+    if PARTIAL:
+        k_ok = k_ok & live[None, :]
+        v_ok = v_ok & live[:, None]
+    k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=k_ok, other=0.0)
     s = tl.dot(q, k, input_precision="ieee")
-    visible = key[None, :] <= pos[:, None]
-    if WINDOWED:
-        visible = visible & (key[None, :] > pos[:, None] - window)
-    s = tl.where(visible, s, -float("inf"))
+    if PARTIAL:
+        visible = key[None, :] <= pos[:, None]
+        if WINDOWED:
+            visible = visible & (key[None, :] > pos[:, None] - window)
+        s = tl.where(visible, s, -float("inf"))
     top = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(top == -float("inf"), 0.0, top)
     alpha = tl.exp2((m - safe) * c)
-    v = tl.load(v_ptr + v_row[:, None] + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+    v = tl.load(v_ptr + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
     p = tl.exp2((s - safe[:, None]) * c).to(v.dtype)
-    o = tl.dot(p, v, o * alpha[:, None], input_precision="ieee")
+    o = o * alpha[:, None]
+    if PARTIAL:
+        finite = tl.abs(v) < float("inf")
+        strange = tl.where(finite, 0.0, 1.0).to(v.dtype)
+        v = tl.where(finite, v, 0.0).to(v.dtype)
+        seen = tl.dot(tl.where(visible, 1.0, 0.0).to(v.dtype), strange, input_precision="ieee")
+        o = tl.where(seen > 0.0, float("nan"), o)
+    o = tl.dot(p, v, o, input_precision="ieee")
     l = tl.dot(p, tl.full((KEYS, 16), 1.0, v.dtype), l * alpha[:, None], input_precision="ieee")
     return top, l, o
 
@@ -153,16 +192,23 @@ def attention_kernel(
     L = tl.zeros((BM,), tl.float32)
     O = tl.zeros((BM, DVP), tl.float32)
     m, l, o = M, tl.zeros((BM, 16), tl.float32), O
-    for n in range(first, last, KEYS):
+    # Blocks that every row of the tile sees whole; with a window, none is known to be.
+    whole = first
+    if not WINDOWED:
+        whole = tl.maximum(first, tl.minimum(last, (past + local * BQ + 1) // KEYS * KEYS))
+    for n in range(first, whole, KEYS):
         if not SPLIT:
-            if n % CHUNK == 0:
-                M, L, O = _merge(M, L, O, m, tl.max(l, 1), o, c)
-                m = tl.full((BM,), -float("inf"), tl.float32)
-                l = tl.zeros((BM, 16), tl.float32)
-                o = tl.zeros((BM, DVP), tl.float32)
+            M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
         m, l, o = _attend_block(
             q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED,
+            D, DV, DP, DVP, PAGE, WINDOWED, False,
+        )  # fmt: skip
+    for n in tl.range(whole, last, KEYS, num_stages=None if WINDOWED else 1):  # else one or two blocks
+        if not SPLIT:
+            M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
+        m, l, o = _attend_block(
+            q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
+            D, DV, DP, DVP, PAGE, WINDOWED, True,
         )  # fmt: skip
     l_row = tl.max(l, 1)  # its columns are equal
     if SPLIT:
@@ -172,8 +218,7 @@ def attention_kernel(
         tl.store(out_ptr + partial[:, None] * DV + dv[None, :], o, mask=out_ok)
     else:
         M, L, O = _merge(M, L, O, m, l_row, o, c)
-        y = tl.div_rn(O, tl.broadcast_to(L[:, None], (BM, DVP))) + 0.0
-        tl.store(out_row[:, None] + dv[None, :], y.to(out_ptr.dtype.element_ty), mask=out_ok)
+        tl.store(out_row[:, None] + dv[None, :], _quotient(O, L).to(out_ptr.dtype.element_ty), mask=out_ok)
 
 
 @triton.jit(do_not_specialize=["T", "S", "chunks"])
@@ -204,8 +249,7 @@ def merge_kernel(
         l = tl.load(stat_ptr + (partial + chunk) * 2 + 1 + one)
         o = tl.load(part_ptr + (partial + chunk) * DV + dv, mask=dv < DV, other=0.0)
         M, L, O = _merge(M, L, O, m, l, o[None, :], c)
-    y = tl.div_rn(O, tl.broadcast_to(L[:, None], (1, DVP))) + 0.0
-    tl.store(out_row + dv[None, :], y.to(out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
+    tl.store(out_row + dv[None, :], _quotient(O, L).to(out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
 
 
 @triton.jit

@@ -24,21 +24,13 @@ LOGSUMEXP = tl.constexpr(2)
 
 
 @triton.jit
-def _exp(x):
-    """e^x within 0.6 ulp, and 0 below the normal numbers; torch's expf is a little less accurate (Cephes' expf)."""
-    near = tl.where(x < -104.0, -104.0, x)  # keeps NaN, unlike tl.maximum
-    near = tl.where(near > 128.0, 128.0, near)
-    n = tl.fma(near, 1.4426950408889634, 12582912.0) - 12582912.0  # rounds to an integer
-    r = tl.fma(n, -0.693359375, near)
-    r = tl.fma(n, 2.12194440e-4, r)
-    y = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
-    y = tl.fma(y, r, 8.3334519073e-3)
-    y = tl.fma(y, r, 4.1665795894e-2)
-    y = tl.fma(y, r, 1.6666665459e-1)
-    y = tl.fma(y, r, 5.0000001201e-1)
-    y = tl.fma(y, r * r, r) + 1.0
-    exponent = tl.where(n > -127.0, n, -127.0).to(tl.int32)  # NaN included: its y is NaN
-    return y * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+def _exp(x, SHUFFLE: tl.constexpr):
+    """e^x as accurately as torch's; tl.exp, which the interpreter needs, rounds x * log2(e) first."""
+    if SHUFFLE:
+        y = libdevice.exp(x)
+    else:
+        y = tl.exp(x)
+    return y
 
 
 @triton.jit
@@ -73,7 +65,7 @@ def _leaf_sum(
         column = start + tl.arange(0, STEP)
         inside = ok_R[:, None] & (column < last)[None, :]
         x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        slots += tl.where(inside, _exp(x - shift_R[:, None]), 0.0)
+        slots += tl.where(inside, _exp(x - shift_R[:, None], SHUFFLE), 0.0)
     return slots_to_row(slots, ROWS, LANES, VECTOR, SHUFFLE)
 
 
@@ -131,7 +123,7 @@ def _softmax_kernel(
             inside = ok[:, None] & (column < R)[None, :]
             x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32) - shift[:, None]
             if KIND == SOFTMAX:
-                y = tl.div_rn(_exp(x), tl.broadcast_to(weight[:, None], (ROWS, STEP)))
+                y = tl.div_rn(_exp(x, SHUFFLE), tl.broadcast_to(weight[:, None], (ROWS, STEP)))
             else:
                 y = x - log_weight
             tl.store(out_rows + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)

@@ -140,6 +140,27 @@ def test_a_planted_order_swap_is_seen() -> None:
     assert not torch.equal(dense(swapped)[last], dense(s)[last])
 
 
+@pytest.mark.parametrize("window", [0, CHUNK // 2 + 5])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_token_is_invisible_to_earlier_ones(poison: float, window: int) -> None:
+    """Rows that do not see the token keep their bytes; those that do are alike in prefill and decode."""
+    n, at = CHUNK + 40, CHUNK + 9
+    s = sequence(n, 4, 2, 16, 16, DOT_DTYPES[0])
+    clean = dense(s, window)
+    k, v = s.k.clone(), s.v.clone()
+    v[at, 0, 3], k[at, 1, 0] = poison, poison
+    poisoned = Sequence(s.q, k, v)
+    for schedule in SCHEDULES[:2]:
+        whole = dense(poisoned, window, schedule)
+        assert_bitwise_equal(whole[:at], clean[:at], f"{schedule} before the token")
+        assert whole[at:, :2, 3].isnan().all()
+        assert_bitwise_equal(whole[at:, :2, :3], clean[at:, :2, :3], f"{schedule} other columns")
+    for schedule in SCHEDULES:
+        for first in (at - 1, at, at + 20):
+            decoded = paged([(poisoned, first, first + 1)], 16, window, schedule)[0]
+            assert_bitwise_equal(decoded, whole[first : first + 1], f"{schedule} decode of token {first}")
+
+
 def test_empty_and_refused_inputs() -> None:
     s = sequence(3, 4, 2, 16, 16, torch.float32)
     assert dense(Sequence(s.q[:0], s.k[:0], s.v[:0])).shape == (0, 4, 16)

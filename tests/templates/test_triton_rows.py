@@ -148,7 +148,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("length", [128, 4096, 4097])
     def test_errors_stay_within_torchs(self, length: int, dtype: torch.dtype) -> None:
-        x = heavy_tailed(512, length, dtype=dtype)
+        x = heavy_tailed(4096, length, dtype=dtype)  # so many rows that the ratio of two errors is known within 2 %
         weight, bias = heavy_tailed(length, dtype=dtype, seed=1), heavy_tailed(length, dtype=dtype, seed=2)
         f = torch.nn.functional
         pairs = {

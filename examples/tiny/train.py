@@ -2,26 +2,18 @@
 
     python examples/tiny/train.py --out DIR --minutes 9
 
-Writes a Hugging Face model folder (bf16 safetensors, tokenizer) with metrics.json and samples.txt. Sources are the
-standard library and the installed packages whose metadata names a permissive licence; metrics.json lists them. Whole
-packages are held out by a hash of their name, and a held-out file that shares code with a training file is dropped.
+Writes a Hugging Face model folder (bf16 safetensors, tokenizer) with metrics.json and samples.txt. corpus.py says which
+sources are taken and which are held out; metrics.json lists them.
 
 B sequences of a batch, T tokens of a sequence, V vocabulary.
 """
 
 import argparse
 import copy
-import hashlib
-import importlib.metadata
 import json
 import math
-import multiprocessing
 import random
-import re
-import sysconfig
 import time
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +21,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from corpus import Source, collect_corpus, packages_of
 
 START = time.monotonic()
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
@@ -36,11 +29,6 @@ END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PERMISSIVE = re.compile(r"\b(MIT|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation|HPND|Unlicense)\b", re.I)
-RESTRICTIVE = re.compile(r"GPL|MPL|Mozilla|NVIDIA|Proprietary|EULA|Commercial|Other/", re.I)
-VENDORED = re.compile(r"/(_?vendor\w*|_?vendored|externals?|extern|third_party)/")
-SHINGLE = 8  # consecutive lines that count as shared code
-MAX_SHARED = 0.2
 SAMPLE_PROMPTS = (
     "import os\n\n\ndef read_lines(path):\n",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -48,128 +36,8 @@ SAMPLE_PROMPTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One file: the package it is counted under (`stdlib/json`, `numpy`), its path and its cleaned text."""
-
-    package: str
-    path: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Training and held-out files, and the licence that each admitted package declares."""
-
-    train: list[Source]
-    held_out: list[Source]
-    licences: dict[str, str]
-
-
 def say(message: str) -> None:
     print(f"[{time.monotonic() - START:6.1f}s] {message}", flush=True)
-
-
-# Sources
-
-
-def collect_corpus(limit: int | None) -> Corpus:
-    """Read, clean and deduplicate the sources, then split them by package; `limit` keeps that many files."""
-    licences = declared_licences()
-    files = find_files(licences)
-    if limit is not None:
-        files = random.Random(0).sample(files, min(limit, len(files)))
-    # Forked workers share the parent's seed of hash(), which shared_shingles relies on.
-    with multiprocessing.get_context("fork").Pool() as pool:
-        texts = pool.map(cleaned_text, [path for _, path in files], chunksize=64)
-        unique = {}
-        for (package, path), text in zip(files, texts):
-            if text is not None:
-                unique.setdefault(
-                    hashlib.blake2b(text.encode()).digest(), Source(package=package, path=str(path), text=text)
-                )
-        sizes = Counter()
-        for source in unique.values():
-            sizes[source.package] += len(source.text)
-        most = 0.05 * sizes.total()
-        held = {package for package, size in sizes.items() if is_held_out(package) and size <= most}
-        train = [source for source in unique.values() if source.package not in held]
-        apart = [source for source in unique.values() if source.package in held]
-        shingles = [shingles_of(source.text) for source in apart]
-        wanted = frozenset().union(*shingles)
-        shared = set().union(*pool.imap(Shared(wanted), [source.text for source in train], chunksize=64))
-    clean = [s for s, own in zip(apart, shingles) if len(own & shared) <= MAX_SHARED * len(own)]
-    say(f"{len(files)} files, {len(unique)} kept, {len(apart) - len(clean)} of {len(apart)} held-out share code")
-    return Corpus(train=train, held_out=clean, licences=licences)
-
-
-def is_held_out(package: str) -> bool:
-    return hashlib.blake2b(package.encode()).digest()[0] % 20 == 0
-
-
-def declared_licences() -> dict[str, str]:
-    """Top-level name in site-packages -> licence, for packages all of whose owners declare a permissive one."""
-    licences, refused = {}, set()
-    for distribution in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")]):
-        metadata = distribution.metadata
-        licence = metadata.get("License-Expression")
-        if licence is None:
-            classifiers = [c.split(" :: ")[-1] for c in metadata.get_all("Classifier", []) if c.startswith("License")]
-            field = metadata.get("License") or ""
-            licence = "; ".join(classifiers + [field] * (0 < len(field) < 100))
-        admitted = PERMISSIVE.search(licence) is not None and RESTRICTIVE.search(licence) is None
-        for name in {file.parts[0] for file in distribution.files or () if file.suffix == ".py"}:
-            if admitted:
-                licences[name] = licence
-            else:
-                refused.add(name)
-    return {name: licence for name, licence in licences.items() if name not in refused}
-
-
-def find_files(licences: dict[str, str]) -> list[tuple[str, Path]]:
-    """(package, path) of every candidate file, sorted."""
-    stdlib, installed = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    found = []
-    for path in stdlib.rglob("*.py"):
-        top = path.relative_to(stdlib).parts[0]
-        if top not in ("site-packages", "dist-packages"):
-            found.append((f"stdlib/{top.removesuffix('.py')}", path))
-    for name in licences:
-        top = installed / name
-        found += [(name, path) for path in (top.rglob("*.py") if top.is_dir() else [top])]
-    return sorted((package, path) for package, path in found if VENDORED.search(str(path)) is None)
-
-
-def cleaned_text(path: Path) -> str | None:
-    """The file's text without its licence header, or None if it looks generated or is not UTF-8."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    lines = [line.rstrip() for line in text.splitlines()]
-    head = next((i for i, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
-    if re.search(r"licen[cs]e|copyright", "\n".join(lines[:head]), re.I):
-        lines = lines[head:]
-    text = "\n".join(lines).strip("\n") + "\n"
-    if not 200 <= len(text) <= 200_000 or max(map(len, lines)) > 300 or len(text) > 60 * len(lines):
-        return None
-    return text if sum(map(str.isalpha, text)) > 0.4 * len(text) else None
-
-
-def shingles_of(text: str) -> set[int]:
-    """Hashes of every SHINGLE consecutive lines, blank lines left out."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return {hash(tuple(lines[i : i + SHINGLE])) for i in range(max(1, len(lines) - SHINGLE + 1))}
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Callable for the pool: the shingles of a text that are among `wanted`."""
-
-    wanted: frozenset[int]
-
-    def __call__(self, text: str) -> set[int]:
-        return shingles_of(text) & self.wanted
 
 
 # Tokens
@@ -293,7 +161,8 @@ def train(model: torch.nn.Module, tokens: torch.Tensor, starts: torch.Tensor, ar
         if int(fraction * 4) > saved:
             saved = int(fraction * 4)
             save(model)
-    return {"steps": step, "tokens_seen": step * args.sequences * args.length, "seconds": time.monotonic() - begin}
+    seconds = round(time.monotonic() - begin, 1)
+    return {"steps": step, "tokens_seen": step * args.sequences * args.length, "seconds": seconds}
 
 
 # What came out
@@ -334,20 +203,6 @@ def write_samples(model, tokenizer, path: Path, num_tokens: int) -> None:
             parts.append(f"=== {name}\n{tokenizer.decode(out[0], skip_special_tokens=True)}\n")
     path.write_text("\n".join(parts))
     print(path.read_text(), flush=True)
-
-
-def packages_of(corpus: Corpus) -> dict[str, dict]:
-    """Name -> licence, MB and whether it was held out; the standard library's modules are one name per side."""
-    sizes = Counter()
-    for side, sources in (("train", corpus.train), ("held out", corpus.held_out)):
-        for source in sources:
-            name = "stdlib" if source.package.startswith("stdlib/") else source.package.removesuffix(".py")
-            sizes[name, side] += len(source.text.encode())
-    licences = {"stdlib": "PSF-2.0"} | {k.removesuffix(".py"): v for k, v in corpus.licences.items()}
-    return {
-        f"{name} ({side})": {"licence": licences[name], "megabytes": round(size / 1e6, 3)}
-        for (name, side), size in sizes.most_common()
-    }
 
 
 def parse_args() -> argparse.Namespace:

@@ -24,6 +24,7 @@ from detcompile.numerics import Numerics
 
 __all__ = ["ModelSpec", "RESTART", "available_axes", "embedded_prompts", "prompts_for", "verify"]
 
+DTYPES = ("float32", "bfloat16", "float16")
 RESTART = "restart"  # the one axis that needs another process
 PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
 
@@ -40,9 +41,9 @@ class ModelSpec:
 
     def compile(self) -> CompiledModel:
         """Load and compile."""
+        if self.dtype and self.dtype not in DTYPES:
+            raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
         dtype = getattr(torch, self.dtype) if self.dtype else None
-        if self.dtype and not isinstance(dtype, torch.dtype):
-            raise InvalidInput(f"{self.dtype} is no torch dtype: take float32, bfloat16 or float16")
         model = load_model(self.name, random=self.random, dtype=dtype, device=self.device)
         return compile(model, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
 

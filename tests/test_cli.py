@@ -56,7 +56,7 @@ def test_the_demo_compares_with_torch_within_its_time() -> None:
         (("verify", "no/such/model"), "no such folder"),
         (("verify", "tiny", "--axes", "nonsense"), "no axis 'nonsense'"),
         (("check", "tiny", "--tp-sizes", "1,5"), "does not split into 5 equal leaves"),
-        (("check", "tiny", "--dtype", "int7"), "no torch dtype"),
+        (("check", "tiny", "--dtype", "int7"), "no dtype of a model"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str) -> None:

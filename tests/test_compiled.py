@@ -1,0 +1,102 @@
+"""CompiledModel: generate(), bad input, the fingerprint."""
+
+import pytest
+import torch
+
+import detcompile
+from detcompile import InvalidInput, Numerics
+from tests.models import VOCAB_SIZE, compiled, random_model
+
+PROMPT = torch.tensor([[5, 17, 3, 99, 42, 7, 7, 31, 64, 2]])
+
+
+def test_greedy_generation_is_the_likeliest_token_of_the_plain_forward(device: str) -> None:
+    model = compiled("qwen3", torch.float32, device)
+    ids = PROMPT.to(device)
+    out = model.generate(ids, max_new_tokens=70, eos_token_id=())
+    logits = model(out).logits[0, ids.shape[1] - 1 : -1]
+    assert torch.equal(logits.argmax(-1), out[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 7}])
+def test_a_request_gets_the_same_tokens_alone_and_in_a_batch(sampling: dict, device: str) -> None:
+    model = compiled("gpt2", torch.bfloat16, device)
+    alone = model.generate(PROMPT.to(device), max_new_tokens=20, eos_token_id=(), **sampling)[0, PROMPT.shape[1] :]
+    batch = torch.randint(0, VOCAB_SIZE, (5, 33), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(batch)
+    batch[3, -PROMPT.shape[1] :], mask[3, : -PROMPT.shape[1]] = PROMPT[0], 0
+    seeds = {"seed": [1, 2, 3, 7, 5]} if "seed" in sampling else {}
+    together = model.generate(batch.to(device), mask.to(device), max_new_tokens=20, eos_token_id=(), **(sampling | seeds))
+    assert torch.equal(together[3, batch.shape[1] :], alone)
+
+
+def test_sampling_without_a_seed_differs_and_with_one_repeats() -> None:
+    model = compiled("qwen3", torch.float32)
+    draw = lambda **kwargs: model.generate(PROMPT, max_new_tokens=30, do_sample=True, eos_token_id=(), **kwargs)  # noqa: E731
+    assert not torch.equal(draw(), draw())
+    assert torch.equal(draw(seed=3), draw(seed=3))
+
+
+def test_a_row_that_ends_early_is_padded() -> None:
+    model = compiled("qwen3", torch.float32)
+    plain = model.generate(PROMPT, max_new_tokens=6, eos_token_id=())
+    end = int(plain[0, PROMPT.shape[1]])
+    both = torch.cat([PROMPT, PROMPT.flip(1)])
+    out = model.generate(both, max_new_tokens=6, eos_token_id=end, pad_token_id=VOCAB_SIZE - 1)
+    assert out[0, PROMPT.shape[1]] == end
+    assert (out[0, PROMPT.shape[1] + 1 :] == VOCAB_SIZE - 1).all()
+
+
+BAD_CALLS = {
+    "ids must be integers": lambda m: m(torch.zeros(1, 4)),
+    "ids are 0 to": lambda m: m(torch.full((1, 4), VOCAB_SIZE)),
+    "all padding": lambda m: m(PROMPT, torch.zeros_like(PROMPT)),
+    "padding between two tokens": lambda m: m(PROMPT, (PROMPT != 99).long()),
+    "compiled for": lambda m: m(torch.zeros(1, 2049, dtype=torch.long)),
+    "give one a row": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=1),
+    "labels need": lambda m: m(PROMPT, labels=PROMPT[:, 1:]),
+    "no token has a label": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, -100)),
+    "needs 2058 tokens": lambda m: m.generate(PROMPT, max_new_tokens=2048),
+}
+
+
+@pytest.mark.parametrize(("said", "call"), BAD_CALLS.items(), ids=BAD_CALLS.keys())
+def test_bad_input_is_refused_with_what_to_do(said: str, call) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        call(compiled("qwen3", torch.float32))
+
+
+def test_compile_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(detcompile.NumericsError, match="tp=3 is not one of"):
+        detcompile.compile("tiny", tp=3)
+    with pytest.raises(InvalidInput, match="one rank"):
+        detcompile.compile("tiny", tp=2)
+    with pytest.raises(InvalidInput, match="no such folder"):
+        detcompile.compile("somewhere/else")
+    with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
+        detcompile.compile(random_model("llama", torch.float32), numerics=Numerics(tp_sizes=(1, 3)))
+
+
+def test_the_fingerprint_holds_what_the_contract_fixes() -> None:
+    base = compiled("qwen3", torch.float32)
+    again = detcompile.compile(random_model("qwen3", torch.float32))
+    assert again.fingerprint == base.fingerprint
+    changed = random_model("qwen3", torch.float32)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    others = {
+        "one weight": detcompile.compile(changed),
+        "numerics": compiled("qwen3", torch.float32, "cpu", (1, 2)),
+        "dtype": compiled("qwen3", torch.bfloat16),
+        "context": detcompile.compile(random_model("qwen3", torch.float32), max_context=512),
+    }
+    prints = {base.fingerprint, *(model.fingerprint for model in others.values())}
+    assert len(prints) == 1 + len(others)
+
+
+def test_one_graph_serves_every_token_count_and_many_models() -> None:
+    """Dynamo keeps few graphs for a code object: ten models in one process each keep their own."""
+    models = [detcompile.compile(random_model("gpt2", torch.bfloat16, n_layer=1)) for _ in range(10)]
+    for model in (models[0], models[-1]):
+        for length in (1, 2, 70):
+            assert model(torch.zeros(1, length, dtype=torch.long)).logits.shape == (1, length, VOCAB_SIZE)

@@ -142,7 +142,7 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
     if problem.dtype == "float32":
         rows = [(16, 4, 2), (16, 4, 1)] if problem.few else [(32, 4, 2), (32, 8, 1), (16, 4, 2), (16, 4, 1)]
     elif problem.few:
-        rows = [(16, 4, 3), (16, 2, 3), (16, 4, 2), (16, 4, 5), (16, 1, 3), (32, 4, 2), (16, 4, 1)]
+        rows = [(16, 2, 3), (16, 1, 3), (16, 4, 2), (16, 4, 5), (16, 4, 3), (32, 4, 2), (16, 4, 1)]
     else:
         rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
     return tuple(AttentionSchedule(*row, split=problem.split) for row in rows)

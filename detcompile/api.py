@@ -43,7 +43,9 @@ def compile(
     if tp not in numerics.tp_sizes:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
     if tp != 1:
-        raise InvalidInput(f"tp={tp}: this version runs one rank; its sums already take the tree of {numerics.tp_sizes}")
+        raise InvalidInput(
+            f"tp={tp}: this version runs one rank; its sums already take the tree of {numerics.tp_sizes}"
+        )
     loaded = load_model(model) if isinstance(model, (str, Path)) else model
     limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     context = max_context or limit
@@ -53,7 +55,11 @@ def compile(
 
 
 def load_model(
-    name: str | Path, *, random: bool = False, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    name: str | Path,
+    *,
+    random: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
 ) -> PreTrainedModel:
     """A causal LM from a local folder, or "tiny"; with ``random``, the folder's (or file's) config with random weights.
 

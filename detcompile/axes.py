@@ -19,7 +19,21 @@ from detcompile.runtime.step_builder import build_step
 
 __all__ = ["AXES", "AxisResult", "Configuration", "configurations", "logit_bytes", "measure", "padded_batch", "score"]
 
-CHUNK_EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513)  # blocks, tiles and chunks, and their neighbours
+CHUNK_EDGES = (
+    1,
+    15,
+    16,
+    17,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    511,
+    512,
+    513,
+)  # blocks, tiles and chunks, and their neighbours
 BLOCK_SIZES = (16, 32, 48, 64, 128, 256)
 Tokens = tuple[int, ...]
 
@@ -86,8 +100,9 @@ class AxisResult:
         self.unique_logits = max(self.unique_logits, len(seen_logits))
         self.unique_outputs = max(self.unique_outputs, len(seen_outputs))
         # NaN fails too: max() of Python would drop it
-        self.max_probability_divergence = divergence if divergence != divergence else max(
-            self.max_probability_divergence, divergence)
+        self.max_probability_divergence = (
+            divergence if divergence != divergence else max(self.max_probability_divergence, divergence)
+        )
 
     def to_json(self) -> dict[str, int | float]:
         """The measured numbers."""
@@ -156,7 +171,9 @@ def _score_padded(model: CompiledModel, configuration: Configuration) -> Tensor:
     return model(input_ids.to(model.device), mask.to(model.device)).logits[configuration.target, columns]
 
 
-def measure(model: CompiledModel, plan: SequenceOf[Configuration], tick: Callable[[], None] = lambda: None) -> AxisResult:
+def measure(
+    model: CompiledModel, plan: SequenceOf[Configuration], tick: Callable[[], None] = lambda: None
+) -> AxisResult:
     """Run the configurations of an axis; ``tick`` is called after each."""
     result = AxisResult()
     for configuration in plan:
@@ -250,7 +267,9 @@ def _decode(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> 
 def _kv(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:
     rows, at = _placed(target, _neighbours(prompts, rng, 2), rng.randint(0, 2))
     steps = interleave(rows, at, split(len(target), rng), rng)
-    return Configuration(rows, at, steps, block_size=rng.choice(BLOCK_SIZES), placement=rng.randint(1, 10**6), poison=True)
+    return Configuration(
+        rows, at, steps, block_size=rng.choice(BLOCK_SIZES), placement=rng.randint(1, 10**6), poison=True
+    )
 
 
 def _cuda_graphs(target: Tokens, prompts: SequenceOf[Tokens], rng: random.Random) -> Configuration:

@@ -82,9 +82,13 @@ def verify_command(
         print(json.dumps({"fingerprint": compiled.fingerprint, "axes": measured}))
     else:
         table = Table(title=f"{model}: fingerprint {compiled.fingerprint[:16]}")
-        _columns(table, "axis", "configurations", "unique\nlogits", "unique\noutputs", "max probability\ndivergence", "holds")
+        _columns(
+            table, "axis", "configurations", "unique\nlogits", "unique\noutputs", "max probability\ndivergence", "holds"
+        )
         for axis, result in results.items():
-            table.add_row(axis, str(result.configurations), *_numbers(result), "yes" if result.holds else "[bold red]NO[/]")
+            table.add_row(
+                axis, str(result.configurations), *_numbers(result), "yes" if result.holds else "[bold red]NO[/]"
+            )
         Console().print(table)
     if not all(result.holds for result in results.values()):
         raise typer.Exit(1)
@@ -169,7 +173,9 @@ def _compile(spec: ModelSpec) -> CompiledModel:
     with _progress() as progress:
         progress.add_task(f"compiling {Path(spec.name).name}", total=None)
         compiled = spec.compile()
-    logs.print(f"compiled in {time.perf_counter() - start:.1f} s on {compiled.device}, {compiled.dtype}", highlight=False)
+    logs.print(
+        f"compiled in {time.perf_counter() - start:.1f} s on {compiled.device}, {compiled.dtype}", highlight=False
+    )
     return compiled
 
 

@@ -114,7 +114,9 @@ class CompiledModel:
             InvalidInput: shapes, ids or masks that cannot be served.
         """
         batch = unpad(input_ids, attention_mask, position_ids)
-        if labels is not None and (labels.shape != input_ids.shape or isinstance(logits_to_keep, Tensor) or logits_to_keep):
+        if labels is not None and (
+            labels.shape != input_ids.shape or isinstance(logits_to_keep, Tensor) or logits_to_keep
+        ):
             raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
         sequences = [
             Sequence(self._checked(tokens, row), position_ids=positions)
@@ -180,7 +182,9 @@ class CompiledModel:
         return torch.cat([input_ids.long(), torch.tensor(new, device=input_ids.device)], dim=1)
 
     @torch.no_grad()
-    def run_to_end(self, sequences: SequenceOf[Sequence], *, cuda_graphs: bool = False, block_size: int = BLOCK_SIZE) -> None:
+    def run_to_end(
+        self, sequences: SequenceOf[Sequence], *, cuda_graphs: bool = False, block_size: int = BLOCK_SIZE
+    ) -> None:
         """Prefill every sequence in one step, then decode all that are unfinished together, until none is."""
         most = sum(_whole_blocks(s.num_prompt_tokens + s.sampling.max_tokens, block_size) for s in sequences)
         runner, pool = self.new_runner(most, block_size=block_size, cuda_graphs=cuda_graphs)
@@ -225,7 +229,9 @@ def _row_seeds(seed: int | SequenceOf[int] | None, rows: int) -> list[int | None
         return [None] * rows
     seeds = [seed] if isinstance(seed, int) else list(seed)
     if len(seeds) != rows:
-        raise InvalidInput(f"{len(seeds)} seeds for {rows} rows: give one a row, so that no two rows share random numbers")
+        raise InvalidInput(
+            f"{len(seeds)} seeds for {rows} rows: give one a row, so that no two rows share random numbers"
+        )
     return list(seeds)
 
 

@@ -62,7 +62,10 @@ def source_digest() -> str:
     """sha256 over the sources of this package that decide bits."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    files = [*package.glob("*.py"), *(p for folder in ("passes", "templates", "runtime") for p in (package / folder).rglob("*"))]
+    files = [
+        *package.glob("*.py"),
+        *(p for folder in ("passes", "templates", "runtime") for p in (package / folder).rglob("*")),
+    ]
     for path in sorted(files):
         if path.suffix in (".py", ".cpp", ".h"):
             digest.update(path.name.encode() + path.read_bytes())

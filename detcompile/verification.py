@@ -110,7 +110,9 @@ def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "logits.pt"
         request = json.dumps({"spec": asdict(spec), "targets": targets, "path": str(path)})
-        child = subprocess.run([sys.executable, "-m", __name__], input=request, text=True, capture_output=True, check=False)
+        child = subprocess.run(
+            [sys.executable, "-m", __name__], input=request, text=True, capture_output=True, check=False
+        )
         if child.returncode:
             raise DetcompileError(f"the restarted process failed with {child.returncode}:\n{child.stderr[-4000:]}")
         answer: dict[str, Any] = torch.load(path)

@@ -48,7 +48,9 @@ def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: 
 
 
 @functools.cache
-def compiled(name: str, dtype: torch.dtype, device: str = "cpu", tp_sizes: tuple[int, ...] = (1, 2, 4, 8)) -> CompiledModel:
+def compiled(
+    name: str, dtype: torch.dtype, device: str = "cpu", tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
+) -> CompiledModel:
     """``random_model`` compiled, once a process; "tiny" is the embedded model."""
     numerics = Numerics(tp_sizes=tp_sizes)
     if name == "tiny":

@@ -13,7 +13,9 @@ FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "detcompile.cli", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "detcompile.cli", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def test_verify_prints_one_json_object_and_every_axis_holds() -> None:

@@ -26,7 +26,9 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_batch(sampling: dict, dev
     mask = torch.ones_like(batch)
     batch[3, -PROMPT.shape[1] :], mask[3, : -PROMPT.shape[1]] = PROMPT[0], 0
     seeds = {"seed": [1, 2, 3, 7, 5]} if "seed" in sampling else {}
-    together = model.generate(batch.to(device), mask.to(device), max_new_tokens=20, eos_token_id=(), **(sampling | seeds))
+    together = model.generate(
+        batch.to(device), mask.to(device), max_new_tokens=20, eos_token_id=(), **(sampling | seeds)
+    )
     assert torch.equal(together[3, batch.shape[1] :], alone)
 
 

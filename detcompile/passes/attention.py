@@ -16,8 +16,21 @@ STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down
 
 # Keywords that models hand to every attention function and that do not change its sum.
 HARMLESS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict position_embeddings "
-    "logits_to_keep num_items_in_batch cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "position_embeddings",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ]
 )
 
 
@@ -40,8 +53,17 @@ class AttentionCall:
 def register_attention(kv_chunk: int) -> None:
     """Make ``attn_implementation="detcompile"`` known to transformers; attention sums in chunks of ``kv_chunk`` keys."""
 
-    def pinned(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
-               scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def pinned(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
         window = int(sliding_window or 0)
         step: StepInputs | None = kwargs.get(STEP_KWARG)
@@ -51,8 +73,18 @@ def register_attention(kv_chunk: int) -> None:
         layer = module.layer_idx
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
         out = torch.ops.detcompile.paged_attention(
-            q, k, v, step.k_caches[layer], step.v_caches[layer], step.slot_mapping, step.cu_seqlens, step.seq_lens,
-            step.block_table, scale, window, kv_chunk,
+            q,
+            k,
+            v,
+            step.k_caches[layer],
+            step.v_caches[layer],
+            step.slot_mapping,
+            step.cu_seqlens,
+            step.seq_lens,
+            step.block_table,
+            scale,
+            window,
+            kv_chunk,
         )
         return out.unsqueeze(0), None
 
@@ -75,7 +107,9 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
     known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", "scaling", "sliding_window"}
     for name, given in kwargs.items():
         if name not in known and given is not None and given is not False:
-            raise UnsupportedModel(f"{where} passes {name}={type(given).__name__}, which the attention template does not know")
+            raise UnsupportedModel(
+                f"{where} passes {name}={type(given).__name__}, which the attention template does not know"
+            )
     if query.shape[1] % key.shape[1]:
         raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")
 

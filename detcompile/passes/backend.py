@@ -1,7 +1,7 @@
 """The torch.compile backend: rewrite, certify, then lower through Inductor.
 
-    torch.compile(model, backend="detcompile")                          any module, or
-    torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the certificate
+torch.compile(model, backend="detcompile")                          any module, or
+torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the certificate
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +86,9 @@ def default_role(name: str, value: torch.Tensor) -> Role:
     if isinstance(value, torch.nn.Parameter) or "_parameters_" in name or "_buffers_" in name:
         return Role("weight")
     names = {0: "batch", 1: "tokens"}
-    rows = {d: names.get(d, f"dim {d}") for d, size in enumerate(value.shape) if d == 0 or isinstance(size, torch.SymInt)}
+    rows = {
+        d: names.get(d, f"dim {d}") for d, size in enumerate(value.shape) if d == 0 or isinstance(size, torch.SymInt)
+    }
     return Role("rows", rows)
 
 

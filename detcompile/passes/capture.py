@@ -119,7 +119,9 @@ def _run_once(model: PreTrainedModel) -> set[str]:
     step = StepInputs(empty, empty, empty, empty, (), ())
     with _recorded_masks(model) as masks, torch.no_grad():
         try:
-            model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, **{STEP_KWARG: step})
+            model(
+                input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, **{STEP_KWARG: step}
+            )
         except TypeError as error:
             raise UnsupportedModel(f"{type(model).__name__}.forward cannot take the step inputs: {error}") from error
     return masks
@@ -133,7 +135,9 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
     def watched(name: str, make: Any):
         def make_mask(*args: Any, **kwargs: Any):
             if name not in MASK_KINDS:
-                raise UnsupportedModel(f"{type(model).__name__} asks for {name}, a mask the attention template does not have")
+                raise UnsupportedModel(
+                    f"{type(model).__name__} asks for {name}, a mask the attention template does not have"
+                )
             shaped = [argument for argument in MASK_SHAPING if kwargs.get(argument) is not None]
             if shaped:
                 raise UnsupportedModel(f"{type(model).__name__} changes {name} by {', '.join(shaped)}")

@@ -144,8 +144,15 @@ def _example(model: PreTrainedModel, attention: tuple[AttentionCall, ...]) -> tu
     input_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     position_ids = torch.arange(num_tokens, device=device)[None]
     logits_to_keep = torch.arange(num_tokens, device=device)
-    for tensor, dims in [(input_ids, 1), (position_ids, 1), (logits_to_keep, 0), (step.slot_mapping, 0),
-                         (step.cu_seqlens, 0), (step.seq_lens, 0), (step.block_table, [0, 1])]:
+    for tensor, dims in [
+        (input_ids, 1),
+        (position_ids, 1),
+        (logits_to_keep, 0),
+        (step.slot_mapping, 0),
+        (step.cu_seqlens, 0),
+        (step.seq_lens, 0),
+        (step.block_table, [0, 1]),
+    ]:
         mark_unbacked(tensor, dims)
     for tensor in (*step.k_caches, *step.v_caches):
         mark_unbacked(tensor, [0, 1])

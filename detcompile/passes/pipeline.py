@@ -78,7 +78,9 @@ def pinned_codegen() -> Iterator[None]:
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
     with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch.
     """
-    if not hasattr(inductor_cpp, "KernelOpStats"):  # a torch without the heuristic (tests/passes/test_rounding.py would see another)
+    if not hasattr(
+        inductor_cpp, "KernelOpStats"
+    ):  # a torch without the heuristic (tests/passes/test_rounding.py would see another)
         yield
         return
     with mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf")):

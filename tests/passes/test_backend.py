@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import detcompile  # noqa: F401 (registers the backend)
+import detcompile
 from detcompile.passes.backend import cause
 from tests.bits import assert_bitwise_equal
 

@@ -111,8 +111,8 @@ def test_attention_outside_the_interface_is_refused() -> None:
 
 
 def test_a_mask_the_template_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import masking_utils  # noqa: PLC0415
-    from transformers.models.qwen3 import modeling_qwen3  # noqa: PLC0415
+    from transformers import masking_utils
+    from transformers.models.qwen3 import modeling_qwen3
 
     monkeypatch.setattr(modeling_qwen3, "create_causal_mask", masking_utils.create_chunked_causal_mask)
     with pytest.raises(UnsupportedModel, match="create_chunked_causal_mask"):

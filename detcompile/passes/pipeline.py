@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -26,10 +27,16 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     fuse_residuals,
 )
 
+
+def _setting(*names: str) -> str:
+    """The one of an Inductor setting's names that this torch has."""
+    return next(name for name in names if name in inductor_config._config)
+
+
 # Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
 ROUNDING: dict[str, Any] = {
     "emulate_precision_casts": True,
-    "eager_numerics.division_rounding": True,
+    _setting("eager_numerics.division_rounding", "emulate_divison_rounding"): True,
     "split_reductions": False,
     "comprehensive_padding": False,
     "max_autotune": False,

@@ -7,7 +7,7 @@ table alone, so that a launch can be captured in a CUDA graph; which sequence a 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -174,8 +174,8 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
     scale = problem.d**-0.5
 
     def dense(schedule: AttentionSchedule) -> Tensor:
-        batched = (t.unflatten(0, (2, -1)).transpose(1, 2) for t in (q, k, v))
-        return dense_attention_cuda(*batched, scale, window, problem.chunk, schedule)
+        q_BHTD, k_BHTD, v_BHTD = (t.unflatten(0, (2, -1)).transpose(1, 2) for t in (q, k, v))
+        return dense_attention_cuda(q_BHTD, k_BHTD, v_BHTD, scale, window, problem.chunk, schedule)
 
     table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(1)).view(2, pages)
     slots = [
@@ -202,7 +202,7 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
                 cache[table[s].to(device)] = filled.unflatten(0, (pages, page))
             caches.append(cache)
         return paged_attention_cuda(
-            q, k, v, *caches, slot_mapping, cu, seq_lens, table_i, scale, window, problem.chunk, schedule
+            q, k, v, caches[0], caches[1], slot_mapping, cu, seq_lens, table_i, scale, window, problem.chunk, schedule
         )
 
     def bits(schedule: AttentionSchedule) -> bytes:
@@ -244,7 +244,7 @@ def _with_split(problem: AttentionProblem, device: torch.device, T: int, S: int,
     rows = _tiles(T, S, 16 if problem.few else 64, problem.heads // problem.kv_heads) * problem.kv_heads
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
     split = chunks > 1 and rows < 8 * _multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
-    return AttentionProblem(**{**_fields(problem), "split": split})
+    return replace(problem, split=split)
 
 
 def _attend(
@@ -325,10 +325,6 @@ def _unit_rows(t: Tensor) -> Tensor:
 
 def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
-
-
-def _fields(problem: AttentionProblem) -> dict[str, object]:
-    return {name: getattr(problem, name) for name in problem.__slots__}
 
 
 @functools.cache

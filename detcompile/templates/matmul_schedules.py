@@ -5,6 +5,7 @@ Legend: M tokens, N output features, K summed features. A schedule never decides
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 __all__ = ["GemmProblem", "GemmSchedule", "candidates", "reference_schedule"]
 
@@ -60,22 +61,27 @@ class GemmSchedule:
         return f"{name}-{tile}-w{self.warps}s{self.stages}c{self.ctas}g{self.group}"
 
 
-def _schedules(kind: str, swapped: bool, rows: list[tuple[int, ...]]) -> list[GemmSchedule]:
-    return [GemmSchedule(kind, *row[:5], swapped, "register", *row[5:]) for row in rows]
+_Rows: TypeAlias = list[tuple[int, ...]]  # block_m, block_n, block_k, warps, stages, ctas (1 if left out)
 
 
-# block_m, block_n, block_k, warps, stages, ctas
-_FEW_TOKENS = {
+def _schedules(kind: str, swapped: bool, rows: _Rows) -> list[GemmSchedule]:
+    return [
+        GemmSchedule(kind, *row[:5], swapped=swapped, ctas=row[5] if len(row) > 5 else 1)  # type: ignore[arg-type]
+        for row in rows
+    ]
+
+
+_FEW_TOKENS: dict[int, _Rows] = {
     16: [(16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 128, 128, 8, 3), (16, 64, 256, 4, 3)],
     32: [(32, 64, 128, 4, 4), (32, 128, 64, 4, 4), (32, 128, 128, 8, 3)],
     64: [(64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4)],
 }
-_FEW_TOKENS_TMA = {
+_FEW_TOKENS_TMA: dict[int, _Rows] = {
     16: [(16, 64, 128, 4, 6), (16, 128, 128, 4, 4)],
     32: [(32, 64, 128, 4, 5), (32, 128, 64, 4, 6)],
     64: [(64, 64, 128, 4, 5, 1), (64, 128, 64, 4, 6, 1), (64, 128, 128, 4, 3, 1)],
 }
-_TMA = {
+_TMA: dict[int, _Rows] = {
     64: [(64, 64, 64, 4, 6, 2), (64, 128, 64, 4, 6)],
     128: [(128, 64, 64, 4, 6), (128, 64, 128, 4, 4), (64, 128, 64, 4, 6), (64, 64, 128, 4, 4, 2), (128, 128, 64, 8, 4)],
     256: [(128, 128, 64, 8, 4), (128, 64, 128, 4, 4), (128, 128, 64, 4, 5), (256, 64, 64, 8, 4)],
@@ -83,9 +89,9 @@ _TMA = {
     1024: [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)],
 }
 # One open node per level lives in registers, so that tiles are smaller.
-_TMA_TREE = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2), (64, 64, 64, 4, 4, 3)]
-_ANY_STRIDES = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3)]
-_FLOAT32 = {
+_TMA_TREE: _Rows = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2), (64, 64, 64, 4, 4, 3)]
+_ANY_STRIDES: _Rows = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3)]
+_FLOAT32: dict[int, _Rows] = {
     16: [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 128, 32, 4, 3)],
     64: [(32, 64, 32, 4, 3), (64, 64, 32, 4, 3)],
     4096: [(64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 3)],

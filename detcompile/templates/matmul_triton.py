@@ -106,7 +106,7 @@ def gemm_problem(
         order=_order_name(K, x.dtype, radices),
         w_nk=w.stride(1) == 1,
         aligned=_tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t()),
-        epilogue=(_name(out.dtype), *(None if t is None else _name(t.dtype) for t in (bias, residual))),
+        epilogue=(_name(out.dtype), _name_of(bias), _name_of(residual)),
         bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
     )
 
@@ -299,6 +299,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _name_of(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else _name(tensor.dtype)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -203,16 +203,20 @@ def row_var_mean_cuda(x: Tensor, correction: float) -> tuple[Tensor, Tensor]:
 def rms_norm_cuda(x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:
     """x [..., R], weight [R] -> [..., R] in x.dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    flags = {"HAS_WEIGHT": weight is not None, "ROUND_FIRST": round_before_weight}
-    launch_rows(_rms_norm_kernel, x, weight, out, scalars=(eps,), **flags)
+    has_weight = weight is not None
+    launch_rows(
+        _rms_norm_kernel, x, weight, out, scalars=(eps,), HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight
+    )
     return out
 
 
 def layer_norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., R], weight and bias [R] -> [..., R] in x.dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    launch_rows(_layer_norm_kernel, x, weight, bias, out, scalars=(eps,), **flags)
+    has_weight, has_bias = weight is not None, bias is not None
+    launch_rows(
+        _layer_norm_kernel, x, weight, bias, out, scalars=(eps,), HAS_WEIGHT=has_weight, HAS_BIAS=has_bias
+    )
     return out
 
 

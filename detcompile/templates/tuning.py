@@ -89,7 +89,7 @@ class Tuner:
         """
         by_name = {str(schedule): schedule for schedule in (*candidates, reference)}
         decision = self._decisions.setdefault(problem, Decision())
-        if decision.chosen in by_name:
+        if decision.chosen is not None and decision.chosen in by_name:
             return by_name[decision.chosen]
         expected = _reference_bits(self.template, problem, reference, bits)
         for candidate in candidates:
@@ -109,7 +109,7 @@ class Tuner:
         """
         for problem in problems:
             decision = self._decisions.get(problem)
-            if decision is not None and decision.chosen in schedules:
+            if decision is not None and decision.chosen is not None and decision.chosen in schedules:
                 return schedules[decision.chosen]
         raise ScheduleError(
             f"{self.template}: no schedule was gated for {problems[0]} before CUDA graph capture, and the gate may not "

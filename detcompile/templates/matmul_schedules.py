@@ -66,7 +66,7 @@ _Rows: TypeAlias = list[tuple[int, ...]]  # block_m, block_n, block_k, warps, st
 
 def _schedules(kind: str, swapped: bool, rows: _Rows) -> list[GemmSchedule]:
     return [
-        GemmSchedule(kind, *row[:5], swapped=swapped, ctas=row[5] if len(row) > 5 else 1)  # type: ignore[arg-type]
+        GemmSchedule(kind, *row[:5], swapped=swapped, ctas=row[5] if len(row) > 5 else 1)  # type: ignore[arg-type, misc]
         for row in rows
     ]
 

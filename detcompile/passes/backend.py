@@ -5,7 +5,7 @@ torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,9 +19,17 @@ from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 
-__all__ = ["Backend", "cause", "detcompile_backend"]
+__all__ = ["Backend", "Program", "cause", "detcompile_backend"]
 
 Compiled = Callable[..., Any]
+
+
+class Program(NamedTuple):
+    """A compiled graph, with the fake value and the traced argument of each of its inputs."""
+
+    run: Compiled  # the graph's inputs in order -> its outputs
+    values: list[Any]  # fake tensors and SymInts
+    inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
 
 
 class Backend:
@@ -47,6 +55,7 @@ class Backend:
         self.expected_attention = expected_attention
         self.certify_only = certify_only
         self.certificates: list[Certificate] = []
+        self.programs: list[Program] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
         roles = [self._role(node) for node in gm.graph.find_nodes(op="placeholder")]
@@ -66,9 +75,12 @@ class Backend:
             return compile_fx_inner(graph_module, inputs, **kwargs)
 
         with pinned_codegen(), functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(
+            run = compile_fx(
                 gm, list(example_inputs), inner_compile=inner, config_patches=settings, decompositions=decompositions()
             )
+        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        self.programs.append(Program(run, values, list(example_inputs)))
+        return run
 
     def _role(self, node: fx.Node) -> Role:
         value = node.meta.get("example_value")

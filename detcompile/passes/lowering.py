@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from detcompile.errors import DetcompileError, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import AttentionCall
-from detcompile.passes.backend import Backend, cause
+from detcompile.passes.backend import Backend, Program, cause
 from detcompile.passes.capture import DenseForward, PackedForward, freeze_rope, probe_attention
 from detcompile.passes.certificate import Certificate, Role
+from detcompile.passes.provenance import sympy_size
 from detcompile.passes.shard import pin_row_parallel
 from detcompile.step import StepInputs
 
@@ -69,17 +70,48 @@ def _compile_packed(
     model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...]
 ) -> tuple[Callable[..., Tensor], Certificate]:
     backend = Backend(numerics, _packed_role, len(attention))
-    forward = torch.compile(
-        _with_own_code(PackedForward(model)),
-        backend=backend,
-        fullgraph=True,
-        dynamic=None,
-        # The runtime alone calls this function, with inputs of one kind: a guard could only cost time or recompile.
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-    )
-    _run(lambda: forward(*_example(model, attention)), model)
-    (certificate,) = backend.certificates
-    return torch.no_grad()(forward), certificate
+    packed = torch.compile(_with_own_code(PackedForward(model)), backend=backend, fullgraph=True, dynamic=None)
+    example = _example(model, attention)
+    _run(lambda: packed(*example), model)
+    (certificate,), (program,) = backend.certificates, backend.programs
+    return _bind(program, example), certificate
+
+
+def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) -> Callable[..., Tensor]:
+    """The graph itself as a function of a step.
+
+    Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
+    """
+    leaves = _leaves(*example)
+    place = {id(leaf): i for i, leaf in enumerate(leaves)}
+    sizes: dict[Any, tuple[int, int]] = {}  # symbol -> (leaf, dimension) that has this extent
+    for value, given in zip(program.values, program.inputs, strict=True):
+        if id(given) in place:
+            sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
+    sources: list[tuple[str, Any]] = []
+    for value, given in zip(program.values, program.inputs, strict=True):
+        if isinstance(value, torch.SymInt):
+            sources.append(("size", sizes[sympy_size(value)]))
+        else:
+            sources.append(("leaf", place[id(given)]) if id(given) in place else ("weight", given))
+
+    @torch.no_grad()
+    def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+        given = _leaves(input_ids, position_ids, step, logits_to_keep)
+        arguments: list[Any] = []
+        for kind, source in sources:
+            if kind == "weight":
+                arguments.append(source)
+            else:
+                arguments.append(given[source] if kind == "leaf" else given[source[0]].shape[source[1]])
+        (logits,) = program.run(*arguments)
+        return logits
+
+    return forward
+
+
+def _leaves(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> list[Tensor]:
+    return [input_ids, position_ids, logits_to_keep, *step[:4], *step.k_caches, *step.v_caches]
 
 
 def _with_own_code(module: nn.Module) -> Callable[..., Tensor]:

@@ -21,14 +21,13 @@ __all__ = [
     "row_var_mean_cuda",
     "rows_of",
     "slots_to_row",
+    "tile_rows",
     "total",
 ]
 
 PLAIN = tl.constexpr(0)
 SQUARE = tl.constexpr(1)
 CENTERED_SQUARE = tl.constexpr(2)
-
-_MANY_ROWS = 8192  # from which a tile of short rows takes several rows a warp
 
 
 @triton.jit
@@ -221,9 +220,18 @@ def layer_norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., R] -> [T, R] with unit stride along the row; a view where the strides allow one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+    """x [..., R] -> [T, R], contiguous and aligned to 16 bytes.
+
+    Triton lays a tile out by what it knows of strides and alignment, and the lanes' tree follows the layout: two calls
+    for rows of one length have to know the same.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def tile_rows(order: Row) -> int:
+    """Rows of a tile: like every other launch parameter of a row kernel, a function of the order alone."""
+    return 4 if order.lanes == 32 else 1
 
 
 def launch_rows(
@@ -245,20 +253,18 @@ def launch_rows(
         x, T = x.new_zeros(*x.shape[:-1], 1), x.shape[:-1].numel()
     rows = rows_of(x)
     order = order or row_order(max(R, 1), "cuda")
-    warps = order.lanes // 32
-    tile_rows = 1 if warps > 1 else 4 if T < _MANY_ROWS else 16
-    kernel[(triton.cdiv(T, tile_rows),)](
+    kernel[(triton.cdiv(T, tile_rows(order)),)](
         rows,
         *(rows if t is None else t for t in tensors),
         T,
         R,
-        rows.stride(0),
+        R,  # the stride: T = 1 may come with any other
         *scalars,
-        ROWS=tile_rows,
+        ROWS=tile_rows(order),
         LANES=order.lanes,
         VECTOR=order.vector,
         SHUFFLE=x.is_cuda,
-        num_warps=max(warps, 4) if warps == 1 else warps,
+        num_warps=4 if order.lanes == 32 else order.lanes // 32,
         enable_fp_fusion=False,
         **flags,
     )

@@ -3,7 +3,7 @@
     python benchmarks/model.py --commit $(git rev-parse --short HEAD) [--layers 36] [--minutes 8]
 
 The model is Qwen3-8B's shape with random weights in bf16. Writes benchmarks/results/model-<device>-<commit>.json after
-each part, so that a run that ends early keeps what it measured. Times are medians; a ratio is the peer's time over ours.
+each part, so that a run that ends early keeps what it measured. Times are medians.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def measure_peers(layers: int) -> dict[str, float]:
     """The Hugging Face model: torch.compile default (SDPA, cuBLAS) for prefill, eager generate for decode."""
     model = build(layers)
     found = {}
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, dynamic=False)
     with torch.no_grad():
         for tokens in PREFILLS:
             ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, tokens), device="cuda")
@@ -150,6 +150,9 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1))
         print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
 
+    def has(seconds: float) -> bool:
+        return time.monotonic() - started + seconds < 60 * arguments.minutes
+
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # cold
     model, seconds = compile_seconds(build(arguments.layers), Numerics())
@@ -159,16 +162,17 @@ def main() -> None:
     keep("ms, tp_sizes=(1, 2, 4, 8)", measure_ours(model))
     del model
     torch.cuda.empty_cache()
-    model, seconds = compile_seconds(build(arguments.layers), Numerics())
-    keep("compile seconds warm", seconds)
-    del model
-    if time.monotonic() - started < 60 * arguments.minutes - 90:
+    if has(60):
+        keep("ms, peers", measure_peers(arguments.layers))
+    torch.cuda.empty_cache()
+    if has(110):
         model, _ = compile_seconds(build(arguments.layers), Numerics(tp_sizes=(1,)))
         keep("ms, tp_sizes=(1,)", measure_ours(model))
         del model
         torch.cuda.empty_cache()
-    if time.monotonic() - started < 60 * arguments.minutes - 60:
-        keep("ms, peers", measure_peers(arguments.layers))
+    if has(60):
+        _, seconds = compile_seconds(build(arguments.layers), Numerics())
+        keep("compile seconds warm", seconds)
 
 
 if __name__ == "__main__":

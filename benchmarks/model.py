@@ -22,6 +22,7 @@ import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import build_step
+from detcompile.templates import matmul_triton
 from detcompile.verification import ModelSpec, available_axes, verify
 
 QWEN3_8B = {
@@ -121,6 +122,12 @@ def measure_peers(layers: int) -> dict[str, float]:
     return found
 
 
+def gate_counts(model: CompiledModel) -> dict[str, int]:
+    """Problems the GEMM gate has seen so far, and schedules it admitted and refused."""
+    rows = matmul_triton.tuner(model.device).table()
+    return {"problems": len(rows)} | {kind: sum(int(row[kind]) for row in rows) for kind in ("admitted", "refused")}
+
+
 def compile_seconds(model: PreTrainedModel, numerics: Numerics) -> tuple[CompiledModel, float]:
     start = time.perf_counter()
     compiled = detcompile.compile(model, numerics=numerics)
@@ -160,6 +167,7 @@ def main() -> None:
     keep("certificate", model.certificate.summary())
     keep("axes", measure_axes(model))
     keep("ms, tp_sizes=(1, 2, 4, 8)", measure_ours(model))
+    keep("GEMM gate", gate_counts(model))
     del model
     torch.cuda.empty_cache()
     if has(60):

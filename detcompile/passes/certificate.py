@@ -1,4 +1,4 @@
-"""The certificate: every operation of a compiled graph is of a proven class and keeps rows apart, or the graph is refused.
+"""The certificate: every operation of a graph is of a proven class and keeps rows apart, or the graph is refused.
 
 Classes: *pointwise*, *movement*, *order-free* reductions (max, integer sums), *template* (its SumOrder is pinned and
 holds no symbol) and *attention* (sums over the row's own prefix, by its contract). Everything else is an UncertifiedOp.
@@ -17,17 +17,20 @@ from torch import fx
 from detcompile.errors import UncertifiedOp
 from detcompile.numerics import Numerics, matmul_order, row_order
 from detcompile.orders import KV, SumOrder
-from detcompile.passes.provenance import LAYOUT, SIZE, Layout, Refusal, Rows, created, shape_of
-from detcompile.passes.rules import (
-    ATTENTION,
-    MOVEMENT,
-    ORDER_FREE,
-    TEMPLATES,
-    Context,
-    is_pointwise,
-    pointwise,
-    size_arithmetic,
+from detcompile.passes.context import Context, require_arguments, size_arithmetic
+from detcompile.passes.provenance import (
+    LAYOUT,
+    SIZE,
+    Layout,
+    Refusal,
+    Rows,
+    created,
+    require_apart,
+    shape_of,
+    sympy_size,
 )
+from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
+from detcompile.passes.template_rules import ATTENTION, TEMPLATES
 
 __all__ = ["Certificate", "Entry", "Role", "certify"]
 
@@ -90,10 +93,14 @@ class Certificate:
         header = Entry("op", "place", "class", "order", "proof")
         rows = [tuple(asdict(entry).values()) for entry in (header, *self.entries)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
 
-def certify(graph: fx.Graph, roles: Mapping[str, Role], numerics: Numerics, expected_attention: int | None) -> Certificate:
+def certify(
+    graph: fx.Graph, roles: Mapping[str, Role], numerics: Numerics, expected_attention: int | None
+) -> Certificate:
     """Prove the graph or raise UncertifiedOp naming every offender.
 
     Args:
@@ -118,9 +125,14 @@ def certify(graph: fx.Graph, roles: Mapping[str, Role], numerics: Numerics, expe
             else:
                 if entry:
                     entries.append(entry)
+        elif node.op in ("call_module", "call_method"):
+            offenders.append(f"{node.target} at {place_of(node)}: not an ATen operation")
+            context.states[node] = None
     found = sum(entry.kind == "attention" for entry in entries)
     if expected_attention is not None and found != expected_attention and not offenders:
-        offenders.append(f"the model calls attention {expected_attention} times, the graph holds {found} attention nodes")
+        offenders.append(
+            f"the model calls attention {expected_attention} times, the graph holds {found} attention nodes"
+        )
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
     return Certificate(tuple(entries), numerics)
@@ -141,14 +153,15 @@ def _context(graph: fx.Graph, roles: Mapping[str, Role]) -> Context:
             size = shape_of(node)[dim]
             if size.free_symbols:
                 row_symbols[size] = name
-    final = frozenset(name for name, role in roles.items() if role.final_gather)
-    return Context(row_symbols, final)
+    final = {name: role.rows[0] for name, role in roles.items() if role.final_gather and role.rows}
+    packed = any(role.kind == "layout" or role.final_gather for role in roles.values())
+    return Context(row_symbols, final, packed)
 
 
 def _input_state(node: fx.Node, role: Role) -> Any:
     if not isinstance(node.meta["val"], torch.Tensor):
         return SIZE
-    if role.kind == "layout":
+    if role.kind == "layout" or role.final_gather:  # which row of the step is wanted tells its place
         return LAYOUT
     dims = list(created(shape_of(node), {}).dims)
     for dim, name in (role.rows or {}).items():
@@ -166,29 +179,47 @@ def _constant_state(node: fx.Node) -> Rows | None:
 
 def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
     """Report an offender once, not everything that reads it."""
-    if any(arg in context.states and context.states[arg] is None for arg in node.all_input_nodes if arg.op != "get_attr"):
+    if any(
+        arg in context.states and context.states[arg] is None for arg in node.all_input_nodes if arg.op != "get_attr"
+    ):
         context.states[node] = None
         return True
     return False
 
 
 def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[Any, Entry | None]:
-    size = size_arithmetic(node)
+    size = size_arithmetic(node, context)
     if size is not None:
         return size, None
     target = node.target
-    for kind, table in (("movement", MOVEMENT), ("order-free", ORDER_FREE), ("template", TEMPLATES), ("attention", ATTENTION)):
+    if str(target).startswith(("aten._assert", "aten.sym_constrain")):
+        return None, None
+    for kind, table in (
+        ("movement", MOVEMENT),
+        ("order-free", ORDER_FREE),
+        ("template", TEMPLATES),
+        ("attention", ATTENTION),
+    ):
         if target in table:
+            require_arguments(node, context)
             state = table[target](node, context)
+            _require_apart(node, state, context)
             order = _order_of(node, numerics)
             return state, Entry(_name(node), place_of(node), kind, str(order or ""), _proof(kind, state, order))
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
+            require_arguments(node, context)
             state = pointwise(node, context)
+            _require_apart(node, state, context)
             return state, Entry(_name(node), place_of(node), "pointwise", "", _proof("pointwise", state, None))
-    if str(target).startswith(("aten._assert", "aten.sym_constrain")):
-        return None, None
     raise Refusal(_reason(str(target)))
+
+
+def _require_apart(node: fx.Node, state: Any, context: Context) -> None:
+    states, values = (state, node.meta["val"]) if isinstance(state, tuple) else ((state,), (node.meta["val"],))
+    for part, value in zip(states, values, strict=False):
+        if isinstance(part, Rows):
+            require_apart(part, tuple(map(sympy_size, value.shape)), context.final_gather.values())
 
 
 REASONS = {
@@ -198,6 +229,7 @@ REASONS = {
     "bernoulli": "random numbers inside the graph",
     "cumsum": "a running sum whose order is not pinned",
     "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
+    "empty": "reads memory that nothing has written",
     "as_strided": "a view whose rows cannot be followed",
 }
 
@@ -241,10 +273,21 @@ def _static(size: sympy.Expr) -> int:
 
 
 def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
-    rows = state if isinstance(state, Rows) else next((s for s in state if isinstance(s, Rows)), None) if isinstance(
-        state, tuple) else None
+    rows = (
+        state
+        if isinstance(state, Rows)
+        else next((s for s in state if isinstance(s, Rows)), None)
+        if isinstance(state, tuple)
+        else None
+    )
     spaces = ", ".join(dict.fromkeys(rows.row_spaces)) if rows else ""
-    reads = f"row t of {spaces} reads row t" if spaces else "reads no row" if not isinstance(state, Layout) else "writes own slots"
+    reads = (
+        f"row t of {spaces} reads row t"
+        if spaces
+        else "reads no row"
+        if not isinstance(state, Layout)
+        else "writes own slots"
+    )
     if kind == "attention":
         return "row t of tokens reads keys of its own prefix"
     return f"{reads}; order holds no symbol" if order else reads

@@ -6,6 +6,7 @@ space ("tokens", "batch", "logits") in its original order. An operation is accep
 row t of its inputs; the rule of each operation says how axes move. What has no rule is refused.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,11 +98,23 @@ def join(values: Sequence[Rows], rank: int) -> Rows:
                 raise Refusal(f"elements of {describe(joined)} meet elements of {describe(dim)}")
             joined = dim
         dims.append(joined)
-    result = Rows(tuple(dims))
-    crossed = {row for row in result.row_spaces if result.row_spaces.count(row) > 1}
+    return Rows(tuple(dims))
+
+
+def require_apart(value: Rows, sizes: Sequence[sympy.Expr], chosen: Iterable[str]) -> None:
+    """What holds of every value: its axes have its extents, and no row meets another of its own space.
+
+    Rows of a space in ``chosen`` were picked by the caller out of another space, whose rows they may not meet.
+    """
+    spaces = value.row_spaces
+    crossed = {row for row in spaces if spaces.count(row) > 1}
     if crossed:
         raise Refusal(f"every row of {', '.join(sorted(crossed))} meets every other")
-    return result
+    if len(spaces) > 1 and set(chosen) & set(spaces):
+        raise Refusal(f"rows chosen by the caller meet rows of the step ({', '.join(spaces)})")
+    extents = [math.prod((axis.size for axis in dim), start=sympy.Integer(1)) for dim in value.dims]
+    if len(extents) != len(sizes) or any(sympy.expand(a - b) != 0 for a, b in zip(extents, sizes, strict=True)):
+        raise Refusal(f"its axes {' '.join(map(describe, value.dims))} do not make its extents {list(sizes)}")
 
 
 def describe(dim: Dim) -> str:
@@ -176,25 +189,32 @@ def expand(value: Rows, sizes: Sequence[sympy.Expr], row_symbols: RowSymbols) ->
     """Axes after a broadcast to ``sizes``."""
     new = created(sizes, row_symbols).dims
     padding = len(sizes) - len(value.dims)
-    return Rows(tuple(new[i] if i < padding or not value.dims[i - padding] else value.dims[i - padding]
-                      for i in range(len(sizes))))
+    return Rows(
+        tuple(
+            new[i] if i < padding or not value.dims[i - padding] else value.dims[i - padding] for i in range(len(sizes))
+        )
+    )
 
 
-def index(value: Rows, indices: Sequence[Rows | None], rank: int, final_gather: bool) -> Rows:
-    """Axes of ``value[indices]``; ``final_gather`` allows rows to be chosen by the caller's logits_to_keep."""
+def choose_rows(value: Rows, dim: int, chosen: Axis) -> Rows:
+    """Axes after the caller's logits_to_keep picks rows of ``dim``, the one dimension that holds any."""
+    if len(value.row_spaces) != 1 or len(value.dims[dim]) != 1 or value.dims[dim][0].row in (None, chosen.row):
+        raise Refusal(f"rows are chosen from {' '.join(map(describe, value.dims))}, dimension {dim}")
+    return Rows((*value.dims[:dim], (chosen,), *value.dims[dim + 1 :]))
+
+
+def index(value: Rows, indices: Sequence[Rows | None]) -> Rows:
+    """Axes of ``value[indices]``."""
     chosen = [i for i, idx in enumerate(indices) if idx is not None]
     for i in chosen:
-        if not is_feature(value.dims[i]) and not final_gather:
-            raise Refusal(f"indexing over {describe(value.dims[i])}")
+        require_feature(value, i, "indexing")
     if chosen != list(range(chosen[0], chosen[-1] + 1)):
         raise Refusal("indexing over separated dimensions")
     picked = [idx for idx in indices if idx is not None]
     joined = join(picked, max(len(idx.dims) for idx in picked))
-    if joined.row_spaces and value.row_spaces and not final_gather:
+    if joined.row_spaces and value.row_spaces:
         raise Refusal("rows index into rows")
-    dims = (*value.dims[: chosen[0]], *joined.dims, *value.dims[chosen[-1] + 1 :])
-    assert len(dims) == rank
-    return Rows(dims)
+    return Rows((*value.dims[: chosen[0]], *joined.dims, *value.dims[chosen[-1] + 1 :]))
 
 
 def gather(value: Rows, dim: int, idx: Rows) -> Rows:
@@ -203,5 +223,7 @@ def gather(value: Rows, dim: int, idx: Rows) -> Rows:
     dim %= rank
     require_feature(value, dim, "gather")
     require_feature(idx, dim, "gather index")
-    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]), Rows(idx.dims[:dim] + idx.dims[dim + 1 :])], rank - 1)
+    others = join(
+        [Rows(value.dims[:dim] + value.dims[dim + 1 :]), Rows(idx.dims[:dim] + idx.dims[dim + 1 :])], rank - 1
+    )
     return Rows((*others.dims[:dim], idx.dims[dim], *others.dims[dim:]))

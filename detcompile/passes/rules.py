@@ -1,32 +1,30 @@
 """What each operation does to rows: one rule an operation, and nothing for an operation without a rule.
 
-A rule takes (node, states) and returns the state of the node's value; it raises Refusal with the reason otherwise.
+A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.context import Context
 from detcompile.passes.provenance import (
     LAYOUT,
-    SIZE,
+    Axis,
     Layout,
     Refusal,
     Rows,
     Rule,
     Size,
+    choose_rows,
     created,
-    describe,
     drop,
     expand,
     gather,
     index,
-    is_feature,
     join,
     permute,
     require_feature,
@@ -36,44 +34,23 @@ from detcompile.passes.provenance import (
     view,
 )
 
-__all__ = ["ATTENTION", "Context", "MOVEMENT", "ORDER_FREE", "TEMPLATES", "is_pointwise", "pointwise", "size_arithmetic"]
+__all__ = ["MOVEMENT", "ORDER_FREE", "embedding", "is_pointwise", "pointwise"]
 
-aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-
-
-class Context:
-    """The states of the nodes seen so far, and the row spaces that extents stand for."""
-
-    def __init__(self, row_symbols: dict[sympy.Expr, str], final_gather: frozenset[str]) -> None:
-        self.row_symbols = row_symbols
-        self.final_gather = final_gather  # names of the placeholders that choose the rows of the logits
-        self.states: dict[fx.Node, Any] = {}
-
-    def rows(self, arg: Any, what: str = "the operation") -> Rows:
-        """The state of a tensor argument; metadata and sizes are refused."""
-        state = self.states[arg]
-        if isinstance(state, Layout):
-            raise Refusal(f"{what} reads step metadata, which holds the layout of the batch")
-        if isinstance(state, Size):
-            raise Refusal(f"{what} takes a value computed from a token or batch count")
-        return state
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def is_pointwise(target: Any) -> bool:
     """Whether element i of the result depends on element i of each operand alone."""
     if target in (prims.convert_element_type.default, aten._to_copy.default, aten.copy.default, aten.clone.default):
         return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False  # anyone may tag an operation of their own
+    return torch.Tag.pointwise in target.tags and "rrelu" not in str(target)  # which draws its slopes
 
 
 def pointwise(node: fx.Node, ctx: Context) -> Rows:
     operands = [ctx.rows(arg, "arithmetic") for arg in node.all_input_nodes]
     return join(operands, len(shape_of(node)))
-
-
-def _sizes(args: Sequence[Any]) -> list[sympy.Expr]:
-    return [sympy_size(arg.meta["val"]) if isinstance(arg, fx.Node) else sympy.Integer(arg) for arg in args]
 
 
 def _view(node: fx.Node, ctx: Context) -> Rows:
@@ -98,10 +75,12 @@ def _expand(node: fx.Node, ctx: Context) -> Rows:
 
 def _slice(node: fx.Node, ctx: Context) -> Rows:
     value = ctx.rows(node.args[0])
-    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     before, after = shape_of(node.args[0])[dim], shape_of(node)[dim]
     if before == after and step == 1 and start in (0, None):
         return value
+    if any(isinstance(ctx.states[arg], Size) for arg in node.all_input_nodes):
+        raise Refusal("a slice at a value computed from a token or batch count")
     require_feature(value, dim, "a slice")
     return Rows((*value.dims[:dim], *created([after], {}).dims, *value.dims[dim:][1:]))
 
@@ -127,6 +106,36 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
         require_feature(value, dim, "a concatenation")
     others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]) for value in values], rank - 1)
     return Rows((*others.dims[:dim], *created([shape_of(node)[dim]], {}).dims, *others.dims[dim:]))
+
+
+def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:
+    """x with a slice of it replaced: of features, by values of the same rows."""
+    value, part = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    rank = len(value.dims)
+    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    for operand in (value, part):
+        require_feature(operand, dim, "a slice")
+    others = join([Rows(operand.dims[:dim] + operand.dims[dim + 1 :]) for operand in (value, part)], rank - 1)
+    return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
+
+
+def _repeat(node: fx.Node, ctx: Context) -> Rows:
+    value, repeats = ctx.rows(node.args[0]), node.args[1]
+    new = len(repeats) - len(value.dims)
+    dims = [*[()] * new, *value.dims]
+    for i, times in enumerate(repeats):
+        if times != 1:
+            require_feature(Rows(tuple(dims)), i, "a repetition")
+            dims[i] = created([shape_of(node)[i]], {}).dims[0]
+    return Rows(tuple(dims))
+
+
+def _glu(node: fx.Node, ctx: Context) -> Rows:
+    """One half of the features times the sigmoid of the other."""
+    value = ctx.rows(node.args[0])
+    dim = (node.args[1] if len(node.args) > 1 else -1) % len(value.dims)
+    require_feature(value, dim, "a gated unit")
+    return Rows((*value.dims[:dim], *created([shape_of(node)[dim]], {}).dims, *value.dims[dim + 1 :]))
 
 
 def _split(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
@@ -162,9 +171,18 @@ def _pad(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _index(node: fx.Node, ctx: Context) -> Rows:
-    indices = [None if arg is None else ctx.rows(arg, "an index") for arg in node.args[1]]
-    final = any(arg is not None and arg.name in ctx.final_gather for arg in node.args[1])
-    return index(ctx.rows(node.args[0]), indices, len(shape_of(node)), final)
+    return _indexed(node, list(node.args[1]), ctx)
+
+
+def _indexed(node: fx.Node, indices: list[fx.Node | None], ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    given = [arg for arg in indices if arg is not None]
+    if len(given) == 1 and given[0].name in ctx.final_gather:
+        (size,) = shape_of(given[0])
+        return choose_rows(value, indices.index(given[0]), Axis(size, ctx.final_gather[given[0].name]))
+    if any(arg.meta["val"].dtype in (torch.bool, torch.uint8) for arg in given):
+        raise Refusal("a mask chooses how many elements there are")
+    return index(value, [None if arg is None else ctx.rows(arg, "an index") for arg in indices])
 
 
 def _gather(node: fx.Node, ctx: Context) -> Rows:
@@ -172,12 +190,10 @@ def _gather(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _index_select(node: fx.Node, ctx: Context) -> Rows:
-    value, dim = ctx.rows(node.args[0]), node.args[1]
-    indices = [None] * (dim % len(value.dims)) + [ctx.rows(node.args[2], "an index")]
-    return index(value, indices, len(value.dims), node.args[2].name in ctx.final_gather)
+    return _indexed(node, [None] * (node.args[1] % len(shape_of(node))) + [node.args[2]], ctx)
 
 
-def _embedding(node: fx.Node, ctx: Context) -> Rows:
+def embedding(node: fx.Node, ctx: Context) -> Rows:
     weight, ids = ctx.rows(node.args[0]), ctx.rows(node.args[1], "an index")
     require_weight(weight, "the embedding table")
     return Rows((*ids.dims, weight.dims[1]))
@@ -185,9 +201,6 @@ def _embedding(node: fx.Node, ctx: Context) -> Rows:
 
 def _constant(node: fx.Node, ctx: Context) -> Rows:
     """full, zeros, ...: rows may shape the value, their number may not be the value."""
-    fill = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)]  # extents come in lists
-    if any(isinstance(ctx.states[arg], Size) for arg in fill):
-        raise Refusal("the value is computed from a token or batch count")
     return created(shape_of(node), ctx.row_symbols)
 
 
@@ -231,6 +244,9 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
     aten.cat.default: _cat,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.repeat.default: _repeat,
+    aten.glu.default: _glu,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
@@ -240,11 +256,10 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
-    aten.embedding.default: _embedding,
+    aten.embedding.default: embedding,
     aten.full.default: _constant,
     aten.full_like.default: _constant,
     aten.scalar_tensor.default: _constant,
-    aten.empty.memory_format: _constant,
     prims.iota.default: _iota,
     aten.arange.start_step: _iota,
     aten.alias.default: _keep,
@@ -270,21 +285,29 @@ def _exact_reduction(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
 
 
 def _integer_sum(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-    if node.args[0].meta["val"].dtype.is_floating_point:
-        raise Refusal("a floating-point sum whose order is not pinned")
+    for dtype in (node.args[0].meta["val"].dtype, node.meta["val"].dtype):
+        if dtype.is_floating_point or dtype.is_complex:
+            raise Refusal("a floating-point sum whose order is not pinned")
     return _exact_reduction(node, ctx)
 
 
-def _ranked(dim_position: int) -> Rule:
-    def rule(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
-        value = ctx.rows(node.args[0])
-        dim = node.args[dim_position] if len(node.args) > dim_position else -1
-        require_feature(value, dim, "an ordering")
-        after = [created([sympy_size(part.shape[dim])], {}).dims[0] for part in node.meta["val"]]
-        dim %= len(value.dims)
-        return tuple(Rows((*value.dims[:dim], part, *value.dims[dim + 1 :])) for part in after)
+def _ranked(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    value = ctx.rows(node.args[0])
+    position = 2 if node.target is aten.topk.default else 1
+    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
+    require_feature(value, dim, "an ordering")
+    after = [created([sympy_size(part.shape[dim])], {}).dims[0] for part in node.meta["val"]]
+    dim %= len(value.dims)
+    return tuple(Rows((*value.dims[:dim], part, *value.dims[dim + 1 :])) for part in after)
 
-    return rule
+
+def _topk(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    """The values alone: a kernel that depends on the number of rows decides between equal elements."""
+    if len(node.args) > 4 and not node.args[4]:
+        raise Refusal("topk(sorted=False) gives its elements in an order that is not pinned")
+    if any(user.args[1] == 1 and user.users for user in node.users):
+        raise Refusal("which of equal elements topk finds is not pinned; sort(stable=True) pins it")
+    return _ranked(node, ctx)
 
 
 ORDER_FREE: Mapping[Any, Rule] = {
@@ -301,92 +324,7 @@ ORDER_FREE: Mapping[Any, Rule] = {
     aten.all.default: _exact_reduction,
     aten.sum.dim_IntList: _integer_sum,
     aten.sum.default: _integer_sum,
-    aten.topk.default: _ranked(2),
-    aten.sort.default: _ranked(1),
-    aten.sort.stable: _ranked(2),
+    aten.topk.default: _topk,
+    aten.sort.default: _ranked,
+    aten.sort.stable: _ranked,
 }
-
-
-def _matmul(node: fx.Node, ctx: Context) -> Rows:
-    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
-    require_weight(w, "the second matrix")
-    require_feature(x, 1, "the sum of a matrix product")
-    bias = node.args[2] if len(node.args) > 2 else None
-    residual = node.args[3] if len(node.args) > 3 else None
-    if bias is not None:
-        require_weight(ctx.rows(bias), "the bias")
-    out = Rows((x.dims[0], w.dims[0]))
-    return out if residual is None else join([out, ctx.rows(residual)], 2)
-
-
-def _last_dim(keep: bool) -> Rule:
-    def rule(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-        value = ctx.rows(node.args[0])
-        require_feature(value, -1, "a row reduction")
-        for weight in node.args[1:3]:
-            if isinstance(weight, fx.Node):
-                require_weight(ctx.rows(weight), "the weight of a norm")
-        result = value if keep else Rows(value.dims[:-1])
-        return (result, result) if isinstance(node.meta["val"], (tuple, list)) else result
-
-    return rule
-
-
-TEMPLATES: Mapping[Any, Rule] = {
-    ours.matmul.default: _matmul,
-    ours.row_sum.default: _last_dim(keep=False),
-    ours.row_var_mean.default: _last_dim(keep=False),
-    ours.logsumexp.default: _last_dim(keep=False),
-    ours.softmax.default: _last_dim(keep=True),
-    ours.log_softmax.default: _last_dim(keep=True),
-    ours.rms_norm.default: _last_dim(keep=True),
-    ours.layer_norm.default: _last_dim(keep=True),
-    ours.embedding.default: _embedding,
-}
-
-METADATA = ("slot_mapping", "cu_seqlens", "seq_lens", "block_table")
-
-
-def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
-    """Row t reads the keys of its own sequence up to its own position: by the template's contract."""
-    kwargs = node.kwargs
-    for name in METADATA:
-        if not isinstance(ctx.states[kwargs[name]], Layout):
-            raise Refusal(f"attention's {name} is not the step's own")
-    if not all(isinstance(ctx.states[base], Layout) for base in kwargs["_all_bases"]):
-        raise Refusal("attention's cache is not a graph input")
-    heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
-    for value in heads:
-        if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
-            raise Refusal(f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]")
-    out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
-    return (out, *(LAYOUT for _ in kwargs["_all_bases"]))
-
-
-def _functionalized(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
-    if node.args[0] is not ours.paged_attention.default:
-        raise Refusal(f"mutating operation {node.args[0]}")
-    return _paged_attention(node, ctx)
-
-
-def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
-    q, k, v = (ctx.rows(arg) for arg in node.args[:3])
-    for value in (q, k, v):
-        if not is_feature(value.dims[1]) or not is_feature(value.dims[3]):
-            raise Refusal("attention's heads or features hold rows")
-        if any(axis.row not in ("tokens", None) for axis in value.dims[2]) or value.dims[0] != q.dims[0]:
-            raise Refusal("attention's batch and tokens are out of place")
-    return Rows((q.dims[0], q.dims[1], q.dims[2], v.dims[3]))
-
-
-ATTENTION: Mapping[Any, Rule] = {
-    FUNCTIONALIZED: _functionalized,
-    ours.dense_attention.default: _dense_attention,
-}
-
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
-
-
-def size_arithmetic(node: fx.Node) -> Size | None:
-    """The state of a node whose value is a number, None for tensors."""
-    return SIZE if isinstance(node.meta.get("val"), NUMBERS) or node.target is aten.sym_size.int else None

@@ -1,0 +1,115 @@
+"""What the templates do to rows: each sums over features alone, save attention, which has a rule of its own.
+
+A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.context import Context
+from detcompile.passes.provenance import (
+    LAYOUT,
+    Layout,
+    Refusal,
+    Rows,
+    Rule,
+    describe,
+    is_feature,
+    join,
+    require_feature,
+    require_weight,
+)
+from detcompile.passes.rules import embedding
+
+__all__ = ["ATTENTION", "TEMPLATES"]
+
+ours = torch.ops.detcompile
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+
+
+def _matmul(node: fx.Node, ctx: Context) -> Rows:
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_weight(w, "the second matrix")
+    require_feature(x, 1, "the sum of a matrix product")
+    bias = node.args[2] if len(node.args) > 2 else None
+    residual = node.args[3] if len(node.args) > 3 else None
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    out = Rows((x.dims[0], w.dims[0]))
+    return out if residual is None else join([out, ctx.rows(residual)], 2)
+
+
+def _last_dim(keep: bool) -> Rule:
+    def rule(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
+        value = ctx.rows(node.args[0])
+        require_feature(value, -1, "a row reduction")
+        for weight in node.args[1:3]:
+            if isinstance(weight, fx.Node):
+                require_weight(ctx.rows(weight), "the weight of a norm")
+        result = value if keep else Rows(value.dims[:-1])
+        return (result, result) if isinstance(node.meta["val"], (tuple, list)) else result
+
+    return rule
+
+
+TEMPLATES: Mapping[Any, Rule] = {
+    ours.matmul.default: _matmul,
+    ours.row_sum.default: _last_dim(keep=False),
+    ours.row_var_mean.default: _last_dim(keep=False),
+    ours.logsumexp.default: _last_dim(keep=False),
+    ours.softmax.default: _last_dim(keep=True),
+    ours.log_softmax.default: _last_dim(keep=True),
+    ours.rms_norm.default: _last_dim(keep=True),
+    ours.layer_norm.default: _last_dim(keep=True),
+    ours.embedding.default: embedding,
+}
+
+METADATA = ("slot_mapping", "cu_seqlens", "seq_lens", "block_table")
+
+
+def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    """Row t reads the keys of its own sequence up to its own position: by the template's contract."""
+    kwargs = node.kwargs
+    for name in METADATA:
+        if not isinstance(ctx.states[kwargs[name]], Layout):
+            raise Refusal(f"attention's {name} is not the step's own")
+    if not all(isinstance(ctx.states[base], Layout) for base in kwargs["_all_bases"]):
+        raise Refusal("attention's cache is not a graph input")
+    heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
+    for value in heads:
+        if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
+            raise Refusal(
+                f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]"
+            )
+    out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
+    return (out, *(LAYOUT for _ in kwargs["_all_bases"]))
+
+
+def _functionalized(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    if node.args[0] is not ours.paged_attention.default:
+        raise Refusal(f"mutating operation {node.args[0]}")
+    return _paged_attention(node, ctx)
+
+
+def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
+    """Row t of a sequence reads its rows up to t: by the template's contract, and only if t counts tokens in order."""
+    if ctx.packed:
+        raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
+    q, k, v = (ctx.rows(arg) for arg in node.args[:3])
+    for value in (q, k, v):
+        if not is_feature(value.dims[1]) or not is_feature(value.dims[3]):
+            raise Refusal("attention's heads or features hold rows")
+        in_order = is_feature(value.dims[2]) or [axis.row for axis in value.dims[2]] == ["tokens"]
+        if not in_order or value.dims[0] != q.dims[0] or value.dims[2] != q.dims[2]:
+            raise Refusal("attention's batch and tokens are out of place")
+    return Rows((q.dims[0], q.dims[1], q.dims[2], v.dims[3]))
+
+
+ATTENTION: Mapping[Any, Rule] = {
+    FUNCTIONALIZED: _functionalized,
+    ours.dense_attention.default: _dense_attention,
+}

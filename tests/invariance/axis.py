@@ -41,7 +41,7 @@ def configuration_for(axis: str, length: int, seed: int) -> Configuration:
     return AXES[axis](prompts[0], prompts, rng)
 
 
-def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max_examples: int = 8) -> None:
+def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max_examples: int = 6) -> None:
     """Every drawn configuration of the axis gives the target's logits the bytes of the target alone."""
     model = compiled(name, dtype, device)
 

@@ -1,4 +1,4 @@
-"""The command line: detcompile demo | verify | check. Results on standard output, progress and logs on standard error."""
+"""The command line: detcompile demo | verify | check. Results go to standard output, progress to standard error."""
 
 import json
 import sys
@@ -148,7 +148,7 @@ def _show_completion(compiled: CompiledModel, console: Console) -> None:
 
 def _comparison_table(found: list[Comparison], dtype: torch.dtype) -> Table:
     table = Table(
-        title=f"One prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, worse of two prompts",
+        title=f"A prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, worse of two",
         caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
         " probability. 1, 1 and 0: the bits do not depend on the axis.",
     )

@@ -201,9 +201,10 @@ class CompiledModel:
 
     def _checked(self, token_ids: list[int], row: int, max_new_tokens: int = 0) -> list[int]:
         if len(token_ids) + max_new_tokens > self.max_context:
+            needed = len(token_ids) + max_new_tokens
             raise InvalidInput(
-                f"row {row} needs {len(token_ids) + max_new_tokens} tokens, the model was compiled for {self.max_context}:"
-                " shorten it, or compile with a larger max_context"
+                f"row {row} needs {needed} tokens, the model was compiled for {self.max_context}: shorten it,"
+                " or compile with a larger max_context"
             )
         bad = [token for token in token_ids if not 0 <= token < self.vocab_size]
         if bad:

@@ -1,5 +1,6 @@
 """The main job on the embedded model: plain torch beside detcompile, over the same configurations."""
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,5 +64,5 @@ def compare_with_torch(
             for configuration in plan:
                 theirs.add(configuration.rows[configuration.target], score_plain(plain, configuration))
                 tick(axis)
-        comparisons.append(Comparison(axis, theirs, measure(model, plan, lambda axis=axis: tick(axis))))
+        comparisons.append(Comparison(axis, theirs, measure(model, plan, functools.partial(tick, axis))))
     return comparisons

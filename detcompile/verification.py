@@ -3,6 +3,7 @@
 Run as a module it is the other process of the restart axis: it reads a request on standard input and saves logits.
 """
 
+import functools
 import json
 import random
 import subprocess
@@ -98,7 +99,7 @@ def verify(
             tick(axis)
         else:
             plan = configurations(axis, prompts, count, random.Random(f"{axis} {seed}"))
-            results[axis] = measure(model, plan, lambda axis=axis: tick(axis))
+            results[axis] = measure(model, plan, functools.partial(tick, axis))
     return results
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user runs it: results on standard output, logs on standard error, exit codes that mean something."""
+"""The command line as a user runs it: results, logs and exit codes."""
 
 import json
 import subprocess

@@ -43,7 +43,7 @@ class AttentionCall:
     """
 
     def __init__(self, module: nn.Module, key: Tensor, value: Tensor, window: int) -> None:
-        self.layer: int = module.layer_idx
+        self.layer = int(module.layer_idx)
         self.kv_heads, self.head_dim = key.shape[1], key.shape[3]
         self.v_head_dim = value.shape[3]
         self.window = window
@@ -51,7 +51,7 @@ class AttentionCall:
 
 
 def register_attention(kv_chunk: int) -> None:
-    """Make ``attn_implementation="detcompile"`` known to transformers; attention sums in chunks of ``kv_chunk`` keys."""
+    """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys."""
 
     def pinned(
         module: nn.Module,
@@ -70,7 +70,7 @@ def register_attention(kv_chunk: int) -> None:
         if step is None:
             out = torch.ops.detcompile.dense_attention(query, key, value, scale, window, kv_chunk)
             return out.transpose(1, 2), None
-        layer = module.layer_idx
+        layer = int(module.layer_idx)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
         out = torch.ops.detcompile.paged_attention(
             q,

@@ -37,8 +37,8 @@ class Backend:
 
     Args:
         numerics: the declared orders.
-        roles_of: the Role of a tensor input from its name and fake value in Dynamo's graph; default: parameters and buffers are
-            weights; of any other tensor the first dimension holds a batch, and every symbolic dimension rows.
+        roles_of: the Role of a tensor input from its name and fake value in Dynamo's graph; default: parameters and
+            buffers are weights; of any other tensor the first dimension holds a batch, every symbolic one rows.
         expected_attention: attention calls a causal LM makes; None for any other module.
         certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
     """

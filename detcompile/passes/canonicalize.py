@@ -29,6 +29,8 @@ def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple, origin: fx.
     with graph.inserting_before(origin):
         node = graph.call_function(target, args)
     values = fx.map_arg(args, lambda arg: arg.meta["val"])
-    with torch._guards.detect_fake_mode(values):
+    mode = torch._guards.detect_fake_mode(values)
+    assert mode is not None, f"no fake value among the arguments of {target}"
+    with mode:
         node.meta = {**origin.meta, "val": target(*values)}
     return node

@@ -159,9 +159,10 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
 def _check_calls(model: PreTrainedModel, calls: list[AttentionCall], masks: set[str]) -> None:
     name = type(model).__name__
     layers = model.config.get_text_config().num_hidden_layers
-    if sorted(call.layer for call in calls) != list(range(layers)):
+    called = sorted(call.layer for call in calls)
+    if called != list(range(layers)):
         raise UnsupportedModel(
-            f"{name} has {layers} layers but called the attention interface for layers {sorted(c.layer for c in calls)}: "
+            f"{name} has {layers} layers but called the attention interface for layers {called}: "
             "attention that does not pass through the interface cannot be pinned"
         )
     if "create_sliding_window_causal_mask" in masks and not any(call.window for call in calls):

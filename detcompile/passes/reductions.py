@@ -198,15 +198,22 @@ def _only_user(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node | None
 def _match_rms_norm(mean: fx.Node) -> tuple[fx.Node, tuple] | None:
     """The last operation of the norm and the template's arguments."""
     square = mean.args[0]
-    h = square.args[0] if isinstance(square, fx.Node) and square.args else None
+    h = square.args[0]
     squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
     squared = squared or (square.target is aten.mul.Tensor and square.args[0] is square.args[1])
-    if not squared or h.meta["val"].dtype != torch.float32 or _dims(mean) != [len(shape_of(h)) - 1]:
+    if (
+        not squared
+        or not isinstance(h, fx.Node)
+        or h.meta["val"].dtype != torch.float32
+        or _dims(mean) != [len(shape_of(h)) - 1]
+    ):
         return None
     shifted = _only_user(mean, aten.add.Tensor)
-    root = shifted and isinstance(shifted.args[1], float) and _only_user(shifted, aten.rsqrt.default)
+    if shifted is None or not isinstance(shifted.args[1], float):
+        return None
+    root = _only_user(shifted, aten.rsqrt.default)
     normed = root and _only_user(root, aten.mul.Tensor)
-    if not normed or not _keepdim(mean) or not {normed.args[0], normed.args[1]} == {h, root}:
+    if normed is None or not _keepdim(mean) or {normed.args[0], normed.args[1]} != {h, root}:
         return None
     return _match_weight(normed, h, float(shifted.args[1]))
 

@@ -1,4 +1,4 @@
-"""Compiled logits mean what Hugging Face's mean: beyond every window and chunk, and no less accurate than plain torch."""
+"""Compiled logits mean what Hugging Face's mean: beyond every window and chunk, and are no less accurate."""
 
 import copy
 

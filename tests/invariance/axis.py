@@ -58,7 +58,7 @@ def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max
 
 @contextlib.contextmanager
 def sabotaged(model: CompiledModel, other: CompiledModel, differ: Callable[[StepInputs], bool]) -> Iterator[None]:
-    """While entered, steps that ``differ`` accepts run under another tree over K: an order swap planted in the model."""
+    """While entered, steps that ``differ`` accepts run under another tree over K: a planted order swap."""
     straight = model.forward
 
     def swapped(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:

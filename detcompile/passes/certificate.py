@@ -6,7 +6,7 @@ holds no symbol) and *attention* (sums over the row's own prefix, by its contrac
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -245,11 +245,9 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     """The pinned order of a template; it may hold no symbol."""
     target, args = node.target, node.args
     if target is ours.matmul.default:
-        radices = args[4] if len(args) > 4 else node.kwargs.get("radices", ())
-        if radices and tuple(radices) != numerics.radices:
-            raise Refusal(f"a sum over the tree {tuple(radices)}, declared is {numerics.radices}")
+        radices = _declared(args[4], numerics)
         value = args[0].meta["val"]
-        order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, tuple(radices))
+        order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices)
     elif target in ATTENTION:
         chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[5]
         if chunk != numerics.kv_chunk:
@@ -258,12 +256,18 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     elif target in TEMPLATES and target is not ours.embedding.default:
         value = args[0].meta["val"]
         radices = args[1] if target is ours.logsumexp.default else args[2] if "softmax" in str(target) else ()
-        order = row_order(_static(shape_of(args[0])[-1]), value.device.type, tuple(radices))
+        order = row_order(_static(shape_of(args[0])[-1]), value.device.type, _declared(radices, numerics))
     else:
         return None
     if order.symbols:
         raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
     return order
+
+
+def _declared(radices: Sequence[int], numerics: Numerics) -> tuple[int, ...]:
+    if radices and tuple(radices) != numerics.radices:
+        raise Refusal(f"a sum over the tree {tuple(radices)}, declared is {numerics.radices}")
+    return tuple(radices)
 
 
 def _static(size: sympy.Expr) -> int:
@@ -295,7 +299,7 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
 
 def _name(node: fx.Node) -> str:
     target = node.args[0] if node.target in ATTENTION and not str(node.target).startswith("detcompile") else node.target
-    return getattr(target, "__name__", None) if not isinstance(target, torch._ops.OpOverload) else str(target)
+    return str(target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", target))
 
 
 def place_of(node: fx.Node) -> str:

@@ -75,7 +75,8 @@ def _expand(node: fx.Node, ctx: Context) -> Rows:
 
 def _slice(node: fx.Node, ctx: Context) -> Rows:
     value = ctx.rows(node.args[0])
-    dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    given: tuple[Any, ...] = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    dim, start, _, step = given
     before, after = shape_of(node.args[0])[dim], shape_of(node)[dim]
     if before == after and step == 1 and start in (0, None):
         return value

@@ -79,6 +79,7 @@ HOLES = {
     "attention: heads before tokens": (lambda x: attend(heads_first(x)), "out of place"),
     "attention: over the batch": (lambda x: attend(x.transpose(0, 1)[:, None]), "out of place"),
     "expand: every token sees every other": (lambda x: x[:, None].expand(-1, x.shape[1], -1, -1), "every other"),
+    "softmax: a tree nobody declared": (lambda x: torch.ops.detcompile.softmax(x, None, [2]), "declared is (2, 2, 2)"),
     "a buffer that counts calls": (Counter(), "writes rows into an input"),
 }
 

@@ -42,7 +42,7 @@ class AttentionCall:
         window: sliding window in tokens, 0 for none. name: class of the calling module.
     """
 
-    def __init__(self, module: nn.Module, key: Tensor, value: Tensor, window: int) -> None:
+    def __init__(self, module: Any, key: Tensor, value: Tensor, window: int) -> None:
         self.layer = int(module.layer_idx)
         self.kv_heads, self.head_dim = key.shape[1], key.shape[3]
         self.v_head_dim = value.shape[3]
@@ -54,7 +54,7 @@ def register_attention(kv_chunk: int) -> None:
     """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys."""
 
     def pinned(
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,

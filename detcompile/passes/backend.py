@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, UncertifiedOp
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
@@ -94,9 +94,16 @@ class Backend:
 
 
 def default_role(name: str, value: torch.Tensor) -> Role:
-    """Parameters and buffers are weights; of any other tensor the first and every symbolic dimension holds rows."""
+    """Parameters and buffers are weights; of any other tensor the first and every symbolic dimension holds rows.
+
+    Raises:
+        UncertifiedOp: a first dimension of extent 1, over which a reduction would not be seen.
+    """
     if isinstance(value, torch.nn.Parameter) or "_parameters_" in name or "_buffers_" in name:
         return Role("weight")
+    if value.dim() and not isinstance(value.shape[0], torch.SymInt) and value.shape[0] == 1:
+        reason = f"input {name} has one row: what an operation over the batch does cannot be seen at an extent of 1"
+        raise UncertifiedOp(f"{reason}. Trace with two rows or more, or mark the dimension dynamic.", (reason,))
     names = {0: "batch", 1: "tokens"}
     rows = {
         d: names.get(d, f"dim {d}") for d, size in enumerate(value.shape) if d == 0 or isinstance(size, torch.SymInt)

@@ -198,7 +198,7 @@ def _only_user(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node | None
 def _match_rms_norm(mean: fx.Node) -> tuple[fx.Node, tuple] | None:
     """The last operation of the norm and the template's arguments."""
     square = mean.args[0]
-    h = square.args[0]
+    h = square.args[0] if square.args else None
     squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
     squared = squared or (square.target is aten.mul.Tensor and square.args[0] is square.args[1])
     if (

@@ -2,14 +2,13 @@
 
     python -m benchmarks.dispatch [--commit HASH] [--seconds 200] [--aoti-only]
 
-Needs a CUDA GPU. Writes dispatch.json into $OUT, or benchmarks/results/dispatch_<gpu>.json. docs/dispatch.md reads it.
+Needs a CUDA GPU. Writes dispatch_<gpu>.json to --out, by default benchmarks/results. docs/dispatch.md reads it.
 Times are medians of CUDA-graph replays over weights rotated past the L2, in µs a call.
 """
 
 import argparse
 import faulthandler
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -241,14 +240,14 @@ def main():
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--seconds", type=float, default=600, help="start no variant after this long")
     parser.add_argument("--aoti-only", action="store_true", help="only the packages, into the report that exists")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     faulthandler.enable()
     deadline = time.monotonic() + arguments.seconds
     gpu = torch.cuda.get_device_name()
     report = {"commit": arguments.commit, "gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
     report.update({"cuda": torch.version.cuda, "jit": {}, "kernels": {}, "aoti": {}})
-    folder = Path(os.environ.get("OUT", "benchmarks/results"))
-    path = folder / ("dispatch.json" if "OUT" in os.environ else f"dispatch_{gpu.split()[-1].lower()}.json")
+    path = arguments.out / f"dispatch_{gpu.split()[-1].lower()}.json"
     if arguments.aoti_only:
         report = {**report, **(json.loads(path.read_text()) if path.exists() else {})}
     else:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from detcompile.compiled import CompiledModel
@@ -26,8 +27,9 @@ def compile(
     """Compile a causal LM so that each row's bits depend on the weights and on that row's own tokens.
 
     Args:
-        model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in (it is changed
-            in place and belongs to the result afterwards); or a local folder of one; or "tiny".
+        model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in; or a local
+            folder of one; or "tiny". A module is changed in place and belongs to the result afterwards, also if it is
+            refused: load it again then.
         tp: tensor-parallel size; only 1 in this version (docs/limits.md).
         numerics: the declared orders; part of the fingerprint.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. Rotary tables that
@@ -47,11 +49,25 @@ def compile(
             f"tp={tp}: this version runs one rank; its sums already take the tree of {numerics.tp_sizes}"
         )
     loaded = load_model(model) if isinstance(model, (str, Path)) else model
-    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-    context = max_context or limit
-    if not context or context < 1:
-        raise InvalidInput(f"{type(loaded).__name__} states no max_position_embeddings: pass max_context")
+    context = _context(loaded, max_context)
     return CompiledModel(loaded, lower(loaded, numerics, context), numerics, context)
+
+
+def _context(model: PreTrainedModel, max_context: int | None) -> int:
+    """Tokens a sequence may hold; never more than a learned table of positions has rows."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = limit if max_context is None else max_context
+    if context is None:
+        raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
+    if context < 1:
+        raise InvalidInput(f"max_context={context}: a sequence holds at least one token")
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings < context:
+            raise InvalidInput(
+                f"max_context={context}, but {name} has {module.num_embeddings} rows: pass a max_context within them"
+            )
+    return context
 
 
 def load_model(
@@ -69,12 +85,28 @@ def load_model(
     path = TINY_FOLDER if str(name) == TINY else Path(name)
     if not path.exists():
         raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {TINY!r}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if random:
-        config = AutoConfig.from_pretrained(path)
+    device = _device(device)
+    try:
+        if random:
+            return _random_model(path, dtype, device)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{name} cannot be loaded as a causal LM: {error}") from error
+    return model.to(device).eval()
+
+
+def _random_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(path)
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True).to(device)
-    return model.eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32).eval()
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InvalidInput(f"device={device!r}: give cpu or cuda") from error
+    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
+        raise InvalidInput(f"device={device!r}: give cpu, or cuda where there is a CUDA GPU")
+    return chosen

@@ -118,6 +118,7 @@ class CompiledModel:
             labels.shape != input_ids.shape or isinstance(logits_to_keep, Tensor) or logits_to_keep
         ):
             raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
+        self._check_positions(batch.position_ids)
         sequences = [
             Sequence(self._checked(tokens, row), position_ids=positions)
             for row, (tokens, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True))
@@ -211,6 +212,11 @@ class CompiledModel:
             raise InvalidInput(f"row {row} holds token {bad[0]}; ids are 0 to {self.vocab_size - 1}")
         return token_ids
 
+    def _check_positions(self, position_ids: list[list[int]]) -> None:
+        highest = max(max(positions) for positions in position_ids)
+        if highest >= self.max_context:
+            raise InvalidInput(f"position {highest}: the model was compiled for positions 0 to {self.max_context - 1}")
+
     def _stop_tokens(self, given: int | SequenceOf[int] | None) -> tuple[int, ...]:
         config = getattr(self.model, "generation_config", None)
         chosen = getattr(config, "eos_token_id", None) if given is None else given
@@ -229,9 +235,9 @@ def _row_seeds(seed: int | SequenceOf[int] | None, rows: int) -> list[int | None
     if seed is None:
         return [None] * rows
     seeds = [seed] if isinstance(seed, int) else list(seed)
-    if len(seeds) != rows:
+    if len(set(seeds)) != rows or len(seeds) != rows:
         raise InvalidInput(
-            f"{len(seeds)} seeds for {rows} rows: give one a row, so that no two rows share random numbers"
+            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
         )
     return list(seeds)
 
@@ -242,6 +248,9 @@ def _loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     counted = (wanted != IGNORED_LABEL) & mask[:, :-1].to(logits.device)
     if not counted.any():
         raise InvalidInput("no token has a label: every label is -100, padding, or in the first column")
+    bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
+    if len(bad):
+        raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")
     logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
     chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
     return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()

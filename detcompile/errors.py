@@ -31,7 +31,7 @@ class CompilerNotFound(DetcompileError):
 
 
 class InvalidInput(DetcompileError, ValueError):
-    """The arguments of a call cannot be served; nothing was changed."""
+    """The arguments of a call cannot be served."""
 
 
 class NumericsError(InvalidInput):

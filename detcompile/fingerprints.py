@@ -10,6 +10,8 @@ import torch
 import transformers
 import triton
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
@@ -68,7 +70,7 @@ def source_digest() -> str:
     ]
     for path in sorted(files):
         if path.suffix in (".py", ".cpp", ".h"):
-            digest.update(path.name.encode() + path.read_bytes())
+            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -78,5 +80,5 @@ def _device(device: torch.device) -> str:
         ptxas = getattr(getattr(triton, "knobs", None), "nvidia", None)
         version = getattr(getattr(ptxas, "ptxas", None), "version", "unknown")
         return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} cuda {torch.version.cuda} ptxas {version}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {cpu_library.isa()} inductor {capability} {cpu_library.compiler_version()}"
+    vectors = f"inductor {pick_vec_isa()} simdlen {inductor_config.cpp.simdlen}"
+    return f"{platform.machine()} {cpu_library.isa()} {vectors} {cpu_library.compiler_version()}"

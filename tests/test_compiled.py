@@ -58,6 +58,9 @@ BAD_CALLS = {
     "give one a row": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=1),
     "labels need": lambda m: m(PROMPT, labels=PROMPT[:, 1:]),
     "no token has a label": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, -100)),
+    "position 2048": lambda m: m(PROMPT, position_ids=torch.arange(2039, 2049)[None]),
+    "label 1000000": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, 10**6)),
+    "1 different seeds": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=[5, 5]),
     "needs 2058 tokens": lambda m: m.generate(PROMPT, max_new_tokens=2048),
 }
 
@@ -75,6 +78,18 @@ def test_compile_refuses_what_it_cannot_do() -> None:
         detcompile.compile("tiny", tp=2)
     with pytest.raises(InvalidInput, match="no such folder"):
         detcompile.compile("somewhere/else")
+    with pytest.raises(InvalidInput, match="give cpu or cuda"):
+        detcompile.load_model("tiny", device="somewhere")
+    with pytest.raises(InvalidInput, match="cannot be loaded as a causal LM"):
+        detcompile.load_model(__import__("pathlib").Path(__file__).parent)
+    with pytest.raises(InvalidInput, match="at least one token"):
+        detcompile.compile(random_model("llama", torch.float32), max_context=0)
+    with pytest.raises(InvalidInput, match="wpe has 2048 rows"):
+        detcompile.compile(random_model("gpt2", torch.float32), max_context=4096)
+    model = random_model("gpt2", torch.float32, n_layer=1)
+    detcompile.compile(model)
+    with pytest.raises(InvalidInput, match="load it again"):
+        detcompile.compile(model, numerics=Numerics(tp_sizes=(1,)))
     with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
         detcompile.compile(random_model("llama", torch.float32), numerics=Numerics(tp_sizes=(1, 3)))
 

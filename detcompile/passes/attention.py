@@ -39,7 +39,7 @@ class AttentionCall:
 
     Attributes:
         layer: index into the step's caches. kv_heads, head_dim, v_head_dim: extents of one cached key and value.
-        window: sliding window in tokens, 0 for none. name: class of the calling module.
+        window: sliding window in tokens, 0 for none.
     """
 
     def __init__(self, module: Any, key: Tensor, value: Tensor, window: int) -> None:
@@ -47,7 +47,6 @@ class AttentionCall:
         self.kv_heads, self.head_dim = key.shape[1], key.shape[3]
         self.v_head_dim = value.shape[3]
         self.window = window
-        self.name = type(module).__name__
 
 
 def register_attention(kv_chunk: int) -> None:
@@ -126,6 +125,8 @@ def pin_sdpa(gm: fx.GraphModule, kv_chunk: int) -> fx.GraphModule:
         if given.get("attn_mask") is not None or given.get("dropout_p") or given.get("is_causal") is not True:
             continue
         q = given["query"]
+        if any(given[name].meta["example_value"].dim() != 4 for name in names[:3]):
+            continue
         scale = given.get("scale")
         scale = q.meta["example_value"].shape[-1] ** -0.5 if scale is None else scale
         with gm.graph.inserting_before(node):

@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from detcompile.errors import DetcompileError, UncertifiedOp
+from detcompile.errors import DetcompileError, UncertifiedOp, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
@@ -58,6 +58,8 @@ class Backend:
         self.programs: list[Program] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
+        if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
+            raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
         roles = [self._role(node) for node in gm.graph.find_nodes(op="placeholder")]
         pin_sdpa(gm, self.numerics.kv_chunk)
         post_grad = GraphPass(lambda graph_module: self._certify(graph_module, roles), repr(self.numerics))

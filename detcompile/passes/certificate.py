@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from detcompile.errors import UncertifiedOp
-from detcompile.numerics import Numerics, matmul_order, row_order
-from detcompile.orders import KV, SumOrder
+from detcompile.numerics import Numerics, kv_order, matmul_order, row_order
 from detcompile.passes.context import Context, require_arguments, size_arithmetic
 from detcompile.passes.provenance import (
     LAYOUT,
@@ -31,6 +30,7 @@ from detcompile.passes.provenance import (
 )
 from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
 from detcompile.passes.template_rules import ATTENTION, TEMPLATES
+from detcompile.sum_order import SumOrder
 
 __all__ = ["Certificate", "Entry", "Role", "certify"]
 
@@ -252,7 +252,7 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[5]
         if chunk != numerics.kv_chunk:
             raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
-        order = KV(chunk)
+        order = kv_order(numerics)
     elif target in TEMPLATES and target is not ours.embedding.default:
         value = args[0].meta["val"]
         radices = args[1] if target is ours.logsumexp.default else args[2] if "softmax" in str(target) else ()

@@ -10,7 +10,7 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
-from detcompile.errors import DetcompileError, UnsupportedModel
+from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import AttentionCall
 from detcompile.passes.backend import Backend, Program, cause
@@ -23,6 +23,7 @@ from detcompile.step import StepInputs
 __all__ = ["Lowered", "lower"]
 
 CAPTURE_BLOCK_SIZE = 16
+TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
 
 
 class Lowered(NamedTuple):
@@ -35,7 +36,6 @@ class Lowered(NamedTuple):
     forward: Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
     certificate: Certificate
     attention: tuple[AttentionCall, ...]
-    row_parallel: int
 
 
 def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lowered:
@@ -45,13 +45,20 @@ def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lower
         UnsupportedModel: the model cannot be captured with its meaning intact.
         UncertifiedOp: an operation could make a row's bits depend on other rows.
         NumericsError: a row-parallel linear has no equal leaves.
+        InvalidInput: the model was compiled, or refused, before.
     """
+    if getattr(model, TAKEN, False):
+        raise InvalidInput(
+            f"this {type(model).__name__} was given to compile() before and its linears and rotary tables changed: "
+            "load it again"
+        )
+    setattr(model, TAKEN, True)
     freeze_rope(model, max_context)
     attention = probe_attention(model, numerics.kv_chunk)
-    row_parallel = pin_row_parallel(model, numerics)
+    pin_row_parallel(model, numerics)
     _certify_batches(model, numerics, len(attention))
     forward, certificate = _compile_packed(model, numerics, attention)
-    return Lowered(forward, certificate, attention, row_parallel)
+    return Lowered(forward, certificate, attention)
 
 
 def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int) -> None:

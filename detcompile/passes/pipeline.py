@@ -80,17 +80,18 @@ def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def pinned_codegen() -> Iterator[None]:
-    """Generated C++ treats the last elements of a loop with the same vector functions as the others.
+    """Generated C++ rounds an element the same way wherever it stands and whatever is fused with it.
 
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
-    with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch.
+    with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch. And before torch
+    2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
     """
-    if not hasattr(
-        inductor_cpp, "KernelOpStats"
-    ):  # a torch without the heuristic (tests/passes/test_rounding.py would see another)
-        yield
-        return
-    with mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf")):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
+        # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
+        if hasattr(inductor_cpp, "KernelOpStats"):
+            ratio = mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf"))
+            stack.enter_context(ratio)
         yield
 
 

@@ -32,9 +32,15 @@ def pin_reductions(gm: fx.GraphModule) -> fx.GraphModule:
     for floating, rewrite in REWRITES.items():
         for node in gm.graph.find_nodes(op="call_function", target=floating):
             value = node.args[0].meta["val"]
-            if value.dtype.is_floating_point and value.dtype != torch.float64 and _rows_stay(node):
+            wide = torch.float64 in (value.dtype, _result_dtype(node))
+            if value.dtype.is_floating_point and not wide and _rows_stay(node):
                 rewrite(gm.graph, node)
     return gm
+
+
+def _result_dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    return (value[0] if isinstance(value, (tuple, list)) else value).dtype
 
 
 def _dims(node: fx.Node) -> list[int]:

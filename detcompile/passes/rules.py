@@ -311,6 +311,13 @@ def _topk(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
     return _ranked(node, ctx)
 
 
+def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    stable = node.kwargs.get("stable", node.target is aten.sort.stable and len(node.args) > 1 and node.args[1])
+    if not stable and any(user.args[1] == 1 and user.users for user in node.users):
+        raise Refusal("which of equal elements an unstable sort puts first is not pinned; sort(stable=True) pins it")
+    return _ranked(node, ctx)
+
+
 ORDER_FREE: Mapping[Any, Rule] = {
     aten.amax.default: _exact_reduction,
     aten.amin.default: _exact_reduction,
@@ -326,6 +333,6 @@ ORDER_FREE: Mapping[Any, Rule] = {
     aten.sum.dim_IntList: _integer_sum,
     aten.sum.default: _integer_sum,
     aten.topk.default: _topk,
-    aten.sort.default: _ranked,
-    aten.sort.stable: _ranked,
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
 }

@@ -168,7 +168,7 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams], radices: Sequence[
 
     mass = (probabilities * PROBABILITY_UNIT).long()
     mass_before = mass.cumsum(dim=-1) - mass
-    limit = [int(p.top_p * PROBABILITY_UNIT) if p.top_p < 1 else torch.iinfo(torch.int64).max for p in params]
+    limit = [max(1, int(p.top_p * PROBABILITY_UNIT)) if p.top_p < 1 else torch.iinfo(torch.int64).max for p in params]
     keep &= mass_before < _column(limit, torch.int64, device)
 
     min_p = _column([p.min_p for p in params], torch.float64, device)

@@ -39,6 +39,29 @@ def test_a_batch_row_ignores_the_others(dtype: torch.dtype) -> None:
     assert error < (1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
+def test_gradients_are_refused() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no gradient"):
+        torch.compile(nn.Linear(8, 8), backend="detcompile")(torch.randn(3, 8))
+
+
+def test_attention_over_three_dimensions_is_refused_by_name() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        torch.compile(attend, backend="detcompile")(torch.randn(2, 8, 16))
+    assert isinstance(cause(refused.value), detcompile.UncertifiedOp)
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
+def test_a_float64_reduction_is_refused(reduce) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"not pinned|no rule"):
+        torch.compile(lambda x: reduce(x, -1, dtype=torch.float64), backend="detcompile")(torch.randn(4, 8))
+
+
 def test_masked_attention_is_refused_by_name() -> None:
     def attend(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x)

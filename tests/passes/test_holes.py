@@ -71,6 +71,7 @@ HOLES = {
     "pad: by a count, cut by it": (lambda x: F.pad(x, (x.shape[1], -x.shape[1])), "a token or batch count"),
     "pad: rows": (lambda x: F.pad(x, (0, 0, 1, -1)), "padding over"),
     "topk: as many as a count": (lambda x: x.topk(x.shape[1] % 8 + 1, -1).values, "a token or batch count"),
+    "sort: ties in any order": (lambda x: torch.sort(x, -1).indices, "unstable sort"),
     "topk: in any order": (lambda x: x.topk(9, -1, sorted=False).values, "sorted=False"),
     "topk: ties": (lambda x: x.topk(2, -1).indices, "equal elements"),
     "gather: an index with fewer rows": (lambda x: x.gather(2, FIRST), "do not make its extents"),

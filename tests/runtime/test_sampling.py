@@ -249,3 +249,9 @@ def test_a_fresh_seed_is_drawn_once_and_kept():
     seeded = SamplingParams(seed=0)
     assert seeded.seeded() is seeded
     assert replace(SamplingParams(top_k=3).seeded(), seed=None) == SamplingParams(top_k=3)
+
+
+def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
+    """So small a share once rounded to nothing, and token 0 came out whatever the logits."""
+    logits = torch.tensor([[0.0, 1.0, 3.0]])
+    assert sample(logits, [SamplingParams(top_p=1e-18, seed=1)], [0]).tolist() == [2]

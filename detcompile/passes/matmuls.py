@@ -65,8 +65,9 @@ def _takes_residual(product: fx.Node, y: fx.Node, r: fx.Node, add: fx.Node) -> b
 
 
 def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Node) -> None:
-    sizes = [_size_arg(product, r, i) for i in range(2)] if y is not product else None
-    flat = insert(graph, aten.reshape.default, (r, sizes), add) if sizes else r
+    flat = r
+    if y is not product:  # [-1, N]: no symbolic size has to be threaded through
+        flat = insert(graph, aten.reshape.default, (r, [-1, int(product.meta["val"].shape[1])]), add)
     x, w, bias, _, radices = product.args[:5]
     fused = insert(graph, ours.matmul.default, (x, w, bias, flat, radices), add)
     fused.meta["stack_trace"] = product.meta.get("stack_trace", "")
@@ -75,8 +76,3 @@ def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Nod
     add.replace_all_uses_with(fused)
     for dead in dict.fromkeys((add, y, product)):
         graph.erase_node(dead)
-
-
-def _size_arg(product: fx.Node, r: fx.Node, dim: int) -> int:
-    """[-1, N]: the rows follow from the features, so that no symbolic size has to be threaded through."""
-    return -1 if dim == 0 else int(product.meta["val"].shape[1])

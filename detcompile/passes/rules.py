@@ -220,10 +220,6 @@ def _keep(node: fx.Node, ctx: Context) -> Any:
     return ctx.states[node.args[0]]
 
 
-def _squeeze(node: fx.Node, ctx: Context) -> Rows:
-    return view(ctx.rows(node.args[0]), shape_of(node))
-
-
 def _write_back(node: fx.Node, ctx: Context) -> Layout:
     """copy_ of an updated cache into its graph input."""
     if not all(isinstance(ctx.states[arg], Layout) for arg in node.args[:2]):
@@ -242,8 +238,8 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
+    aten.squeeze.dim: _view,
+    aten.squeeze.dims: _view,
     aten.cat.default: _cat,
     aten.slice_scatter.default: _slice_scatter,
     aten.repeat.default: _repeat,

@@ -42,7 +42,6 @@ class SamplingParams:
         min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
         seed: 0 <= seed < 2^64; None draws a fresh one for each request. Requests that share a seed share their noise.
         stop_token_ids: tokens that end the request; they are part of its output.
-        logprobs: how many alternatives' logprobs to report beside each token's own; None reports nothing.
 
     Raises:
         InvalidInput: a value out of range.
@@ -55,7 +54,6 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -69,7 +67,6 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, f"min_p {self.min_p} must be between 0 (keeps all tokens) and 1")
         _require(self.seed is None or 0 <= self.seed < 1 << 64, f"seed {self.seed} must be None or in [0, 2^64)")
         _require(all(t >= 0 for t in self.stop_token_ids), f"stop_token_ids {self.stop_token_ids} must be token ids")
-        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs {self.logprobs} must be None, 0 or positive")
 
     @property
     def greedy(self) -> bool:

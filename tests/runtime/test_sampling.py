@@ -234,7 +234,6 @@ def test_an_empty_batch_gives_no_tokens():
         {"seed": -1},
         {"seed": 2**64},
         {"stop_token_ids": (-1,)},
-        {"logprobs": -1},
     ],
     ids=str,
 )

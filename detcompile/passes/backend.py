@@ -30,6 +30,7 @@ class Program(NamedTuple):
     run: Compiled  # the graph's inputs in order -> its outputs
     values: list[Any]  # fake tensors and SymInts
     inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
+    roles: list[Role]
 
 
 class Backend:
@@ -81,7 +82,7 @@ class Backend:
                 gm, list(example_inputs), inner_compile=inner, config_patches=settings, decompositions=decompositions()
             )
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        self.programs.append(Program(run, values, list(example_inputs)))
+        self.programs.append(Program(run, values, list(example_inputs), roles))
         return run
 
     def _role(self, node: fx.Node) -> Role:

@@ -277,23 +277,13 @@ def _static(size: sympy.Expr) -> int:
 
 
 def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
-    rows = (
-        state
-        if isinstance(state, Rows)
-        else next((s for s in state if isinstance(s, Rows)), None)
-        if isinstance(state, tuple)
-        else None
-    )
-    spaces = ", ".join(dict.fromkeys(rows.row_spaces)) if rows else ""
-    reads = (
-        f"row t of {spaces} reads row t"
-        if spaces
-        else "reads no row"
-        if not isinstance(state, Layout)
-        else "writes own slots"
-    )
     if kind == "attention":
         return "row t of tokens reads keys of its own prefix"
+    if isinstance(state, Layout):
+        return "writes own slots"
+    results = state if isinstance(state, tuple) else (state,)
+    spaces = dict.fromkeys(row for rows in results if isinstance(rows, Rows) for row in rows.row_spaces)
+    reads = f"row t of {', '.join(spaces)} reads row t" if spaces else "reads no row"
     return f"{reads}; order holds no symbol" if order else reads
 
 

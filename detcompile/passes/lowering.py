@@ -96,10 +96,11 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
         if id(given) in place:
             sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
     sources: list[tuple[str, Any]] = []
-    for value, given in zip(program.values, program.inputs, strict=True):
+    for value, given, role in zip(program.values, program.inputs, program.roles, strict=True):
         if isinstance(value, torch.SymInt):
             sources.append(("size", sizes[sympy_size(value)]))
         else:
+            assert (role.kind == "weight") == (id(given) not in place), f"an input of the step was not found: {value}"
             sources.append(("leaf", place[id(given)]) if id(given) in place else ("weight", given))
 
     @torch.no_grad()

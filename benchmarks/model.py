@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, Numerics
@@ -98,28 +98,77 @@ def measure_ours(model: CompiledModel) -> dict[str, float]:
     return decode | {f"prefill {tokens}": prefill_milliseconds(model, tokens) for tokens in PREFILLS}
 
 
-def measure_peers(layers: int) -> dict[str, float]:
-    """The Hugging Face model: torch.compile default (SDPA, cuBLAS) for prefill, eager generate for decode."""
+def measure_peers(layers: int, keep: Callable[[str, object], None], has: Callable[[float], bool]) -> None:
+    """The Hugging Face model under torch.compile default, with cuBLAS and SDPA: prefill as it is, decode steps as CUDA
+    graphs over caches that hold CONTEXT keys; and eager generate."""
     model = build(layers)
-    found = {}
+    found: dict[str, float] = {}
+    for batch in DECODE_BATCHES:
+        if has(60):
+            found[f"torch.compile decode {batch}"] = _peer_decode(model, batch)
+            keep("ms, peers", found)
+    model.set_attn_implementation("sdpa")
+    for tokens in PREFILLS:
+        if has(60):
+            torch._dynamo.reset()
+            found[f"torch.compile prefill {tokens}"] = _peer_prefill(model, tokens)
+            keep("ms, peers", found)
+    if has(20):
+        found["HF generate ms a token"] = _peer_generate(model)
+        keep("ms, peers", found)
+
+
+@torch.no_grad()
+def _peer_prefill(model: PreTrainedModel, tokens: int) -> float:
     compiled = torch.compile(model, dynamic=False)
+    ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, tokens), device="cuda")
+    return milliseconds(lambda: compiled(input_ids=ids, use_cache=False, logits_to_keep=1), 3)
+
+
+def _peer_generate(model: PreTrainedModel) -> float:
+    """Milliseconds a token of eager generate."""
+    ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, 16), device="cuda")
+
+    def seconds(new: int) -> float:
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(4)
+    return 1e3 * (seconds(40) - seconds(8)) / 32
+
+
+def _peer_decode(model: PreTrainedModel, batch: int) -> float:
+    """Milliseconds of one compiled step: each token is written into a dense cache, and SDPA attends all of it."""
+    config = model.config
+    shape = (batch, config.num_key_value_heads, CONTEXT, config.head_dim)
+    caches = [
+        [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        for _ in range(config.num_hidden_layers)
+    ]
+
+    def attend(module, q, k, v, mask, scaling, **_):  # type: ignore[no-untyped-def]
+        keys, values = caches[module.layer_idx]
+        keys[:, :, -1:] = k
+        values[:, :, -1:] = v
+        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("dense_decode", attend)
+    model.set_attn_implementation("dense_decode")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=False)
+    ids = torch.randint(0, QWEN3_8B["vocab_size"], (batch, 1), device="cuda")
+    positions = torch.full((batch, 1), CONTEXT - 1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
-        for tokens in PREFILLS:
-            ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, tokens), device="cuda")
-            found[f"torch.compile prefill {tokens}"] = milliseconds(
-                lambda ids=ids: compiled(input_ids=ids, use_cache=False, logits_to_keep=1), 3
-            )
-        ids = torch.randint(0, QWEN3_8B["vocab_size"], (1, 16), device="cuda")
-
-        def generate(new: int) -> float:
-            start = time.perf_counter()
-            model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start
-
-        generate(4)
-        found["HF generate ms a token"] = 1e3 * (generate(40) - generate(8)) / 32
-    return found
+        for _ in range(3):
+            compiled(input_ids=ids, position_ids=positions, use_cache=False)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            compiled(input_ids=ids, position_ids=positions, use_cache=False)
+    return milliseconds(graph.replay)
 
 
 def gate_counts(model: CompiledModel) -> dict[str, int]:
@@ -165,19 +214,19 @@ def main() -> None:
     model, seconds = compile_seconds(build(arguments.layers), Numerics())
     keep("compile seconds cold", seconds)
     keep("certificate", model.certificate.summary())
-    keep("axes", measure_axes(model))
     keep("ms, tp_sizes=(1, 2, 4, 8)", measure_ours(model))
+    keep("axes", measure_axes(model))
     keep("GEMM gate", gate_counts(model))
     del model
-    torch.cuda.empty_cache()
-    if has(60):
-        keep("ms, peers", measure_peers(arguments.layers))
     torch.cuda.empty_cache()
     if has(110):
         model, _ = compile_seconds(build(arguments.layers), Numerics(tp_sizes=(1,)))
         keep("ms, tp_sizes=(1,)", measure_ours(model))
         del model
         torch.cuda.empty_cache()
+    if has(60):
+        measure_peers(arguments.layers, keep, has)
+    torch.cuda.empty_cache()
     if has(60):
         _, seconds = compile_seconds(build(arguments.layers), Numerics())
         keep("compile seconds warm", seconds)

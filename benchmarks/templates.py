@@ -89,7 +89,7 @@ def attention_rows() -> Iterator[dict]:
 
 
 def _dense(q, k, v, schedule=None):  # type: ignore[no-untyped-def]
-    return attention_triton.dense_attention_cuda(q, k, v, 128**-0.5, 0, 512, schedule)
+    return attention_triton.dense_attention_cuda(q, k, v, 128**-0.5, 0, 512, schedule=schedule)
 
 
 def _dense_problem(qkv: tuple) -> attention_triton.AttentionProblem:
@@ -119,7 +119,7 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
 
     def ours(k_cache, v_cache, schedule=None):  # type: ignore[no-untyped-def]
         return attention_triton.paged_attention_cuda(
-            q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512, schedule
+            q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512, schedule=schedule
         )
 
     def peer(k_cache, v_cache):  # type: ignore[no-untyped-def]

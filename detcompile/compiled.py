@@ -207,9 +207,10 @@ class CompiledModel:
                 f"row {row} needs {needed} tokens, the model was compiled for {self.max_context}: shorten it,"
                 " or compile with a larger max_context"
             )
-        bad = [token for token in token_ids if not 0 <= token < self.vocab_size]
+        size = self.vocab_size  # walks the module tree
+        bad = [token for token in token_ids if not 0 <= token < size]
         if bad:
-            raise InvalidInput(f"row {row} holds token {bad[0]}; ids are 0 to {self.vocab_size - 1}")
+            raise InvalidInput(f"row {row} holds token {bad[0]}; ids are 0 to {size - 1}")
         return token_ids
 
     def _check_positions(self, position_ids: list[list[int]]) -> None:

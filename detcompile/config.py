@@ -3,7 +3,7 @@
 | variable | default | meaning |
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
-| DETCOMPILE_CPU_ISA | the widest the machine has | avx512, avx2 or portable |
+| DETCOMPILE_CPU_ISA | the widest the machine has | avx512bf16, avx512, avx2 or portable |
 | CXX | g++ | C++ compiler for the CPU templates |
 """
 

@@ -8,28 +8,46 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["add_halves", "add_left_to_right", "add_pairs", "add_tree", "fma_float32", "pad_last"]
+__all__ = ["add_halves", "add_left_to_right", "add_pairs", "add_tree", "fma_float32", "fma_flushed", "pad_last"]
+
+
+LEAST_NORMAL = 2.0**-126
+ROUNDS_TO_NORMAL = 2.0**-126 - 2.0**-151  # the least magnitude that 24 bits round up to 2^-126
 
 
 def fma_float32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c with one rounding, to nearest even, subnormals kept; a, b and c are float32 and broadcast.
+    """a * b + c with one rounding, to nearest even, subnormals kept; a, b and c are float32 and broadcast."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return _fma_to_odd(a, b, c).astype(np.float32)
 
-    The product of two float32 is exact in float64. Its sum with c is rounded to odd there (two-sum, Knuth, TAOCP
-    4.2.2, gives the error), after which rounding to float32 is as if from the exact value: Boldo and Melquiond,
-    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE TC 57(4), 2008.
+
+def fma_flushed(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """fma_float32 where a subnormal operand counts as a zero of its sign, and a result tiny after rounding becomes one.
+
+    What x86 computes with FTZ and DAZ set, and one half of AVX512-BF16's VDPBF16PS (Intel SDM: "DAZ, FTZ, RNE").
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        product = np.multiply(a, b, dtype=np.float64)
-        addend = np.asarray(c, np.float64)
-        total = np.asarray(product + addend)
-        virtual = total - product
-        error = (product - (total - virtual)) + (addend - virtual)
-        bits = total.view(np.int64)
-        # An infinite total has a NaN error, and is exact or wanted as it is.
-        inexact_and_even = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
-        away_from_zero = (error > 0) == (total > 0)
-        odd = bits + np.where(inexact_and_even, np.where(away_from_zero, 1, -1), 0)
-        return odd.view(np.float64).astype(np.float32)
+        odd = _fma_to_odd(*(np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x) for x in (a, b, c)))
+        return np.where(np.abs(odd) < ROUNDS_TO_NORMAL, np.copysign(0.0, odd), odd).astype(np.float32)
+
+
+def _fma_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c in float64, rounded to odd, after which rounding to float32 is as if from the exact value.
+
+    The product of two float32 is exact in float64, and two-sum (Knuth, TAOCP 4.2.2) gives the error of its sum with c:
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE TC
+    57(4), 2008.
+    """
+    product = np.multiply(a, b, dtype=np.float64)
+    addend = np.asarray(c, np.float64)
+    total = np.asarray(product + addend)
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)
+    bits = total.view(np.int64)
+    # An infinite total has a NaN error, and is exact or wanted as it is.
+    inexact_and_even = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
+    away_from_zero = (error > 0) == (total > 0)
+    return (bits + np.where(inexact_and_even, np.where(away_from_zero, 1, -1), 0)).view(np.float64)
 
 
 def add_left_to_right(parts: Sequence[np.ndarray]) -> np.ndarray:

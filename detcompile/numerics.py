@@ -22,9 +22,10 @@ _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks
 # CPU: lanes double until no lane adds more than 8 terms, within these bounds; torch.sum is as accurate, one chain of
 # 64 lanes is not.
 _CPU_LANES, _CPU_MOST_LANES, _CPU_STEPS = 64, 4096, 8
-# A row of at most so many elements gets so many threads; longer rows get the last count.
-_CUDA_LANES = ((256, 32), (1024, 64), (4096, 128), (8192, 256), (32767, 512))
-_CUDA_MOST_LANES = 1024
+# A GPU thread takes sixteen elements of a row, in loads of 16 bytes if the rows are aligned to them, as long as 128 to
+# 1024 threads are enough. A row that one program could not hold in registers is cut into chunks, which programs share.
+_CUDA_LOAD, _CUDA_SHORTEST, _CUDA_SHORT_LANES, _CUDA_MOST_LANES = 16, 64, 128, 1024
+_CUDA_LONGEST, _CUDA_CHUNK, _CUDA_CHUNK_LANES = 16384, 4096, 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +88,14 @@ def matmul_order(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> Sequen
     return Tree(k, radices, leaf) if radices else leaf
 
 
-def row_order(length: int, device_type: str, radices: tuple[int, ...] = ()) -> Row:
+def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16) -> Row:
     """How a reduction over one axis sums its `length` elements.
 
     Args:
         length: elements of a whole row, over all ranks together.
         device_type: "cpu" or "cuda".
         radices: `Numerics.radices` for a row that ranks may share (the vocabulary), () for any other.
+        dtype: of the elements, which on a GPU says how many a thread loads at once.
 
     Raises:
         InvalidInput: there is no template for this device type.
@@ -102,7 +104,10 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = ()) -> R
     if device_type == "cpu":
         return Row(length, _cpu_lanes(leaf_length), 1, radices)
     if device_type == "cuda":
-        return Row(length, *_cuda_lanes_and_vector(leaf_length), radices)
+        vector = min(leaf_length & -leaf_length, _CUDA_LOAD // dtype.itemsize)
+        if leaf_length > _CUDA_LONGEST:
+            return Row(length, _CUDA_CHUNK_LANES, vector, radices, _CUDA_CHUNK)
+        return Row(length, _cuda_lanes(leaf_length, vector), vector, radices)
     raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
 
 
@@ -118,12 +123,12 @@ def _cpu_lanes(length: int) -> int:
     return lanes
 
 
-def _cuda_lanes_and_vector(length: int) -> tuple[int, int]:
-    """Threads a row, 32 for each warp, and elements a thread loads at once."""
-    lanes = next((lanes for longest, lanes in _CUDA_LANES if length <= longest), _CUDA_MOST_LANES)
-    if length >= 1024:
-        return lanes, 8
-    return lanes, 4 if length >= 128 else 1
+def _cuda_lanes(length: int, vector: int) -> int:
+    """Threads that share a row: of a short one, which shares its program with others, as many as have an element."""
+    width = max(1 << (length - 1).bit_length(), _CUDA_SHORTEST)
+    if width <= 512:
+        return min(width // vector, _CUDA_SHORT_LANES)
+    return max(_CUDA_SHORT_LANES, min(width // 16, _CUDA_MOST_LANES))
 
 
 def _checked_tp_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:

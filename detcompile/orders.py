@@ -1,8 +1,9 @@
 """SumOrder: a floating-point sum as a tree of additions. Equal orders give equal bits, whatever the schedule.
 
 Each order prints itself, hashes, states the symbols of its sizes and evaluates a reference in exactly its order, in
-float32 with numpy, as the CPU templates compute: one fused multiply-add a k. (A GPU's tensor core takes the k-groups in
-the same order, with a rounding of its own inside a group.) No order knows how many rows it will be applied to.
+float32 with numpy, as the CPU templates compute: one fused multiply-add a k, which for bfloat16 is float32.fma_flushed.
+(A GPU's tensor core takes the k-groups in the same order, with a rounding of its own inside a group.) No order knows
+how many rows it will be applied to.
 
 SumOrder
 ├── Sequential, Blocked, Tree    GEMMs: evaluate(x [M, K], w [N, K]) -> [M, N]
@@ -14,7 +15,9 @@ Legend: M tokens, N output features, K summed features, L leaves of a tree, R le
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import sympy
@@ -24,6 +27,8 @@ from detcompile.float32 import add_halves, add_left_to_right, add_pairs, add_tre
 from detcompile.sum_order import QUIET, SharedOrder, Size, SumOrder
 
 __all__ = ["Blocked", "Experts", "KV", "Row", "Sequential", "Size", "SumOrder", "Tree"]
+
+FusedMultiplyAdd: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 _WARP = 32  # lanes that a GPU combines without shared memory
 
@@ -44,7 +49,7 @@ class _MatmulOrder(SharedOrder):
         return self
 
     @QUIET
-    def evaluate(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+    def evaluate(self, x_MK: np.ndarray, w_NK: np.ndarray, fma: FusedMultiplyAdd = fma_float32) -> np.ndarray:
         """x [..., M, K] times w [..., N, K], float32 or exactly convertible, -> [..., M, N] float32, in this order.
 
         Raises:
@@ -52,9 +57,9 @@ class _MatmulOrder(SharedOrder):
         """
         self._check_extent("the last dim of x", np.shape(x_MK)[-1], self.k)
         self._check_extent("the last dim of w", np.shape(w_NK)[-1], self.k)
-        return self._sum(np.asarray(x_MK, np.float32), np.asarray(w_NK, np.float32))
+        return self._sum(np.asarray(x_MK, np.float32), np.asarray(w_NK, np.float32), fma)
 
-    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray, fma: FusedMultiplyAdd) -> np.ndarray:
         raise NotImplementedError
 
 
@@ -67,11 +72,11 @@ class Sequential(_MatmulOrder):
     def __str__(self) -> str:
         return f"Sequential({self.k})"
 
-    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray, fma: FusedMultiplyAdd) -> np.ndarray:
         x_KM, w_KN = np.moveaxis(x_MK, -1, 0), np.moveaxis(w_NK, -1, 0)
         acc = np.zeros(np.broadcast_shapes(x_KM.shape[1:] + (1,), w_KN.shape[1:-1] + (1, w_KN.shape[-1])), np.float32)
         for x_M, w_N in zip(x_KM, w_KN):
-            acc = fma_float32(x_M[..., :, None], w_N[..., None, :], acc)
+            acc = fma(x_M[..., :, None], w_N[..., None, :], acc)
         return acc
 
 
@@ -85,9 +90,9 @@ class Blocked(_MatmulOrder):
     def __str__(self) -> str:
         return f"Blocked({self.k}, block={self.block})"
 
-    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray, fma: FusedMultiplyAdd) -> np.ndarray:
         cuts = range(0, self.k, self.block)
-        blocks = [Sequential(1)._sum(x_MK[..., i : i + self.block], w_NK[..., i : i + self.block]) for i in cuts]
+        blocks = [Sequential(1)._sum(x_MK[..., i : i + self.block], w_NK[..., i : i + self.block], fma) for i in cuts]
         return add_left_to_right(blocks)
 
 
@@ -135,8 +140,8 @@ class Tree(_MatmulOrder):
         radices = self.radices[self._depth_of(tp_size) :]
         return Tree(self.leaf.k * math.prod(radices), radices, self.leaf) if radices else self.leaf
 
-    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
-        return add_tree([self.leaf._sum(x_MK[..., ks], w_NK[..., ks]) for ks in self.leaf_slices()], self.radices)
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray, fma: FusedMultiplyAdd) -> np.ndarray:
+        return add_tree([self.leaf._sum(x_MK[..., ks], w_NK[..., ks], fma) for ks in self.leaf_slices()], self.radices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +152,24 @@ class Row(SharedOrder):
     adds its terms over ascending steps, from 0.0; a missing tail adds nothing. Then the places of a lane are combined
     in adjacent pairs, ((0+1)+(2+3))...; then the lanes of each group of 32 by halving (lane i += lane i+16, then 8, 4,
     2, 1); then the groups by halving. With radices, the row is prod(radices) leaves of ceil(length / prod(radices)),
-    each such a row of its own, combined as in Tree, so that a row sharded over ranks keeps its bits.
+    each such a row of its own, combined as in Tree, so that a row sharded over ranks keeps its bits. With a chunk, a
+    leaf is cut into chunks of so many terms, each summed in that way; their sums, padded with 0.0 to a power of two of
+    at least 32, are combined as lanes are.
     """
 
     length: Size
     lanes: Size
     vector: Size = 1
     radices: tuple[Size, ...] = ()
+    chunk: int = 0
 
     def __post_init__(self) -> None:
+        chunk = self.chunk
+        if type(chunk) is not int or chunk < 0:
+            raise NumericsError(f"Row: chunk={chunk!r} must be a number of terms, or 0 for whole leaves")
+        object.__setattr__(self, "chunk", max(chunk, 1))  # the other sizes have to be positive
         SumOrder.__post_init__(self)
+        object.__setattr__(self, "chunk", chunk)
         for name in ("lanes", "vector"):
             size = getattr(self, name)
             if isinstance(size, int) and size & (size - 1):
@@ -164,7 +177,8 @@ class Row(SharedOrder):
 
     def __str__(self) -> str:
         leaves = f", leaves={_by(self.radices)}" if self.radices else ""
-        return f"Row({self.length}, lanes={self.lanes}, vector={self.vector}{leaves})"
+        chunk = f", chunk={self.chunk}" if self.chunk else ""
+        return f"Row({self.length}, lanes={self.lanes}, vector={self.vector}{leaves}{chunk})"
 
     @property
     def leaf_length(self) -> Size:
@@ -179,7 +193,7 @@ class Row(SharedOrder):
             InvalidInput: no level of this tree has `tp_size` nodes.
         """
         radices = self.radices[self._depth_of(tp_size) :]
-        return Row(self.leaf_length * math.prod(radices), self.lanes, self.vector, radices)
+        return Row(self.leaf_length * math.prod(radices), self.lanes, self.vector, radices, self.chunk)
 
     @QUIET
     def evaluate(self, terms: np.ndarray) -> np.ndarray:
@@ -196,9 +210,18 @@ class Row(SharedOrder):
         return add_tree([sums[..., i] for i in range(leaves)], self.radices)
 
     def _sum_leaf(self, terms: np.ndarray) -> np.ndarray:
+        if not self.chunk:
+            return self._sum_lanes(terms)
+        chunks = -(-self.leaf_length // self.chunk)
+        terms = pad_last(terms, chunks * self.chunk).reshape(*terms.shape[:-1], chunks, self.chunk)
+        sums = self._sum_lanes(terms)
+        lanes = max(_WARP, 1 << (chunks - 1).bit_length())
+        return add_halves(add_halves(pad_last(sums, lanes).reshape(*sums.shape[:-1], lanes // _WARP, _WARP)))
+
+    def _sum_lanes(self, terms: np.ndarray) -> np.ndarray:
         group = min(self.lanes, _WARP)
         step = self.lanes * self.vector
-        num_steps = -(-self.leaf_length // step)
+        num_steps = -(-terms.shape[-1] // step)
         places = (self.lanes // group, group, self.vector)
         terms = pad_last(terms, num_steps * step).reshape(*terms.shape[:-1], num_steps, *places)
         acc = np.zeros((*terms.shape[:-4], *places), np.float32)

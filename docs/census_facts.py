@@ -49,7 +49,7 @@ SCANS = {
 }
 # Arguments of the attention interface that change nothing, or that our attention takes.
 KNOWN_ARGUMENTS = {"attention_mask", "dropout", "key", "output_attentions", "position_ids", "query", "scaling", "value"}
-KNOWN_ARGUMENTS |= {"is_causal", "module", "sliding_window", "training", "use_cache"}
+KNOWN_ARGUMENTS |= {"is_causal", "module", "sliding_window", "softcap", "s_aux", "training", "use_cache"}
 
 
 class Facts(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+from detcompile.passes.adapters import ADAPTERS
 from docs.census_facts import Facts, read_facts
 from docs.census_source import mapping
 
@@ -43,7 +44,7 @@ REASONS: dict[str, tuple[str, Callable[[Facts], str]]] = {
         lambda f: "yes" if "sliding" in f.masks and f.through_interface and not f.sliding_is_told else "",
     ),
     "attention arguments": (
-        "passes the attention something it cannot ignore: sinks (`s_aux`), `softcap`, sparse `indices`, a bias",
+        "passes the attention something it cannot ignore: sparse `indices`, a bias",
         lambda f: ", ".join(f.arguments),
     ),
     "several attentions": (
@@ -81,6 +82,8 @@ def census() -> list[Facts]:
 
 def forecast(facts: Facts) -> dict[str, str]:
     """Why an architecture would be refused: reason -> details. Empty if nothing known stands in the way."""
+    if facts.class_name in ADAPTERS:
+        return {}
     found = {reason: details(facts) for reason, (_, details) in REASONS.items()}
     return {reason: details for reason, details in found.items() if details}
 
@@ -183,6 +186,8 @@ def _verdict(facts: Facts) -> str:
     found = forecast(facts)
     reasons = [reason if details == "yes" else f"{reason} ({details})" for reason, details in found.items()]
     verdict = f"refused: {'; '.join(reasons)}" if reasons else "nothing known"
+    if facts.class_name in ADAPTERS:
+        return f"{verdict}; through an adapter of ours, which refuses some configurations"
     conditions = [f"`{argument}`" for argument in facts.configured_arguments]
     if facts.rope == "long or dynamic":
         conditions.append("a `longrope` or `dynamic` rope")

@@ -29,21 +29,36 @@ ARCHITECTURES = {
     "gemma3_text": LLAMA | {"head_dim": 16, "sliding_window": 70, "query_pre_attn_scalar": 16},
     "granite": LLAMA,
     "gpt2": COMMON | {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT},
+    # a small cap, so that scores of these weights reach it
+    "gemma2": LLAMA
+    | {"head_dim": 16, "sliding_window": 70, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    # sinks, and every fourth layer without a window and without positions
+    "granite_swa": LLAMA | {"num_hidden_layers": 4, "sliding_window": 70, "attention_multiplier": 0.25},
+    "phi3": LLAMA,
+    "gpt_neox": LLAMA | {"head_dim": 20},
+    "opt": LLAMA | {"ffn_dim": 176, "word_embed_proj_dim": 80},
+    "olmo2": LLAMA,
+    "cohere": LLAMA,
+    "bloom": COMMON | {"hidden_size": 80, "n_layer": 2, "n_head": 4},
+    "falcon": LLAMA | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gptj": COMMON | {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT, "rotary_dim": 12},
 }
 
 
 def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: object) -> PreTrainedModel:
-    """A model of ARCHITECTURES in eval mode; the same weights at every call.
+    """A model of ARCHITECTURES (others take LLAMA's sizes) in eval mode; the same weights at every call.
 
     Weights are ten times larger than the usual initialisation, so that a changed order changes bits.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(ARCHITECTURES[name] | changes))
+    config = AutoConfig.for_model(name, **(ARCHITECTURES.get(name, LLAMA) | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
+            if path.endswith("sinks"):  # they start as zeros
+                parameter.copy_(torch.linspace(-1.0, 4.0, len(parameter)))
     return model.to(device=device, dtype=dtype)
 
 
@@ -55,4 +70,4 @@ def compiled(
     numerics = Numerics(tp_sizes=tp_sizes)
     if name == "tiny":
         return detcompile.compile(detcompile.load_model("tiny", dtype=dtype, device=device), numerics=numerics)
-    return detcompile.compile(random_model(name, dtype, device), numerics=numerics)
+    return detcompile.compile(random_model(name, dtype, device), numerics=numerics, max_context=MAX_CONTEXT)

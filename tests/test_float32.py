@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detcompile.float32 import add_halves, add_left_to_right, add_pairs, add_tree, fma_float32, pad_last
+from detcompile.float32 import add_halves, add_left_to_right, add_pairs, add_tree, fma_float32, fma_flushed, pad_last
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LARGEST = Fraction((2**24 - 1) * 2**104)
@@ -59,6 +59,35 @@ def test_fma_is_right_where_rounding_twice_is_wrong(sign, product_sign):
     assert twice != c
     assert fma_float32(a, b, c) == c
     assert_fma_is_exact(a, b, c)
+
+
+def flushed(value: float) -> Fraction:
+    return Fraction(value) if abs(value) >= 2.0**-126 else Fraction(0)
+
+
+@given(
+    *[st.floats(-(2.0**-40), 2.0**-40, width=32) | FLOATS for _ in range(2)],
+    st.floats(-(2.0**-124), 2.0**-124, width=32),
+)
+def test_flushed_fma_takes_and_gives_zeros_for_subnormals(a, b, c):
+    """A result is tiny if it is below 2^-126 after rounding to 24 bits, as x86 says, whatever the exponent."""
+    exact = flushed(a) * flushed(b) + flushed(c)
+    actual = float(fma_flushed(np.float32(a), np.float32(b), np.float32(c)))
+    scaled = rounded(exact * 2**100) if abs(exact) < 2**-100 and exact else None  # 24 bits, no least exponent in reach
+    if scaled is not None and abs(scaled) < 2.0**-26:
+        assert struct.pack("d", actual) == struct.pack("d", math.copysign(0.0, exact))
+    elif exact:
+        assert actual == rounded(exact)
+    else:
+        assert actual == 0
+
+
+def test_flushed_fma_at_the_edge():
+    """2^-126 - 2^-151 is a tie at 24 bits and rounds up to the least normal; anything below stays tiny."""
+    least = np.float32(2.0**-126)
+    assert fma_flushed(-np.float32(2.0**-75), np.float32(2.0**-76), least) == least
+    assert fma_flushed(-np.float32(2.0**-75), np.float32(2.0**-75), least) == 0
+    assert fma_float32(-np.float32(2.0**-75), np.float32(2.0**-75), least) == least
 
 
 def test_fma_agrees_with_the_c_library():

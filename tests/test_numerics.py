@@ -154,11 +154,15 @@ def test_a_dtype_without_a_template_is_refused(dtype):
 def test_row_orders():
     assert row_order(4096, "cpu") == Row(4096, 512, 1)
     assert row_order(151936, "cpu", (2, 2, 2)) == Row(151936, 4096, 1, (2, 2, 2))
-    assert row_order(100, "cuda") == Row(100, 32, 1)
-    assert row_order(256, "cuda") == Row(256, 32, 4)
-    assert row_order(257, "cuda") == Row(257, 64, 4)
-    assert row_order(4096, "cuda") == Row(4096, 128, 8)
-    assert row_order(32768, "cuda") == Row(32768, 1024, 8)
+    assert row_order(20, "cuda") == Row(20, 16, 4)
+    assert row_order(128, "cuda") == Row(128, 16, 8)
+    assert row_order(128, "cuda", (), torch.float32) == Row(128, 32, 4)
+    assert row_order(257, "cuda") == Row(257, 128, 1)
+    assert row_order(4096, "cuda", (), torch.float16) == Row(4096, 256, 8)
+    assert row_order(4096, "cuda", (), torch.float32) == Row(4096, 256, 4)
+    assert row_order(16384, "cuda") == Row(16384, 1024, 8)
+    assert row_order(16386, "cuda") == Row(16386, 512, 2, (), 4096)
+    assert row_order(151936, "cuda", (2, 2)) == Row(151936, 512, 8, (2, 2), 4096)
 
 
 @given(st.integers(1, 200_000), st.sampled_from(["cpu", "cuda"]), CHAINS)
@@ -166,12 +170,13 @@ def test_a_row_order_fits_its_device(length, device_type, tp_sizes):
     radices = Numerics(tp_sizes=tp_sizes).radices
     order = row_order(length, device_type, radices)
     assert order.length == length and order.radices == radices
-    assert 32 <= order.lanes <= 4096 and order.vector in (1, 2, 4, 8)
-    assert row_order(order.leaf_length, device_type) == Row(order.leaf_length, order.lanes, order.vector)
+    assert 8 <= order.lanes <= 4096 and order.vector in (1, 2, 4, 8)
+    own = row_order(order.leaf_length, device_type)
+    assert own == Row(order.leaf_length, order.lanes, order.vector, (), order.chunk)
 
 
 def test_lanes_never_shrink_as_rows_grow():
-    lanes = [row_order(length, "cuda").lanes for length in range(1, 40_000, 7)]
+    lanes = [row_order(length, "cuda").lanes for length in range(8, 16_384, 16)]
     assert lanes == sorted(lanes)
 
 

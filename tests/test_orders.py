@@ -210,7 +210,16 @@ def test_row_adds_element_by_element_as_its_contract_says(seed, length, lanes, v
     assert same_bits(Row(length, lanes, vector, radices).evaluate(terms), np.asarray(expected))
 
 
-@given(SEEDS, st.integers(1, 3000), st.sampled_from(["cpu", "cuda"]), RADICES)
+@given(SEEDS, st.integers(1, 1500), st.sampled_from([1, 3, 8, 40, 512]))
+def test_a_row_in_chunks_combines_them_as_lanes(seed, length, chunk):
+    terms = heavy_tailed(seed, length)
+    sums = [row_one_by_one(terms[i : i + chunk], 8, 4) for i in range(0, length, chunk)]
+    padded = sums + [np.float32(0)] * (max(32, 1 << (len(sums) - 1).bit_length()) - len(sums))
+    expected = halved([halved(padded[i : i + 32]) for i in range(0, len(padded), 32)])
+    assert same_bits(Row(length, 8, 4, (), chunk).evaluate(terms), np.asarray(expected))
+
+
+@given(SEEDS, st.integers(1, 3000) | st.integers(20_000, 40_000), st.sampled_from(["cpu", "cuda"]), RADICES)
 def test_a_sharded_row_combines_to_the_whole(seed, length, device_type, radices):
     order = row_order(length, device_type, radices)
     terms = heavy_tailed(seed, 2, length)

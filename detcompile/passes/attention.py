@@ -32,6 +32,9 @@ HARMLESS = frozenset(
         "max_length_k",
     ]
 )
+# Keywords that the template gives their meaning: soft cap of the scores, one sink logit a head, ALiBi.
+UNDERSTOOD = ("scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes")
+PER_HEAD = ("s_aux", "alibi_slopes")
 
 
 class AttentionCall:
@@ -61,13 +64,16 @@ def register_attention(kv_chunk: int) -> None:
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        window = int(sliding_window or 0)
+        order = (scale, int(sliding_window or 0), kv_chunk, float(softcap or 0), s_aux, alibi_slopes)
         step: StepInputs | None = kwargs.get(STEP_KWARG)
         if step is None:
-            out = torch.ops.detcompile.dense_attention(query, key, value, scale, window, kv_chunk)
+            out = torch.ops.detcompile.dense_attention(query, key, value, *order)
             return out.transpose(1, 2), None
         layer = int(module.layer_idx)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
@@ -81,9 +87,7 @@ def register_attention(kv_chunk: int) -> None:
             step.cu_seqlens,
             step.seq_lens,
             step.block_table,
-            scale,
-            window,
-            kv_chunk,
+            *order,
         )
         return out.unsqueeze(0), None
 
@@ -103,11 +107,17 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
         raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
     if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
         raise UnsupportedModel(f"{where} is not causal")
-    known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", "scaling", "sliding_window"}
+    known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", *UNDERSTOOD}
     for name, given in kwargs.items():
         if name not in known and given is not None and given is not False:
             raise UnsupportedModel(
                 f"{where} passes {name}={type(given).__name__}, which the attention template does not know"
+            )
+    for name in PER_HEAD:
+        if kwargs.get(name) is not None and tuple(kwargs[name].shape) != (query.shape[1],):
+            raise UnsupportedModel(
+                f"{where} passes {name} {tuple(kwargs[name].shape)}, which is not one value for each of its "
+                f"{query.shape[1]} query heads"
             )
     if query.shape[1] % key.shape[1]:
         raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")

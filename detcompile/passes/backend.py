@@ -4,7 +4,7 @@ torch.compile(model, backend="detcompile")                          any module, 
 torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the certificate
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
+from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
 
 __all__ = ["Backend", "Program", "cause", "detcompile_backend"]
 
@@ -42,6 +43,8 @@ class Backend:
             buffers are weights; of any other tensor the first dimension holds a batch, every symbolic one rows.
         expected_attention: attention calls a causal LM makes; None for any other module.
         certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
+        join_weights: linears of one input share a product: their weights become views of one tensor, and have to
+            stay so.
     """
 
     def __init__(
@@ -50,11 +53,13 @@ class Backend:
         roles_of: Callable[[str, torch.Tensor], Role] | None = None,
         expected_attention: int | None = None,
         certify_only: bool = False,
+        join_weights: bool = False,
     ) -> None:
         self.numerics = numerics
         self.roles_of = roles_of or default_role
         self.expected_attention = expected_attention
         self.certify_only = certify_only
+        self.join_weights = join_weights
         self.certificates: list[Certificate] = []
         self.programs: list[Program] = []
 
@@ -70,7 +75,12 @@ class Backend:
             "post_grad_custom_post_pass": post_grad,
         }
 
+        groups: list[tuple[int, ...]] = []
+
         def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+            if self.join_weights:
+                groups.extend(lift_weights(fuse_siblings(graph_module)))
+                inputs = _with_joined(graph_module, inputs, groups)
             # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
             self.certificates.append(self._certify(graph_module, roles))
             if self.certify_only:
@@ -82,6 +92,7 @@ class Backend:
                 gm, list(example_inputs), inner_compile=inner, config_patches=settings, decompositions=decompositions()
             )
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        run = _fed(run, {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups})
         self.programs.append(Program(run, values, list(example_inputs), roles))
         return run
 
@@ -94,6 +105,24 @@ class Backend:
         assert len(inputs) == len(roles), f"{len(roles)} inputs were traced, the graph has {len(inputs)}"
         named = {node.name: role for node, role in zip(inputs, roles, strict=True)}
         return certify(gm.graph, named, self.numerics, self.expected_attention)
+
+
+def _with_joined(gm: fx.GraphModule, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The fake inputs of the graph, with the concatenations among them."""
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    wide = {positions[0] for positions in groups}
+    return [values[i] if i in wide else given for i, given in enumerate(inputs)]
+
+
+def _fed(run: Compiled, weights: Mapping[int, torch.Tensor]) -> Compiled:
+    """``run`` with these tensors in place of its inputs at these positions."""
+    if not weights:
+        return run
+
+    def fed(*given: Any) -> Any:
+        return run(*(weights.get(i, value) for i, value in enumerate(given)))
+
+    return fed
 
 
 def default_role(name: str, value: torch.Tensor) -> Role:

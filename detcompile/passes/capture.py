@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.adapters import adapt
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
 from detcompile.step import StepInputs
 
@@ -81,7 +82,8 @@ def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[AttentionCal
     """The attention calls of one forward, in layer order; UnsupportedModel where one means something unknown."""
     _require_ready(model)
     register_attention(kv_chunk)  # before the model is told to use it
-    _use_attention(model)
+    if not adapt(model):
+        _use_attention(model)
     calls: list[AttentionCall] = []
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):

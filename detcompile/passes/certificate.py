@@ -205,6 +205,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
             state = table[target](node, context)
             _require_apart(node, state, context)
             order = _order_of(node, numerics)
+            kind = "template" if node.args[:1] == (ours.rope_cache.default,) else kind
             return state, Entry(_name(node), place_of(node), kind, str(order or ""), _proof(kind, state, order))
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -248,15 +249,22 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         radices = _declared(args[4], numerics)
         value = args[0].meta["val"]
         order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices)
+    elif args[:1] == (ours.rope_cache.default,):
+        if node.kwargs["eps"] is None:
+            return None
+        value = node.kwargs["q"].meta["val"]
+        order = row_order(_static(shape_of(node.kwargs["q"])[-1]), value.device.type, (), value.dtype)
     elif target in ATTENTION:
-        chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[5]
+        place = 8 if target is ours.cached_attention.default else 5
+        chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[place]
         if chunk != numerics.kv_chunk:
             raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
         order = kv_order(numerics)
     elif target in TEMPLATES and target is not ours.embedding.default:
         value = args[0].meta["val"]
         radices = args[1] if target is ours.logsumexp.default else args[2] if "softmax" in str(target) else ()
-        order = row_order(_static(shape_of(args[0])[-1]), value.device.type, _declared(radices, numerics))
+        length = _static(shape_of(args[0])[-1])
+        order = row_order(length, value.device.type, _declared(radices, numerics), value.dtype)
     else:
         return None
     if order.symbols:

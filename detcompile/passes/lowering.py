@@ -76,7 +76,7 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
 def _compile_packed(
     model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...]
 ) -> tuple[Callable[..., Tensor], Certificate]:
-    backend = Backend(numerics, _packed_role, len(attention))
+    backend = Backend(numerics, _packed_role, len(attention), join_weights=True)
     packed = torch.compile(_with_own_code(PackedForward(model)), backend=backend, fullgraph=True, dynamic=None)
     example = _example(model, attention)
     _run(lambda: packed(*example), model)

@@ -16,6 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from detcompile.passes.canonicalize import canonicalize
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
+from detcompile.passes.rope import fuse_rope
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
@@ -25,6 +26,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     pin_reductions,
     pin_matmuls,
     fuse_residuals,
+    fuse_rope,
 )
 
 

@@ -3,6 +3,7 @@
 A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,13 @@ from detcompile.passes.provenance import (
     Refusal,
     Rows,
     Rule,
+    created,
     describe,
     is_feature,
     join,
     require_feature,
     require_weight,
+    sympy_size,
 )
 from detcompile.passes.rules import embedding
 
@@ -79,6 +82,7 @@ def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
             raise Refusal(f"attention's {name} is not the step's own")
     if not all(isinstance(ctx.states[base], Layout) for base in kwargs["_all_bases"]):
         raise Refusal("attention's cache is not a graph input")
+    _require_per_head(kwargs.get("sinks"), kwargs.get("alibi_slopes"), ctx=ctx)
     heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
     for value in heads:
         if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
@@ -89,7 +93,49 @@ def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     return (out, *(LAYOUT for _ in kwargs["_all_bases"]))
 
 
+def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
+    """Sinks and slopes are of the heads alone: one value for every row."""
+    for name, values in (("sinks", sinks), ("slopes", alibi_slopes)):
+        if values is not None:
+            require_weight(ctx.rows(values), f"attention's {name}")
+
+
+def _rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    """Row t of q, k and v is normed and rotated by itself; k and v go to the row's own slot."""
+    kwargs = node.kwargs
+    if not isinstance(ctx.states[kwargs["slot_mapping"]], Layout):
+        raise Refusal("the slots that are written are not the step's own")
+    if not all(isinstance(ctx.states[base], Layout) for base in kwargs["_all_bases"]):
+        raise Refusal("the cache that is written is not a graph input")
+    _require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
+    for name in ("q", "k", "v", "cos", "sin"):
+        dims = ctx.rows(kwargs[name]).dims
+        if [axis.row for axis in dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in dims[1:]):
+            raise Refusal(f"{name} is {[describe(dim) for dim in dims]} instead of a row for each of tokens")
+    return (ctx.rows(kwargs["q"]), *(LAYOUT for _ in kwargs["_all_bases"]))
+
+
+def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
+    """Row t reads the keys of its own sequence up to its own position, which the same step has written before."""
+    for cache in node.args[1:3]:
+        written = cache.args[0] if cache.target is operator.getitem else None
+        if not isinstance(written, fx.Node) or written.target is not FUNCTIONALIZED:
+            raise Refusal("attention's cache was not written in this step")
+        if written.args[0] is not ours.rope_cache.default or not isinstance(ctx.states[cache], Layout):
+            raise Refusal("attention's cache was not written by rope_cache")
+    for name, layout in zip(METADATA[1:], node.args[3:6], strict=True):
+        if not isinstance(ctx.states[layout], Layout):
+            raise Refusal(f"attention's {name} is not the step's own")
+    _require_per_head(*node.args[10:12], ctx=ctx)
+    q = ctx.rows(node.args[0])
+    if [axis.row for axis in q.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in q.dims[1:]):
+        raise Refusal(f"attention over {[describe(dim) for dim in q.dims]} instead of [tokens, heads, features]")
+    return Rows((*q.dims[:2], created([sympy_size(node.meta["val"].shape[2])], {}).dims[0]))
+
+
 def _functionalized(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    if node.args[0] is ours.rope_cache.default:
+        return _rope_cache(node, ctx)
     if node.args[0] is not ours.paged_attention.default:
         raise Refusal(f"mutating operation {node.args[0]}")
     return _paged_attention(node, ctx)
@@ -99,6 +145,7 @@ def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
     """Row t of a sequence reads its rows up to t: by the template's contract, and only if t counts tokens in order."""
     if ctx.packed:
         raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
+    _require_per_head(*node.args[7:9], ctx=ctx)
     q, k, v = (ctx.rows(arg) for arg in node.args[:3])
     for value in (q, k, v):
         if not is_feature(value.dims[1]) or not is_feature(value.dims[3]):
@@ -112,4 +159,5 @@ def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
 ATTENTION: Mapping[Any, Rule] = {
     FUNCTIONALIZED: _functionalized,
     ours.dense_attention.default: _dense_attention,
+    ours.cached_attention.default: _cached_attention,
 }

@@ -122,6 +122,8 @@ def repad(logits: Tensor, mask: Tensor) -> Tensor:
     """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
     if int(mask.sum()) != logits.shape[0]:
         raise InvalidInput(f"{logits.shape[0]} rows of logits for {int(mask.sum())} tokens: give one a token")
+    if mask.all():
+        return logits.view(*mask.shape, logits.shape[-1])
     padded = logits.new_zeros(*mask.shape, logits.shape[-1])
     padded[mask.to(logits.device)] = logits
     return padded

@@ -3,8 +3,12 @@
 Legend: T tokens, S sequences, B batch, Hq Hkv query and key heads (Hkv divides Hq), D Dv head dims.
 
 Keys sit at absolute positions. Blocks of 64 keys, at multiples of 64, are taken ascending with an online softmax whose
-state (m, l, o), float32, starts afresh at each multiple of kv_chunk; the chunks' partials are merged ascending, and
-out = round(o / l + 0.0). The query at position p sees keys in (p - sliding_window, p], or all up to p without a window.
+state (m, l, o), float32, starts afresh at each multiple of kv_chunk; the chunks' partials are merged ascending; a
+head's sink, if there is one, joins l last, as a key without a value; out = round(o / l + 0.0). The query at position p
+sees keys in (p - sliding_window, p], or all up to p without a window.
+
+A score is scale * q.k; with softcap > 0 softcap * tanh(score / softcap); with ALiBi slope[head] * (key - p) is added,
+which the softmax cannot tell from slope[head] * key, and which stays small where it matters however long the sequence.
 
 A row's bits depend on its query and on the keys it sees, in position order. Prefill, decode, any cut of a prompt into
 steps, any block size and placement, and dense keys agree. Keys and values are attended as the cache stores them; what
@@ -20,6 +24,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import KV_BLOCK
 from detcompile.templates import cpu_library
+from detcompile.templates.attention_scores import Scores
 from detcompile.templates.attention_triton import dense_attention_cuda, paged_attention_cuda
 
 __all__ = ["dense_attention_cpu", "paged_attention_cpu", "reference_attention"]
@@ -27,11 +32,13 @@ __all__ = ["dense_attention_cpu", "paged_attention_cpu", "reference_attention"]
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale, int sliding_window, int kv_chunk) -> Tensor",
+    "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale, int sliding_window, int kv_chunk, "
+    "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    "dense_attention(Tensor q, Tensor k, Tensor v, float scale, int sliding_window, int kv_chunk) -> Tensor",
+    "dense_attention(Tensor q, Tensor k, Tensor v, float scale, int sliding_window, int kv_chunk, float softcap=0.0, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -57,6 +64,10 @@ def paged_attention_cpu(
     scale: float,
     sliding_window: int,
     kv_chunk: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *,
     isa: str | None = None,
 ) -> Tensor:
     """Writes k, v into the caches at slot_mapping, then attends from the caches. The metadata is StepInputs'.
@@ -69,6 +80,8 @@ def paged_attention_cpu(
         NumericsError: kv_chunk is not a multiple of 64.
     """
     _check_heads("paged_attention", q, k, v, kv_chunk, 3)
+    scores = Scores(scale, softcap, sinks, alibi_slopes)
+    scores.check("detcompile::paged_attention", q.shape[1])
     T, Hq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[2]
     num_blocks, block_size = k_cache.shape[:2]
@@ -79,6 +92,7 @@ def paged_attention_cpu(
     S, max_blocks = block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
     sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, sliding_window, kv_chunk)
+    given = _CpuScores(scores)
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
         q.data_ptr(),
@@ -93,7 +107,9 @@ def paged_attention_cpu(
         out.data_ptr(),
         (ctypes.c_int64 * 12)(*strides),
         (ctypes.c_int64 * 11)(*sizes),
-        scale * _LOG2_E,
+        given.scalars,
+        given.slopes,
+        given.sinks,
         cpu_library.dtype_code(q),
         cpu_library.dtype_code(k_cache),
         cpu_library.thread_count(),
@@ -108,7 +124,17 @@ def paged_attention_cpu(
 
 
 def dense_attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int, kv_chunk: int, isa: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int,
+    kv_chunk: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *,
+    isa: str | None = None,
 ) -> Tensor:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, T, Dv], q.dtype; token t sits at position t.
 
@@ -117,6 +143,8 @@ def dense_attention_cpu(
         NumericsError: kv_chunk is not a multiple of 64.
     """
     _check_heads("dense_attention", q, k, v, kv_chunk, 4)
+    scores = Scores(scale, softcap, sinks, alibi_slopes)
+    scores.check("detcompile::dense_attention", q.shape[1])
     B, Hq, T, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
     if k.shape[2] != T or k.shape[0] != B:
@@ -126,6 +154,7 @@ def dense_attention_cpu(
         )
     out = torch.empty((B, Hq, T, Dv), dtype=q.dtype)
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
+    given = _CpuScores(scores)
     cpu_library.library(isa).detcompile_dense_attention(
         q.data_ptr(),
         k.data_ptr(),
@@ -138,9 +167,11 @@ def dense_attention_cpu(
         Hkv,
         D,
         Dv,
-        scale * _LOG2_E,
         sliding_window,
         kv_chunk,
+        given.scalars,
+        given.slopes,
+        given.sinks,
         cpu_library.dtype_code(q),
         cpu_library.thread_count(),
     )
@@ -154,23 +185,55 @@ _LIBRARY.impl("dense_attention", dense_attention_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::paged_attention", lib=_LIBRARY)
-def _(q, k, v, k_cache, v_cache, slot_mapping, cu_seqlens, seq_lens, block_table, scale, sliding_window, kv_chunk):
+def _(q, k, v, *rest):
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
 @torch.library.register_fake("detcompile::dense_attention", lib=_LIBRARY)
-def _(q, k, v, scale, sliding_window, kv_chunk):
+def _(q, k, v, *rest):
     return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int = 0) -> Tensor:
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
     """The dense op's value in float64, unrounded: [B, Hq, T, Dv]."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
     distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
     hidden = (distance < 0) | ((distance >= sliding_window) if sliding_window else False)
-    scores = (q.double() @ k.transpose(-1, -2) * scale).masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1) @ v
+    scores = q.double() @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * distance
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.softmax(scores, -1)[..., : k.shape[2]] @ v
+
+
+class _CpuScores:
+    """The fields of struct Scores of attention_scores.h; holds the memory that its addresses point to."""
+
+    def __init__(self, scores: Scores) -> None:
+        plain = scores.softcap == 0 and scores.alibi_slopes is None
+        unit = _LOG2_E if plain else 1.0
+        self.scalars = (ctypes.c_float * 3)(scores.inner * unit, scores.softcap, 1.0 if plain else _LOG2_E)
+        self._slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.float().contiguous()
+        self._sinks = None if scores.sinks is None else (scores.sinks.double() * unit).float().contiguous()
+        self.slopes, self.sinks = _address(self._slopes), _address(self._sinks)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _unit_last_stride(tensor: Tensor) -> Tensor:

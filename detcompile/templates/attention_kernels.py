@@ -1,17 +1,21 @@
 """Causal attention kernels in the KV order: chunks of keys at absolute positions, blocks of 64 keys inside a chunk.
 
 Legend: T tokens, S sequences, H query heads, G query heads of one KV head, D and DV head dims (DP, DVP: the next
-powers of two), BM rows of a tile, BQ tokens of a tile, c = scale * log2(e).
+powers of two), BM rows of a tile, BQ tokens of a tile, c: what a score is multiplied by inside exp2.
+
+The scores of SCALED rows: see attention_scores.
 
 A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output
 o; chunks meet ascending. Sums over keys go through ``tl.dot`` (with columns of ones for l): ``tl.sum`` would take an
 order that depends on how many warps share a row. A block in which a row sees no key leaves its bits alone, so that
 tiles may skip it or not. A row that sees a value that is not finite gets NaN in that column; a row that does not see
-it gets none of it, though both share a tile.
+it gets none of it, though both share a tile. A sink joins a row last, after its last chunk.
 """
 
 import triton
 import triton.language as tl
+
+from detcompile.templates.attention_scores import join_sink, shaped
 
 __all__ = ["attention_kernel", "merge_kernel", "write_kv_kernel"]
 
@@ -40,9 +44,10 @@ def _close_chunk(M_R, L_R, O_RD, m_R, l_RC, o_RD, n, c, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _quotient(O_RD, L_R):
-    """O / L + 0.0: no negative zero, and one NaN for whatever is not finite."""
-    y = tl.div_rn(O_RD, tl.broadcast_to(L_R[:, None], O_RD.shape)) + 0.0
+def _quotient(O, L_R):
+    """O * (1 / L) + 0.0: no negative zero, and one NaN for whatever is not finite."""
+    inverse = tl.div_rn(tl.full(L_R.shape, 1.0, tl.float32), L_R)
+    y = O * inverse[:, None] + 0.0
     return tl.where(tl.abs(y) < float("inf"), y, float("nan"))
 
 
@@ -65,9 +70,10 @@ def _sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr)
 
 @triton.jit
 def _attend_block(
-    q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
+    q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
+    k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, PARTIAL: tl.constexpr,
+    WINDOWED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys n..n+63, all of them visible to every row unless PARTIAL.
 
@@ -95,6 +101,8 @@ def _attend_block(
         v_ok = v_ok & live[:, None]
     k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=k_ok, other=0.0)
     s = tl.dot(q, k, input_precision="ieee")
+    if SCALED:
+        s = shaped(s, key, pos, inner, cap, slope, CAPPED, ALIBI)
     if PARTIAL:
         visible = key[None, :] <= pos[:, None]
         if WINDOWED:
@@ -119,16 +127,18 @@ def _attend_block(
 
 @triton.jit(do_not_specialize=["T", "S", "chunks"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, c, window, T, S, H, chunks,
+    q_ptr, k_ptr, v_ptr, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, sinks_ptr, slopes_ptr, c, inner, cap, window,
+    T, S, H, chunks,
     q_batch, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_batch, out_token, out_head,
     table_row,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of tokens, axis 1: KV heads x groups of HEADS, axis 2: chunks if SPLIT.
 
     PAGE = 0: dense, S batches of T tokens; k_page and v_page are the batch strides. SPLIT: out [T, H, chunks, DV] and
-    stat [T, H, chunks, 2] take the chunk's o and (m, l), fp32.
+    stat [T, H, chunks, 2] take the chunk's o and (m, l), fp32. sinks and slopes [H], read where SINKS and ALIBI.
     """
     BQ: tl.constexpr = BM // HEADS
     GROUPS: tl.constexpr = (G + HEADS - 1) // HEADS
@@ -188,6 +198,9 @@ def attention_kernel(
         v_ptr += sequence.to(tl.int64) * v_page
     else:
         table_ptr += sequence.to(tl.int64) * table_row
+    slope = tl.zeros((BM,), tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=ok, other=0.0).to(tl.float32)
     M = tl.full((BM,), -float("inf"), tl.float32)
     L = tl.zeros((BM,), tl.float32)
     O = tl.zeros((BM, DVP), tl.float32)
@@ -200,15 +213,17 @@ def attention_kernel(
         if not SPLIT:
             M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
         m, l, o = _attend_block(
-            q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED, False,
+            q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
+            k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
+            D, DV, DP, DVP, PAGE, WINDOWED, SCALED, CAPPED, ALIBI, False,
         )  # fmt: skip
     for n in tl.range(whole, last, KEYS, num_stages=None if WINDOWED else 1):  # else one or two blocks
         if not SPLIT:
             M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
         m, l, o = _attend_block(
-            q, m, l, o, n, low, high, pos, window, c, k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED, True,
+            q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
+            k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
+            D, DV, DP, DVP, PAGE, WINDOWED, SCALED, CAPPED, ALIBI, True,
         )  # fmt: skip
     l_row = tl.max(l, 1)  # its columns are equal
     if SPLIT:
@@ -218,13 +233,27 @@ def attention_kernel(
         tl.store(out_ptr + partial[:, None] * DV + dv[None, :], o, mask=out_ok)
     else:
         M, L, O = _merge(M, L, O, m, l_row, o, c)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=ok, other=0.0).to(tl.float32)
+            L = join_sink(M, L, sink, inner, SCALED)
         tl.store(out_row[:, None] + dv[None, :], _quotient(O, L).to(out_ptr.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit
+def _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV: tl.constexpr):
+    """(m, l, o) that a chunk left; past the last chunk what merges without a trace."""
+    ok = chunk <= last + tl.zeros((1,), tl.int32)
+    m = tl.load(stat_ptr + (partial + chunk) * 2 + tl.arange(0, 1), mask=ok, other=-float("inf"))
+    l = tl.load(stat_ptr + (partial + chunk) * 2 + 1 + tl.arange(0, 1), mask=ok, other=0.0)
+    o = tl.load(part_ptr + (partial + chunk) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0)
+    return m, l, o
 
 
 @triton.jit(do_not_specialize=["T", "S", "chunks"])
 def merge_kernel(
-    part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, c, window, S, chunks, out_token, out_head,
-    DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
+    part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, sinks_ptr, c, inner, window, S, chunks, out_token, out_head,
+    DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Chunk partials of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were written."""
     t = tl.program_id(0)
@@ -244,11 +273,19 @@ def merge_kernel(
     L = tl.zeros((1,), tl.float32)
     O = tl.zeros((1, DVP), tl.float32)
     one = tl.arange(0, 1)
-    for chunk in tl.range(first, pos // CHUNK + 1, num_stages=4):
-        m = tl.load(stat_ptr + (partial + chunk) * 2 + one)
-        l = tl.load(stat_ptr + (partial + chunk) * 2 + 1 + one)
-        o = tl.load(part_ptr + (partial + chunk) * DV + dv, mask=dv < DV, other=0.0)
-        M, L, O = _merge(M, L, O, m, l, o[None, :], c)
+    last = pos // CHUNK
+    for chunk in range(first, last + 1, 4):  # four at a time, so that their loads do not wait for each other
+        m0, l0, o0 = _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV)
+        m1, l1, o1 = _partial(part_ptr, stat_ptr, partial, chunk + 1, last, dv, DV)
+        m2, l2, o2 = _partial(part_ptr, stat_ptr, partial, chunk + 2, last, dv, DV)
+        m3, l3, o3 = _partial(part_ptr, stat_ptr, partial, chunk + 3, last, dv, DV)
+        M, L, O = _merge(M, L, O, m0, l0, o0, c)
+        M, L, O = _merge(M, L, O, m1, l1, o1, c)
+        M, L, O = _merge(M, L, O, m2, l2, o2, c)
+        M, L, O = _merge(M, L, O, m3, l3, o3, c)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head + one).to(tl.float32)
+        L = join_sink(M, L, sink, inner, SCALED)
     tl.store(out_row + dv[None, :], _quotient(O, L).to(out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
 
 

@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates import attention_kernels
+from detcompile.templates import attention_hopper, attention_hopper_tile, attention_kernels, attention_scores
+from detcompile.templates.attention_scores import Scores
 from detcompile.templates.tuning import Tuner, capturing, template_tuner
 
 __all__ = [
@@ -27,26 +28,32 @@ __all__ = [
     "tuner",
 ]
 
-_LOG2_E = math.log2(math.e)
 _MOST_PARTIAL_BYTES = 1 << 28  # of fp32 chunk outputs
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSchedule:
-    """block_m: rows (tokens x heads of one KV head) of a tile; split: one program a chunk, then a merge."""
+    """block_m: rows (tokens x heads of one KV head) of a program; split: one program a chunk, then a merge; hopper:
+    the kernel of attention_hopper (block_m 64 or 128, warps as that kernel has them)."""
 
     block_m: int
     warps: int
     stages: int
     split: bool = False
+    hopper: bool = False
 
     def __str__(self) -> str:
-        return f"attention-{self.block_m}-w{self.warps}s{self.stages}{'-split' if self.split else ''}"
+        name = "hopper" if self.hopper else "attention"
+        return f"{name}-{self.block_m}-w{self.warps}s{self.stages}{'-split' if self.split else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
-    """All that a choice of schedule may depend on. page 0 means dense; few: mostly one token a sequence."""
+    """All that a choice of schedule may depend on.
+
+    page 0 means dense; few: mostly one token a sequence; split: tiles alone leave multiprocessors idle; hopper:
+    attention_hopper can read the keys and values.
+    """
 
     dtype: str
     heads: int
@@ -58,19 +65,25 @@ class AttentionProblem:
     windowed: bool
     few: bool
     split: bool
+    hopper: bool = False
+    scaled: bool = False  # these four: see attention_scores
+    capped: bool = False
+    alibi: bool = False
+    sinks: bool = False
 
     def __str__(self) -> str:
         kind = f"page={self.page}" if self.page else "dense"
         regime = ("decode" if self.few else "prefill") + ("-split" if self.split else "")
         window = " window" if self.windowed else ""
         heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
-        return f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}"
+        words = [word for word in ("hopper", "scaled", "capped", "alibi", "sinks") if getattr(self, word)]
+        return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
 
 
 def paged_attention_cuda(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -80,32 +93,39 @@ def paged_attention_cuda(
     scale: float,
     sliding_window: int,
     kv_chunk: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
-    """Writes k and v into the caches, then attends from the caches.
+    """Writes k and v into the caches, if they are given, then attends from the caches.
 
     Args:
         q, k, v: [T, H, D], [T, KV heads, D], [T, KV heads, DV].
         k_cache, v_cache: [pages, page, KV heads, D or DV], changed in place.
         slot_mapping, cu_seqlens, seq_lens, block_table: see `step.StepInputs`.
+        scale, softcap, sinks, alibi_slopes: see `attention_scores.Scores`.
         schedule: forces one (tests); None takes one that passed the gate.
 
     Returns:
         [T, H, DV] in q.dtype; zeros for rows past cu_seqlens[S].
     """
-    _check(q, k_cache, v_cache, scale, kv_chunk)
+    scores = Scores(scale, softcap, sinks, alibi_slopes)
+    _check(q, k_cache, v_cache, scores, kv_chunk)
     T, H, _ = q.shape
-    out = q.new_empty((T, H, v.shape[-1]))
+    out = q.new_empty((T, H, v_cache.shape[-1]))
     if T == 0:
         return out
-    _write_kv(k, v, k_cache, v_cache, slot_mapping)
+    if k is not None and v is not None:
+        _write_kv(k, v, k_cache, v_cache, slot_mapping)
     S, page = seq_lens.shape[0], k_cache.shape[1]
     chunks = triton.cdiv(block_table.shape[1] * page, kv_chunk)
-    problem = _problem(q, k_cache, v_cache, page, kv_chunk, sliding_window, few=T <= 2 * S)
+    problem = _problem(q, k_cache, v_cache, page, kv_chunk, sliding_window, scores, few=T <= 2 * S)
     problem = _with_split(problem, q.device, T, S, chunks)
     _attend(
         schedule or _schedule(problem, q.device), problem, _unit_rows(q)[None], k_cache, v_cache, out[None],
-        (cu_seqlens, seq_lens, block_table), T, S, chunks, scale, sliding_window,
+        (cu_seqlens, seq_lens, block_table), T, S, chunks, scores, sliding_window,
     )  # fmt: skip
     return out
 
@@ -117,17 +137,22 @@ def dense_attention_cuda(
     scale: float,
     sliding_window: int,
     kv_chunk: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
     """q [B, H, T, D], k and v [B, KV heads, T, D or DV] -> [B, H, T, DV], with the bits of the paged op."""
     q, k, v = (_unit_rows(t).transpose(1, 2) for t in (q, k, v))  # [B, T, heads, D]
-    _check(q[0] if len(q) else q.new_empty(q.shape[1:]), k, v, scale, kv_chunk)
+    scores = Scores(scale, softcap, sinks, alibi_slopes)
+    _check(q[0] if len(q) else q.new_empty(q.shape[1:]), k, v, scores, kv_chunk)
     B, T, H, _ = q.shape
     out = q.new_empty((B, H, T, v.shape[-1]))
     if out.numel():
-        problem = _problem(q[0], k, v, 0, kv_chunk, sliding_window, few=T < 16)
+        problem = _problem(q[0], k, v, 0, kv_chunk, sliding_window, scores, few=T < 16)
         schedule = schedule or _schedule(problem, q.device)
-        _attend(schedule, problem, q, k, v, out.transpose(1, 2), None, T, B, 1, scale, sliding_window)
+        _attend(schedule, problem, q, k, v, out.transpose(1, 2), None, T, B, 1, scores, sliding_window)
     return out
 
 
@@ -145,12 +170,17 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
         rows = [(16, 2, 3), (16, 1, 3), (16, 4, 2), (16, 4, 5), (16, 4, 3), (32, 4, 2), (16, 4, 1)]
     else:
         rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
-    return tuple(AttentionSchedule(*row, split=problem.split) for row in rows)
+    plain = [AttentionSchedule(*row, split=problem.split) for row in rows]
+    if not problem.hopper or problem.scaled or problem.sinks:
+        return tuple(plain)
+    rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
+    return tuple([AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows] + plain)
 
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of attention schedules on this device."""
-    return template_tuner("attention", (attention_kernels.__file__, __file__), device)
+    sources = (attention_kernels, attention_hopper, attention_hopper_tile, attention_scores)
+    return template_tuner("attention", (*(module.__file__ for module in sources), __file__), device)
 
 
 def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[AttentionSchedule], bytes]:
@@ -171,16 +201,15 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
         for heads, width in ((problem.heads, problem.d), (problem.kv_heads, problem.d), (problem.kv_heads, problem.dv))
     )
     window = problem.chunk + 17 if problem.windowed else 0
-    scale = problem.d**-0.5
+    scale, cap, sinks, slopes = _probe_scores(problem, device)
+    rest = (cap, sinks, slopes)
 
     def dense(schedule: AttentionSchedule) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (t.unflatten(0, (2, -1)).transpose(1, 2) for t in (q, k, v))
-        return dense_attention_cuda(q_BHTD, k_BHTD, v_BHTD, scale, window, problem.chunk, schedule)
+        return dense_attention_cuda(q_BHTD, k_BHTD, v_BHTD, scale, window, problem.chunk, *rest, schedule=schedule)
 
     table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(1)).view(2, pages)
-    slots = [
-        table[s, p // page].item() * page + p % page for s in range(2) for p in range(lens[s] - new[s], lens[s])
-    ]
+    slots = [table[s, p // page].item() * page + p % page for s in range(2) for p in range(lens[s] - new[s], lens[s])]
     past = [draw(2, max(lens), problem.kv_heads, width) for width in (problem.d, problem.dv)]
     cu, seq_lens, table_i, slot_mapping = (
         torch.tensor(values, dtype=kind, device=device)
@@ -202,14 +231,26 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
                 cache[table[s].to(device)] = filled.unflatten(0, (pages, page))
             caches.append(cache)
         return paged_attention_cuda(
-            q, k, v, caches[0], caches[1], slot_mapping, cu, seq_lens, table_i, scale, window, problem.chunk, schedule
-        )
+            q, k, v, caches[0], caches[1], slot_mapping, cu, seq_lens, table_i, scale, window, problem.chunk, *rest,
+            schedule=schedule,
+        )  # fmt: skip
 
     def bits(schedule: AttentionSchedule) -> bytes:
         out = paged(schedule) if problem.page else dense(schedule)
         return out.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
     return bits
+
+
+def _probe_scores(problem: AttentionProblem, device: torch.device) -> tuple[float, float, Tensor | None, Tensor | None]:
+    """scale, softcap, sinks and alibi_slopes that make a problem of this kind."""
+    scale = problem.d**-0.5
+    return (
+        -scale if problem.scaled and not (problem.capped or problem.alibi) else scale,
+        2.5 if problem.capped else 0.0,
+        torch.linspace(-3, 3, problem.heads, device=device) if problem.sinks else None,
+        2.0 ** -torch.linspace(1, 8, problem.heads, device=device) if problem.alibi else None,
+    )
 
 
 def _schedule(problem: AttentionProblem, device: torch.device) -> AttentionSchedule:
@@ -231,19 +272,21 @@ def _choose(problem: AttentionProblem, device: torch.device) -> AttentionSchedul
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int, window: int, *, few: bool
+    q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int, window: int, scores: Scores, *, few: bool
 ) -> AttentionProblem:
     return AttentionProblem(
         dtype=str(q.dtype).removeprefix("torch."), heads=q.shape[1], kv_heads=k.shape[2], d=q.shape[2], dv=v.shape[3],
-        page=page, chunk=chunk, windowed=window > 0, few=few, split=False,
+        page=page, chunk=chunk, windowed=window > 0, few=few, split=False, scaled=scores.scaled,
+        hopper=attention_hopper.supports(k, v, page > 0),
+        capped=scores.softcap > 0, alibi=scores.alibi_slopes is not None, sinks=scores.sinks is not None,
     )  # fmt: skip
 
 
 def _with_split(problem: AttentionProblem, device: torch.device, T: int, S: int, chunks: int) -> AttentionProblem:
     """Chunks get programs of their own where tiles alone leave multiprocessors idle."""
-    rows = _tiles(T, S, 16 if problem.few else 64, problem.heads // problem.kv_heads) * problem.kv_heads
+    tiles = _tiles(T, S, 16 if problem.few else 64, problem.heads // problem.kv_heads) * problem.kv_heads
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
-    split = chunks > 1 and rows < 8 * _multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
+    split = chunks > 1 and tiles < 8 * _multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
     return replace(problem, split=split)
 
 
@@ -258,34 +301,49 @@ def _attend(
     T: int,
     S: int,
     chunks: int,
-    scale: float,
+    scores: Scores,
     window: int,
 ) -> None:
     group = problem.heads // problem.kv_heads
-    heads = min(triton.next_power_of_2(group), schedule.block_m)
+    heads = min(triton.next_power_of_2(group), attention_hopper.ROWS if schedule.hopper else schedule.block_m)
     cu, lens, table = metadata or (out, out, out)
     if metadata is None:
         tiles = S * triton.cdiv(T, schedule.block_m // heads)
     else:
         tiles = _tiles(T, S, schedule.block_m, group)
     split = schedule.split and chunks > 1 and metadata is not None
-    target, stat, strides = out, out, out.stride()[:3]
+    batch, token, head = out.stride()[:3]
+    target, stat, strides = out, out, (batch, token, head)
     if split:
         target = q.new_empty((T, problem.heads, chunks, problem.dv), dtype=torch.float32)
         stat = q.new_empty((T, problem.heads, chunks, 2), dtype=torch.float32)
     padded = {"DP": _padded(problem.d), "DVP": _padded(problem.dv)}
-    shared = {"DV": problem.dv, "DVP": padded["DVP"], "CHUNK": problem.chunk, "WINDOWED": problem.windowed}
+    sinks, slopes = (out if t is None else t.contiguous() for t in (scores.sinks, scores.alibi_slopes))
+    shared = {
+        "DV": problem.dv, "DVP": padded["DVP"], "CHUNK": problem.chunk, "WINDOWED": problem.windowed,
+        "SCALED": problem.scaled, "SINKS": problem.sinks,
+    }  # fmt: skip
     grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
-    attention_kernels.attention_kernel[grid](
-        q, k, v, target, stat, cu, lens, table, scale * _LOG2_E, window, T, S, problem.heads, chunks,
-        q.stride(0) if metadata is None else 0, *q.stride()[1:3], *k.stride()[:3], *v.stride()[:3],
-        strides[0] if metadata is None else 0, *strides[1:], table.stride(0),
-        G=group, HEADS=heads, D=problem.d, DP=padded["DP"], PAGE=problem.page, SPLIT=split, BM=schedule.block_m,
-        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False, **shared,
-    )  # fmt: skip
+    if schedule.hopper:
+        numbers = {"c": scores.c, "window": window, "T": T, "S": S, "tiles": tiles, "H": problem.heads}
+        numbers["chunks"] = chunks
+        constants = {"G": group, "HEADS": heads, "D": problem.d, "PAGE": problem.page, "CHUNK": problem.chunk}
+        constants |= {"WINDOWED": problem.windowed, "SPLIT": split, "STAGES": schedule.stages}
+        constants |= {"CONSUMERS": schedule.block_m // attention_hopper.ROWS}
+        attention_hopper.launch(q, k, v, target, stat, (cu, lens, table), numbers, strides, constants)
+    else:
+        attention_kernels.attention_kernel[grid](
+            q, k, v, target, stat, cu, lens, table, sinks, slopes, scores.c, scores.inner, scores.softcap, window,
+            T, S, problem.heads, chunks,
+            q.stride(0) if metadata is None else 0, *q.stride()[1:3], *k.stride()[:3], *v.stride()[:3],
+            strides[0] if metadata is None else 0, *strides[1:], table.stride(0),
+            G=group, HEADS=heads, D=problem.d, DP=padded["DP"], PAGE=problem.page, SPLIT=split, BM=schedule.block_m,
+            CAPPED=problem.capped, ALIBI=problem.alibi,
+            num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False, **shared,
+        )  # fmt: skip
     if split:
         attention_kernels.merge_kernel[(T, problem.heads)](
-            target, stat, out, cu, lens, scale * _LOG2_E, window, S, chunks, *strides[1:],
+            target, stat, out, cu, lens, sinks, scores.c, scores.inner, window, S, chunks, *strides[1:],
             num_warps=1, enable_fp_fusion=False, **shared,
         )  # fmt: skip
 
@@ -307,14 +365,13 @@ def _tiles(T: int, S: int, block_m: int, group: int) -> int:
     return T // block_q + S + 1
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_chunk: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kv_chunk: int) -> None:
     where = "attention on the GPU"
+    scores.check(where, q.shape[1])
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise InvalidInput(f"{where}: q is {q.dtype}, keys {k.dtype}, values {v.dtype}; use one dtype for all")
     if q.shape[1] % k.shape[2]:
         raise InvalidInput(f"{where}: {q.shape[1]} query heads do not share {k.shape[2]} KV heads evenly")
-    if scale <= 0:
-        raise InvalidInput(f"{where}: scale={scale} must be positive")
     if kv_chunk % attention_kernels.KEYS.value:
         raise InvalidInput(f"{where}: kv_chunk={kv_chunk} must be a multiple of {attention_kernels.KEYS.value}")
 

@@ -2,7 +2,8 @@
 
 The sources beside this file are plain C++17 with a C ABI. A library is named by the hash of its sources, its flags and
 the compiler's version, ends with the SHA-256 of its own bytes (so that a damaged file is never loaded), and is renamed
-into place, so that any number of processes may build it at once. All instruction sets give the same bits.
+into place, so that any number of processes may build it at once. All instruction sets give the same bits: the dot
+product of bfloat16 pairs is used only on a machine where it was compared with the multiply-adds of the others.
 """
 
 import ctypes
@@ -28,6 +29,8 @@ __all__ = [
     "dtype_code",
     "isa",
     "library",
+    "pair_faults",
+    "radices_address",
     "radices_array",
     "source_digest",
     "supported_isas",
@@ -37,9 +40,17 @@ __all__ = [
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
 
 _SOURCES = Path(__file__).parent / "cpu"
-_ISA_FLAGS = {"avx512": "-march=x86-64-v4", "avx2": "-march=x86-64-v3", "portable": "-march=x86-64"}
+_PAIRS = "avx512bf16"
+_ISA_FLAGS = {
+    _PAIRS: "-march=x86-64-v4 -mavx512bf16",
+    "avx512": "-march=x86-64-v4",
+    "avx2": "-march=x86-64-v3",
+    "portable": "-march=x86-64",
+}
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _ISA_NEEDS = {
-    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    _PAIRS: _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
     "portable": set[str](),
 }
@@ -50,13 +61,8 @@ _MOST_RADICES = 16  # nodes[] in rowsum.h
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
-    "detcompile_matmul": (
-        None,
-        [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _POINTER]
-        + [_INT64] * 3
-        + [_POINTER, _INT64]
-        + [_INT32] * 5,
-    ),
+    "detcompile_matmul": (None, [ctypes.c_char_p]),  # struct Call of matmul.cpp
+    "detcompile_pair_faults": (_INT64, []),
     "detcompile_row_sum": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32, _INT32, _INT32]),
     "detcompile_row_var_mean": (
         None,
@@ -76,28 +82,40 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     ),
     "detcompile_dense_attention": (
         None,
-        [_POINTER] * 5 + [_INT64] * 6 + [_FLOAT, _INT64, _INT64, _INT32, _INT32],
+        [_POINTER] * 5 + [_INT64] * 8 + [_POINTER] * 3 + [_INT32, _INT32],
     ),
-    "detcompile_paged_attention": (_INT64, [_POINTER] * 12 + [_FLOAT, _INT32, _INT32, _INT32, _POINTER]),
+    "detcompile_paged_attention": (_INT64, [_POINTER] * 15 + [_INT32, _INT32, _INT32, _POINTER]),
     "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
 }
 
 
 def isa() -> str:
-    """The instruction set the CPU templates run with: avx512, avx2 or portable.
+    """The instruction set the CPU templates run with: avx512bf16, avx512, avx2 or portable.
 
     Raises:
-        InvalidInput: config.cpu_isa_override() names none that this machine has.
+        InvalidInput: config.cpu_isa_override() names none that this machine has, or one whose bits are not ours.
     """
     override = config.cpu_isa_override()
     available = supported_isas()
-    if override is None:
-        return available[0]
-    if override not in available:
+    chosen = available[0] if override is None else override
+    if chosen not in available:
         raise InvalidInput(
             f"DETCOMPILE_CPU_ISA={override!r}: this machine runs {', '.join(available)}. Set one of these, or unset it."
         )
-    return override
+    if chosen != _PAIRS or pair_faults() == 0:
+        return chosen
+    if override is not None:
+        raise InvalidInput(
+            f"DETCOMPILE_CPU_ISA={override!r}: this CPU's dot product of bfloat16 pairs rounds unlike two multiply-adds"
+            f" ({pair_faults()} of the probe's results differ). Set {available[1]}, or unset it."
+        )
+    return available[1]
+
+
+@functools.cache
+def pair_faults() -> int:
+    """How many results of this CPU's dot product of bfloat16 pairs differ from two multiply-adds, in a fixed probe."""
+    return int(library(_PAIRS).detcompile_pair_faults())
 
 
 @functools.cache
@@ -168,6 +186,12 @@ def dtype_code(tensor: torch.Tensor | None) -> int:
 
 
 @functools.cache
+def radices_address(radices: tuple[int, ...]) -> int:
+    """Where radices lie for the C ABI, for the life of the process; raises as radices_array."""
+    return ctypes.addressof(radices_array(radices))
+
+
+@functools.cache
 def radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     """Radices for the C ABI.
 
@@ -209,7 +233,7 @@ def _is_intact(path: Path) -> bool:
 
 def _build(name: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = [*_FLAGS, *([_ISA_FLAGS[name]] if platform.machine() in ("x86_64", "AMD64") else [])]
+    flags = [*_FLAGS, *(shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else [])]
     compiler = shlex.split(config.cxx_compiler())
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         objects = [(source, Path(folder, source.stem + ".o")) for source in sorted(_SOURCES.glob("*.cpp"))]
@@ -229,5 +253,5 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
         if process.returncode != 0:
             raise CompilerNotFound(
                 f"The CPU templates could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
-                f"{output[-2000:]}\nInstall a C++17 compiler with OpenMP (g++ 9 or later) or name one in CXX."
+                f"{output[-2000:]}\nInstall a C++17 compiler with OpenMP (g++ 10 or later) or name one in CXX."
             )

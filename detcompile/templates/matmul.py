@@ -7,11 +7,16 @@ Legend: M tokens, N output features, K input features.
     y    = round(acc + bias)                 one rounding to out_dtype (default x.dtype)
     out  = round(residual + y)               only with a residual; the sum is in float32
 
+On the CPU, bfloat16's multiply-adds count subnormal operands and results as zeros (float32.fma_flushed), as the dot
+product of pairs of AVX512-BF16 does, and fp32's and fp16's keep them: the bits are the same with every instruction set.
+Weights are read where they are at every call, so that they may change in place.
+
 The order knows nothing of M, so a row's bits do not depend on its neighbours. x may be a slice of columns and w any
 view of unit stride along K or N (nn.Linear's weight, GPT-2's Conv1D transposed); other strides are copied. M may be 0.
 """
 
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +28,8 @@ from detcompile.templates import cpu_library
 from detcompile.templates.matmul_triton import matmul_cuda
 
 __all__ = ["matmul_cpu", "reference_matmul"]
+
+_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul.cpp
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -61,20 +68,20 @@ def matmul_cpu(
         bias = bias.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    cpu_library.library(isa).detcompile_matmul(
+    call = _CALL.pack(
         x.data_ptr(),
         x.stride(0),
         w.data_ptr(),
         w.stride(0),
         w.stride(1),
-        None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
         out.data_ptr(),
         M,
         N,
         K,
-        cpu_library.radices_array(tuple(radices)),
+        cpu_library.radices_address(tuple(radices)),
         len(radices),
         cpu_library.dtype_code(x),
         cpu_library.dtype_code(bias),
@@ -82,6 +89,7 @@ def matmul_cpu(
         out_code,
         cpu_library.thread_count(),
     )
+    cpu_library.library(isa).detcompile_matmul(call)
     return out
 
 

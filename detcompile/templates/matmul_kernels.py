@@ -231,9 +231,7 @@ def tma_kernel(
             t0, t1, t2, t3 = acc, acc, acc, acc
             for leaf in range(0, leaves):
                 first = leaf * leaf_k
-                acc = _tma_leaf(
-                    x_desc, w_desc, tile_m * BM, tile_n * BN, first, first + leaf_k, BM, BN, BK, SWAP, W_NK
-                )
+                acc = _tma_leaf(x_desc, w_desc, tile_m * BM, tile_n * BN, first, first + leaf_k, BM, BN, BK, SWAP, W_NK)
                 t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
             acc = _root(t0, t1, t2, t3, R0, R1, R2)
         m = tile_m * BM + tl.arange(0, BM)

@@ -4,6 +4,7 @@ Legend: M tokens, N output features, K summed features. A schedule never decides
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ class GemmProblem:
         order: the SumOrder, as text.
         w_nk: the weights are contiguous along K (else along N).
         aligned: x and w can be read through tensor descriptors.
+        hopper: matmul_hopper can run: a Hopper GPU, 16-bit operands, aligned, weights contiguous along K.
         epilogue: dtype names of out, bias and residual (None: absent).
         bucket: the token count, rounded up to a power of two.
     """
@@ -29,20 +31,22 @@ class GemmProblem:
     order: str
     w_nk: bool
     aligned: bool
+    hopper: bool
     epilogue: tuple[str, str | None, str | None]
     bucket: int
 
     def __str__(self) -> str:
         out, bias, residual = self.epilogue
-        layout = ("NK" if self.w_nk else "KN") + ("" if self.aligned else " unaligned")
+        layout = ("NK" if self.w_nk else "KN") + ("" if self.aligned else " unaligned") + " hopper" * self.hopper
         epilogue = f"-> {out} bias={bias} residual={residual}"
         return f"{self.dtype} n={self.n} {self.order} {layout} {epilogue} m<={self.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class GemmSchedule:
-    """kind: "pointers" or "tma"; swapped: the weights are the M operand of the MMA; ctas: programs a multiprocessor
-    (tma); leaves: "register" or "split" (see matmul_kernels)."""
+    """kind: "pointers", "tma" or "hopper" (matmul_hopper; its warps are its own affair); swapped: the weights are the M
+    operand of the MMA; ctas: programs a multiprocessor (not for pointers); leaves: "register" or "split" (see
+    matmul_kernels)."""
 
     kind: str
     block_m: int
@@ -71,23 +75,43 @@ def _schedules(kind: str, swapped: bool, rows: _Rows) -> list[GemmSchedule]:
     ]
 
 
-_FEW_TOKENS: dict[int, _Rows] = {
-    16: [(16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 128, 128, 8, 3), (16, 64, 256, 4, 3)],
-    32: [(32, 64, 128, 4, 4), (32, 128, 64, 4, 4), (32, 128, 128, 8, 3)],
-    64: [(64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4)],
+_POINTERS_FEW: dict[int, _Rows] = {
+    16: [(16, 64, 128, 4, 6), (16, 64, 256, 4, 5), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4)],
+    32: [(32, 64, 128, 4, 5), (32, 128, 64, 4, 4)],
+    64: [(64, 64, 128, 4, 5), (64, 64, 64, 4, 4)],
 }
-_FEW_TOKENS_TMA: dict[int, _Rows] = {
-    16: [(16, 64, 128, 4, 6), (16, 128, 128, 4, 4)],
-    32: [(32, 64, 128, 4, 5), (32, 128, 64, 4, 6)],
-    64: [(64, 64, 128, 4, 5, 1), (64, 128, 64, 4, 6, 1), (64, 128, 128, 4, 3, 1)],
+_TMA_FEW: dict[int, _Rows] = {
+    16: [(16, 64, 256, 4, 5), (16, 64, 128, 4, 6)],
+    32: [(32, 64, 256, 4, 4), (32, 64, 128, 4, 5)],
+    64: [(64, 64, 128, 4, 5), (64, 128, 64, 4, 6)],
 }
-_TMA: dict[int, _Rows] = {
-    64: [(64, 64, 64, 4, 6, 2), (64, 128, 64, 4, 6)],
-    128: [(128, 64, 64, 4, 6), (128, 64, 128, 4, 4), (64, 128, 64, 4, 6), (64, 64, 128, 4, 4, 2), (128, 128, 64, 8, 4)],
-    256: [(128, 128, 64, 8, 4), (128, 64, 128, 4, 4), (128, 128, 64, 4, 5), (256, 64, 64, 8, 4)],
-    512: [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 5), (256, 128, 64, 8, 3)],
-    1024: [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4)],
+# Features are the rows of a warpgroup here: with a tree nothing is split, and no second launch adds leaves.
+_HOPPER_FEW: dict[int, _Rows] = {
+    16: [(16, 64, 256, 4, 5), (16, 64, 128, 4, 8), (16, 64, 128, 4, 4, 2), (16, 64, 64, 4, 8, 2), (16, 64, 64, 4, 12)],
+    32: [(32, 64, 256, 4, 4), (32, 64, 128, 4, 8), (32, 64, 128, 4, 4, 2), (32, 64, 64, 4, 8)],
+    64: [(64, 64, 128, 4, 6), (64, 64, 64, 4, 10), (32, 64, 128, 4, 8)],
 }
+_TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
+_HOPPER: _Rows = [
+    (64, 32, 128, 4, 8),
+    (64, 64, 128, 4, 6),
+    (64, 128, 64, 4, 8),
+    (128, 80, 64, 8, 6),
+    (128, 96, 64, 8, 6),
+    (128, 128, 64, 8, 5),
+    (128, 160, 64, 8, 4),
+    (128, 192, 64, 8, 4),
+    (128, 256, 64, 8, 3),
+]
+_HOPPER_TREE: _Rows = [
+    (64, 32, 128, 4, 6),
+    (64, 32, 64, 4, 6, 2),
+    (64, 64, 128, 4, 5),
+    (64, 64, 64, 4, 8),
+    (64, 128, 64, 4, 6),
+    (128, 64, 64, 8, 6),
+    (128, 64, 128, 8, 3),
+]
 # One open node per level lives in registers, so that tiles are smaller.
 _TMA_TREE: _Rows = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2), (64, 64, 64, 4, 4, 3)]
 _ANY_STRIDES: _Rows = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3)]
@@ -96,6 +120,9 @@ _FLOAT32: dict[int, _Rows] = {
     64: [(32, 64, 32, 4, 3), (64, 64, 32, 4, 3)],
     4096: [(64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 3)],
 }
+# An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
+_MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
+_SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
 
 
 def reference_schedule(problem: GemmProblem) -> GemmSchedule:
@@ -111,36 +138,60 @@ def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
         few = next(largest for largest in _FLOAT32 if problem.bucket <= largest)
         found = _schedules("pointers", False, _FLOAT32[few])
     else:
-        found = _half_precision(problem)
+        found = _few_tokens(problem) if problem.bucket <= 64 else []
+        found += _many_tokens(problem) if problem.bucket >= 64 else []
+        found += _schedules("pointers", False, _ANY_STRIDES)
     if not problem.radices:
         return tuple(found)
     return tuple(_with_leaves(problem, found))
 
 
-def _half_precision(problem: GemmProblem) -> list[GemmSchedule]:
+def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     bucket = problem.bucket
-    found = []
-    if bucket <= 64:
-        found += _schedules("pointers", True, _FEW_TOKENS[bucket])
-        if problem.aligned:
-            found += _schedules("tma", True, _FEW_TOKENS_TMA[bucket])
-    if bucket >= 64 and problem.aligned:
-        found += _schedules("tma", False, _TMA[min(bucket, 1024)])
-    return found + _schedules("pointers", False, _ANY_STRIDES)
+    hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
+    tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
+    return tma[:1] + _schedules("pointers", True, _POINTERS_FEW[bucket]) + tma[1:] + hopper
+
+
+def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
+    found = _schedules("tma", False, _TMA) if problem.aligned else []
+    if problem.hopper:
+        found += _schedules("hopper", False, _HOPPER)
+    return sorted(found, key=functools.partial(_cycles, problem))
+
+
+def _cycles(problem: GemmProblem, schedule: GemmSchedule) -> float:
+    """Expected for one k, over all waves of tiles: whichever of arithmetic and loads takes longer."""
+    m, n = schedule.block_m, schedule.block_n
+    tiles = math.ceil(problem.bucket / m) * math.ceil(problem.n / n)
+    waves = math.ceil(tiles / (_MULTIPROCESSORS * schedule.ctas)) * schedule.ctas
+    return waves * max(m * n / _MULTIPLY_ADDS, 2 * (m + n) / _BYTES)
 
 
 def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:
-    split = [replace(schedule, leaves="split") for schedule in found]
+    plain = [schedule for schedule in found if schedule.kind != "hopper"]
+    split = [replace(schedule, leaves="split") for schedule in plain]
     if len(problem.radices) > 4:
         return _whole_groups(problem, split)
     if problem.dtype != "float32" and problem.bucket > 64 and problem.aligned:
-        found = _schedules("tma", False, _TMA_TREE) + found
-    return _whole_groups(problem, split + found if problem.bucket <= 256 else found + split)
+        plain = _schedules("tma", False, _TMA_TREE) + plain
+    hopper = []
+    if problem.hopper and problem.bucket >= 64:
+        hopper = sorted(_schedules("hopper", False, _HOPPER_TREE), key=functools.partial(_cycles, problem))
+    if problem.hopper and problem.bucket <= 64:
+        hopper += _schedules("hopper", True, _HOPPER_FEW[problem.bucket])
+    return _whole_groups(problem, hopper + (split + plain if problem.bucket <= 256 else plain + split))
 
 
 def _whole_groups(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:
-    """A descriptor does not end at a leaf: its leaves must be whole tiles of K."""
-    leaf_k = problem.k
-    for radix in problem.radices:
-        leaf_k //= radix
-    return [schedule for schedule in found if schedule.kind != "tma" or leaf_k % schedule.block_k == 0]
+    """A descriptor does not end at a leaf: its leaves must be whole tiles of K. And the nodes of a tree must fit."""
+    leaf_k = problem.k // math.prod(problem.radices)
+    whole = [schedule for schedule in found if schedule.kind == "pointers" or leaf_k % schedule.block_k == 0]
+    return [schedule for schedule in whole if schedule.kind != "hopper" or _fits(problem, schedule)]
+
+
+def _fits(problem: GemmProblem, schedule: GemmSchedule) -> bool:
+    """Whether the ring of k-groups and the nodes that wait, one float32 tile a level, fit into shared memory."""
+    ring = 2 * (schedule.block_m + schedule.block_n) * schedule.block_k * schedule.stages
+    levels = len(problem.radices) - 1
+    return ring + 4 * levels * schedule.block_m * schedule.block_n <= _SHARED_BYTES

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
-from detcompile.templates import matmul_kernels
+from detcompile.templates import matmul_hopper, matmul_kernels
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, template_tuner
 
@@ -98,6 +98,7 @@ def gemm_problem(
 ) -> GemmProblem:
     """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
     M, K = x.shape
+    aligned = _tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t())
     return GemmProblem(
         dtype=_name(x.dtype),
         n=w.shape[0],
@@ -105,7 +106,8 @@ def gemm_problem(
         radices=radices,
         order=_order_name(K, x.dtype, radices),
         w_nk=w.stride(1) == 1,
-        aligned=_tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t()),
+        aligned=aligned,
+        hopper=aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype),
         epilogue=(_name(out.dtype), _name_of(bias), _name_of(residual)),
         bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
     )
@@ -145,7 +147,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of GEMM schedules on this device."""
-    return template_tuner("matmul", (matmul_kernels.__file__, __file__), device)
+    return template_tuner("matmul", (matmul_kernels.__file__, matmul_hopper.__file__, __file__), device)
 
 
 @functools.cache
@@ -196,6 +198,14 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
     M, N = o.x.shape[0], o.w.shape[0]
     leaves = math.prod(o.radices)
     tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
+    if schedule.kind == "hopper":
+        a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
+        matmul_hopper.launch(
+            o.x, o.w, o.bias, o.residual, o.out, _radices(o.radices), o.leaf_k,
+            programs=min(tiles, _multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
+            block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
+        )  # fmt: skip
+        return
     options = {
         "HAS_BIAS": o.bias is not None,
         "HAS_RESIDUAL": o.residual is not None,

@@ -8,7 +8,8 @@ Legend: R row length.
     layer_norm: out = round((h - mean) * (1 / sqrt(sum of (h - mean)^2 / R + eps)) * weight + bias)
 
 Each round is to x.dtype; the square root and the division are IEEE's. weight and bias [R] may be absent, and of any of
-the three dtypes. The order is row_order(R, device type): a function of R alone.
+the three dtypes. The order is row_order(R, device type, (), x.dtype): a function of R, and on a
+GPU of the dtype.
 """
 
 import torch

@@ -6,7 +6,8 @@ Legend: R row length.
     row_var_mean(x, correction) = (var, mean), both float32, in two passes:
                                   mean = sum of x / R; var = sum of (x - mean)^2 / (R - correction)
 
-The order is row_order(R, device type): a function of R alone. Leading dims are any; rows may be strided.
+The order is row_order(R, device type, (), x.dtype): a function of R, and on a GPU of the dtype. Leading dims are any;
+rows may be strided.
 """
 
 import torch

@@ -1,9 +1,12 @@
-"""Row sums on the GPU: every sum takes the `Row` order of its length, whatever the tile and the neighbours.
+"""Row sums and norms on the GPU: every sum takes the `Row` order of its length, whatever the tile and the neighbours.
 
-Legend: T rows, R row length. A tile is ROWS rows x LANES * VECTOR slots; slot c belongs to lane c // VECTOR.
+Legend: T rows, R row length, W columns that a program holds; see row_tiles.
 
-Each slot adds its terms over ascending steps; `slots_to_row` then combines the slots. Nothing here is contracted to
-an FMA: kernels are launched with ``enable_fp_fusion=False``, so that a term is rounded before it is added.
+A row that one program can hold is read once and kept in registers, with a load a thread in flight for all of it. A
+longer one is cut into the chunks of its order: one kernel sums each, the next adds the chunks' sums and finishes.
+
+Nothing here is contracted to an FMA: kernels are launched with ``enable_fp_fusion=False``, so that a term is rounded
+before it is added.
 """
 
 import torch
@@ -12,18 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.numerics import Row, row_order
+from detcompile.templates.row_tiles import (
+    CALLERS,
+    RowLayout,
+    RowPlan,
+    aligned,
+    chunk_sums,
+    load_rows,
+    rms_scale,
+    row_layout,
+    row_mean,
+    row_plan,
+    row_total,
+    rows_at,
+)
 
-__all__ = [
-    "launch_rows",
-    "layer_norm_cuda",
-    "rms_norm_cuda",
-    "row_sum_cuda",
-    "row_var_mean_cuda",
-    "rows_of",
-    "slots_to_row",
-    "tile_rows",
-    "total",
-]
+__all__ = ["layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda"]
 
 PLAIN = tl.constexpr(0)
 SQUARE = tl.constexpr(1)
@@ -31,240 +38,221 @@ CENTERED_SQUARE = tl.constexpr(2)
 
 
 @triton.jit
-def _halve_adjacent(x_RC):
-    """(0 + 1), (2 + 3), ..."""
-    even, odd = tl.split(tl.reshape(x_RC, [x_RC.shape[0], x_RC.shape[1] // 2, 2]))
-    return even + odd
+def _store_rows(out_ptr, row, column, T, y, R: tl.constexpr):
+    pointers = out_ptr + row.to(tl.int64)[:, None] * R + column[None, :]
+    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (column < R)[None, :])
 
 
 @triton.jit
-def _halve_apart(x_RC):
-    """(0 + n/2), (1 + n/2 + 1), ..."""
-    half: tl.constexpr = x_RC.shape[1] // 2
-    low, high = tl.split(tl.permute(tl.reshape(x_RC, [x_RC.shape[0], 2, half]), [0, 2, 1]))
-    return low + high
+def _vector(pointer, column, R: tl.constexpr):
+    return tl.load(pointer + column, mask=column < R, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def slots_to_row(slots_RC, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr):
-    """Slot totals [ROWS, LANES * VECTOR] -> row totals [ROWS], in Row order.
-
-    SHUFFLE leaves the lanes to tl.sum, whose butterfly is the same tree when a thread holds one lane; without it every
-    addition is spelled out (the interpreter's tl.sum has an order of its own).
-    """
-    x = slots_RC
-    if VECTOR >= 2:
-        x = _halve_adjacent(x)
-    if VECTOR >= 4:
-        x = _halve_adjacent(x)
-    if VECTOR >= 8:
-        x = _halve_adjacent(x)
-    if SHUFFLE:
-        row_total = tl.sum(x, 1)
-    else:
-        groups: tl.constexpr = LANES // 32
-        x = tl.reshape(x, [ROWS * groups, 32])
-        x = _halve_apart(_halve_apart(_halve_apart(_halve_apart(_halve_apart(x)))))
-        x = tl.reshape(x, [ROWS, groups])
-        if groups >= 32:
-            x = _halve_apart(x)
-        if groups >= 16:
-            x = _halve_apart(x)
-        if groups >= 8:
-            x = _halve_apart(x)
-        if groups >= 4:
-            x = _halve_apart(x)
-        if groups >= 2:
-            x = _halve_apart(x)
-        row_total = tl.reshape(x, [ROWS])
-    return row_total
+def _centered_squares(x, mean, column, R: tl.constexpr):
+    centered = x - mean[:, None]
+    return tl.where((column < R)[None, :], centered * centered, 0.0)
 
 
-@triton.jit
-def total(
-    rows_ptr,  # [ROWS] pointers to the first element of each row
-    ok_R,
-    R,
-    shift_R,
-    TERM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SHUFFLE: tl.constexpr,
-):
-    """Sum of TERM over each row: [ROWS] fp32. Elements past R add +0.0."""
-    STEP: tl.constexpr = LANES * VECTOR
-    slots = tl.zeros((ROWS, STEP), tl.float32)
-    for start in range(0, R, STEP):
-        column = start + tl.arange(0, STEP)
-        inside = ok_R[:, None] & (column < R)[None, :]
-        x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        if TERM == SQUARE:
-            x = x * x
-        elif TERM == CENTERED_SQUARE:
-            x = x - shift_R[:, None]
-            x = tl.where(inside, x * x, 0.0)
-        slots += x
-    return slots_to_row(slots, ROWS, LANES, VECTOR, SHUFFLE)
+@triton.jit(do_not_specialize=CALLERS)
+def _chunks_kernel(
+    x_ptr, mean_ptr, partial_ptr, T, heads, outer, inner,
+    TERM: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """The sum of TERM over each chunk: partial [T, CHUNKS]. mean_ptr: sums of the chunks, for a centred term."""
+    row, column = rows_at(CHUNKS, ROWS, W)
+    x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
+    if TERM == SQUARE:
+        x = x * x
+    elif TERM == CENTERED_SQUARE:
+        x = _centered_squares(
+            x, row_mean(chunk_sums(mean_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE), R), column, R
+        )
+    tl.store(partial_ptr + tl.program_id(0) + tl.arange(0, 1), row_total(x, ROWS, LANES, VECTOR, SHUFFLE))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=CALLERS)
 def _row_sum_kernel(
-    x_ptr, out_ptr, T, R, stride,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    x_ptr, partial_ptr, out_ptr, T, heads, outer, inner,
+    R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ok = row < T
-    row_total = total(x_ptr + row.to(tl.int64) * stride, ok, R, None, PLAIN, ROWS, LANES, VECTOR, SHUFFLE)
-    tl.store(out_ptr + row, row_total.to(out_ptr.dtype.element_ty), mask=ok)
+    row, column = rows_at(1, ROWS, W)
+    if CHUNKS == 1:
+        x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
+        total = row_total(x, ROWS, LANES, VECTOR, SHUFFLE)
+    else:
+        total = chunk_sums(partial_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE)
+    tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=CALLERS)
 def _row_var_mean_kernel(
-    x_ptr, var_ptr, mean_ptr, T, R, stride, denominator,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    x_ptr, partial_ptr, squares_ptr, var_ptr, mean_ptr, T, heads, outer, inner, denominator,
+    R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ok = row < T
-    rows_ptr = x_ptr + row.to(tl.int64) * stride
-    length = tl.zeros((ROWS,), tl.float32) + R
-    mean = tl.div_rn(total(rows_ptr, ok, R, None, PLAIN, ROWS, LANES, VECTOR, SHUFFLE), length)
-    squares = total(rows_ptr, ok, R, mean, CENTERED_SQUARE, ROWS, LANES, VECTOR, SHUFFLE)
-    tl.store(mean_ptr + row, mean, mask=ok)
-    tl.store(var_ptr + row, tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + denominator), mask=ok)
+    row, column = rows_at(1, ROWS, W)
+    if CHUNKS == 1:
+        x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
+        mean = row_mean(row_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
+        squares = row_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)
+    else:
+        mean = row_mean(chunk_sums(partial_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE), R)
+        squares = chunk_sums(squares_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE)
+    tl.store(mean_ptr + row, mean, mask=row < T)
+    tl.store(var_ptr + row, tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + denominator), mask=row < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=CALLERS)
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, T, R, stride, eps,
+    x_ptr, partial_ptr, weight_ptr, out_ptr, T, heads, outer, inner, eps,
     HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    STEP: tl.constexpr = LANES * VECTOR
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ok = row < T
-    rows_ptr = x_ptr + row.to(tl.int64) * stride
-    squares = total(rows_ptr, ok, R, None, SQUARE, ROWS, LANES, VECTOR, SHUFFLE)
-    scale = tl.rsqrt(tl.div_rn(squares, tl.zeros((ROWS,), tl.float32) + R) + eps)
-    for start in range(0, R, STEP):
-        column = start + tl.arange(0, STEP)
-        inside = ok[:, None] & (column < R)[None, :]
-        y = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32) * scale[:, None]
-        if ROUND_FIRST:
-            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
-        if HAS_WEIGHT:
-            y = y * tl.load(weight_ptr + column, mask=column < R, other=0.0).to(tl.float32)[None, :]
-        out_rows = out_ptr + row.to(tl.int64)[:, None] * R
-        tl.store(out_rows + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+    row, column = rows_at(CHUNKS, ROWS, W)
+    x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
+    if HAS_WEIGHT:
+        weight = _vector(weight_ptr, column, R)  # in flight while the row is summed
+    if CHUNKS == 1:
+        squares = row_total(x * x, ROWS, LANES, VECTOR, SHUFFLE)
+    else:
+        squares = chunk_sums(partial_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE)
+    y = x * rms_scale(squares, eps, R)[:, None]
+    if ROUND_FIRST:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_WEIGHT:
+        y = y * weight
+    _store_rows(out_ptr, row, column, T, y, R)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=CALLERS)
 def _layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, T, R, stride, eps,
+    x_ptr, partial_ptr, squares_ptr, weight_ptr, bias_ptr, out_ptr, T, heads, outer, inner, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    STEP: tl.constexpr = LANES * VECTOR
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ok = row < T
-    rows_ptr = x_ptr + row.to(tl.int64) * stride
-    length = tl.zeros((ROWS,), tl.float32) + R
-    mean = tl.div_rn(total(rows_ptr, ok, R, None, PLAIN, ROWS, LANES, VECTOR, SHUFFLE), length)
-    squares = total(rows_ptr, ok, R, mean, CENTERED_SQUARE, ROWS, LANES, VECTOR, SHUFFLE)
-    scale = tl.rsqrt(tl.div_rn(squares, length) + eps)
-    for start in range(0, R, STEP):
-        column = start + tl.arange(0, STEP)
-        inside = ok[:, None] & (column < R)[None, :]
-        x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        y = (x - mean[:, None]) * scale[:, None]
-        if HAS_WEIGHT:
-            y = y * tl.load(weight_ptr + column, mask=column < R, other=0.0).to(tl.float32)[None, :]
-        if HAS_BIAS:
-            y = y + tl.load(bias_ptr + column, mask=column < R, other=0.0).to(tl.float32)[None, :]
-        out_rows = out_ptr + row.to(tl.int64)[:, None] * R
-        tl.store(out_rows + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+    row, column = rows_at(CHUNKS, ROWS, W)
+    x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
+    if HAS_WEIGHT:
+        weight = _vector(weight_ptr, column, R)
+    if HAS_BIAS:
+        bias = _vector(bias_ptr, column, R)
+    if CHUNKS == 1:
+        mean = row_mean(row_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
+        squares = row_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)
+    else:
+        mean = row_mean(chunk_sums(partial_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE), R)
+        squares = chunk_sums(squares_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE)
+    y = (x - mean[:, None]) * rms_scale(squares, eps, R)[:, None]
+    if HAS_WEIGHT:
+        y = y * weight
+    if HAS_BIAS:
+        y = y + bias
+    _store_rows(out_ptr, row, column, T, y, R)
 
 
-def row_sum_cuda(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def row_sum_cuda(x: Tensor, out_dtype: torch.dtype | None = None, order: Row | None = None) -> Tensor:
     """x [..., R] -> [...]: the sum of each row in fp32, rounded once to out_dtype (default x.dtype)."""
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device=x.device)
-    launch_rows(_row_sum_kernel, x, out)
+    if x.shape[-1] == 0:
+        return out.zero_()
+    if out.numel():
+        rows, plan = _planned(x, order)
+        partial = _chunks(rows, plan, PLAIN)
+        _launch(_row_sum_kernel, rows, plan._replace(programs=1), partial, out)
     return out
 
 
-def row_var_mean_cuda(x: Tensor, correction: float) -> tuple[Tensor, Tensor]:
+def row_var_mean_cuda(x: Tensor, correction: float, order: Row | None = None) -> tuple[Tensor, Tensor]:
     """x [..., R] -> fp32 variance and mean [...], in two passes."""
     var, mean = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
-    launch_rows(_row_var_mean_kernel, x, var, mean, scalars=(max(x.shape[-1] - correction, 0.0),))
+    if x.shape[-1] == 0:
+        return var.fill_(torch.nan), mean.fill_(torch.nan)
+    if var.numel():
+        rows, plan = _planned(x, order)
+        partial = _chunks(rows, plan, PLAIN)
+        squares = _chunks(rows, plan, CENTERED_SQUARE, partial)
+        denominator = max(x.shape[-1] - correction, 0.0)
+        once = plan._replace(programs=1)
+        _launch(_row_var_mean_kernel, rows, once, partial, squares, var, mean, scalars=(denominator,))
     return var, mean
 
 
-def rms_norm_cuda(x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:
+def rms_norm_cuda(
+    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, order: Row | None = None
+) -> Tensor:
     """x [..., R], weight [R] -> [..., R] in x.dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    has_weight = weight is not None
-    launch_rows(
-        _rms_norm_kernel, x, weight, out, scalars=(eps,), HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight
-    )
+    if out.numel():
+        rows, plan = _planned(x, order)
+        partial = _chunks(rows, plan, SQUARE)
+        flags = {"HAS_WEIGHT": weight is not None, "ROUND_FIRST": round_before_weight}
+        _launch(_rms_norm_kernel, rows, plan, partial, aligned(weight), out, scalars=(eps,), **flags)
     return out
 
 
-def layer_norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm_cuda(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, order: Row | None = None
+) -> Tensor:
     """x [..., R], weight and bias [R] -> [..., R] in x.dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    has_weight, has_bias = weight is not None, bias is not None
-    launch_rows(
-        _layer_norm_kernel, x, weight, bias, out, scalars=(eps,), HAS_WEIGHT=has_weight, HAS_BIAS=has_bias
-    )
+    if out.numel():
+        rows, plan = _planned(x, order)
+        partial = _chunks(rows, plan, PLAIN)
+        squares = _chunks(rows, plan, CENTERED_SQUARE, partial)
+        flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+        parameters = (aligned(weight), aligned(bias))
+        _launch(_layer_norm_kernel, rows, plan, partial, squares, *parameters, out, scalars=(eps,), **flags)
     return out
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """x [..., R] -> [T, R], contiguous and aligned to 16 bytes.
-
-    Triton lays a tile out by what it knows of strides and alignment, and the lanes' tree follows the layout: two calls
-    for rows of one length have to know the same.
-    """
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+def _planned(x: Tensor, order: Row | None) -> tuple[RowLayout, RowPlan]:
+    order = order or row_order(x.shape[-1], "cuda", (), x.dtype)
+    return row_layout(x, order.vector), row_plan(order)
 
 
-def tile_rows(order: Row) -> int:
-    """Rows of a tile: like every other launch parameter of a row kernel, a function of the order alone."""
-    return 4 if order.lanes == 32 else 1
+def _chunks(rows: RowLayout, plan: RowPlan, term: tl.constexpr, means: Tensor | None = None) -> Tensor | None:
+    """The sums [T, chunks] of a row that is cut into chunks, None for one that is not."""
+    if plan.programs == 1:
+        return None
+    partial = torch.empty(rows.T, plan.programs, dtype=torch.float32, device=rows.start.device)
+    _launch(_chunks_kernel, rows, plan, means, partial, TERM=term.value)
+    return partial
 
 
-def launch_rows(
+def _launch(
     kernel: triton.JITFunction,
-    x: Tensor,
+    rows: RowLayout,
+    plan: RowPlan,
     *tensors: Tensor | None,
     scalars: tuple[float, ...] = (),
-    order: Row | None = None,
     **flags: object,
 ) -> None:
-    """Runs a row kernel ``(x, *tensors, T, R, stride, *scalars, ROWS, LANES, VECTOR, SHUFFLE)`` over all rows of x.
+    """Runs a row kernel ``(x, *tensors, T, heads, outer, inner, *scalars, flags, tile)`` over all rows.
 
-    How lanes share a row follows from its length alone. tensors that are None are never read (x stands in for them).
+    tensors that are None are never read (x stands in for them).
     """
-    T, R = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    if x.shape[:-1].numel() == 0:
-        return
-    if R == 0:
-        x, T = x.new_zeros(*x.shape[:-1], 1), x.shape[:-1].numel()
-    rows = rows_of(x)
-    order = order or row_order(max(R, 1), "cuda")
-    kernel[(triton.cdiv(T, tile_rows(order)),)](
-        rows,
-        *(rows if t is None else t for t in tensors),
-        T,
-        R,
-        R,  # the stride: T = 1 may come with any other
+    order = plan.order
+    chunks = triton.cdiv(order.length, plan.width)
+    kernel[(triton.cdiv(rows.T, plan.rows) * plan.programs,)](
+        rows.start,
+        *(rows.start if t is None else t for t in tensors),
+        *rows[1:5],
         *scalars,
-        ROWS=tile_rows(order),
+        R=order.length,
+        UNIT=rows.unit,
+        CHUNKS=chunks,
+        CHUNK_LANES=max(32, triton.next_power_of_2(chunks)),
+        ROWS=plan.rows,
+        W=plan.width,
         LANES=order.lanes,
         VECTOR=order.vector,
-        SHUFFLE=x.is_cuda,
-        num_warps=4 if order.lanes == 32 else order.lanes // 32,
+        SHUFFLE=rows.start.is_cuda,
+        num_warps=plan.warps,
         enable_fp_fusion=False,
         **flags,
     )

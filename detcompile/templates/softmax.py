@@ -1,6 +1,6 @@
 """softmax, log_softmax and logsumexp over the last dim: float32 inside, the sum of exponentials in Row order.
 
-Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R, device type, radices).
+Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R, device type, radices, x.dtype).
 
     softmax     = round(exp(x - m) / s)
     log_softmax = round((x - m) - log(s))
@@ -8,7 +8,7 @@ Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R,
 
 The exponential and the logarithm are the template's own. Entries may be -inf. A row of -inf alone gives NaN, and
 logsumexp -inf, as in torch. Radices give a row its leaves (ceil(R / leaves) elements each), for a vocabulary sharded
-over ranks.
+over ranks. On a GPU a leaf or chunk is summed against its own maximum, and the sums are then brought to the row's.
 """
 
 from collections.abc import Sequence

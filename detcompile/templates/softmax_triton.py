@@ -1,7 +1,9 @@
 """softmax, log_softmax and logsumexp on the GPU: the sum of exponentials takes the `Row` order of its length.
 
-Legend: T rows, R row length. A row may be a tree of equal leaves (a vocabulary sharded over ranks): each leaf is
-summed as a row of its own, and the leaves meet in the tree's order. The maximum has no order to fix.
+Legend: T rows, R row length, W columns that a program holds. A row that one program holds is read once, and its
+exponentials are taken against its maximum, which has no order to fix. A row of leaves (a vocabulary sharded over
+ranks) or chunks is read twice: each of its parts is summed against its own maximum, and the sums, brought to the
+row's maximum, meet in the order of the parts.
 """
 
 import math
@@ -13,14 +15,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from detcompile.numerics import row_order
-from detcompile.templates.rows_triton import launch_rows, slots_to_row
+from detcompile.numerics import Row, row_order
+from detcompile.templates.row_tiles import (
+    CALLERS,
+    lanes_total,
+    load_rows,
+    row_layout,
+    row_plan,
+    row_total,
+    rows_at,
+)
 
 __all__ = ["log_softmax_cuda", "logsumexp_cuda", "softmax_cuda"]
 
 SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)
+_OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
 
 
 @triton.jit
@@ -43,45 +54,88 @@ def _log(x, SHUFFLE: tl.constexpr):
 
 
 @triton.jit
-def _maximum(rows_ptr, ok_R, R, ROWS: tl.constexpr, STEP: tl.constexpr):
-    slots = tl.full((ROWS, STEP), -float("inf"), tl.float32)
-    for start in range(0, R, STEP):
-        column = start + tl.arange(0, STEP)
-        inside = ok_R[:, None] & (column < R)[None, :]
-        x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=-float("inf")).to(tl.float32)
-        slots = tl.maximum(slots, x)
-    return tl.max(slots, 1)
+def _finite(shift):
+    """What to subtract where only the sum is wanted: all -inf gives log 0, as torch.logsumexp."""
+    return tl.where(tl.abs(shift) == float("inf"), 0.0, shift)
 
 
 @triton.jit
-def _leaf_sum(
-    rows_ptr, ok_R, first, last, shift_R,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+def _store(out_ptr, row, column, T, y, R: tl.constexpr):
+    pointers = out_ptr + row.to(tl.int64)[:, None] * R + column[None, :]
+    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (column < R)[None, :])
+
+
+@triton.jit(do_not_specialize=CALLERS)
+def _held_kernel(
+    x_ptr, out_ptr, T, heads, outer, inner, KIND: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum of exp(x - shift) over columns first..last, [ROWS]."""
-    STEP: tl.constexpr = LANES * VECTOR
-    slots = tl.zeros((ROWS, STEP), tl.float32)
-    for start in range(first, last, STEP):
-        column = start + tl.arange(0, STEP)
-        inside = ok_R[:, None] & (column < last)[None, :]
-        x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        slots += tl.where(inside, _exp(x - shift_R[:, None], SHUFFLE), 0.0)
-    return slots_to_row(slots, ROWS, LANES, VECTOR, SHUFFLE)
+    row, column = rows_at(1, ROWS, W)
+    x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1)
+    shift = tl.max(x, 1)
+    if KIND == LOGSUMEXP:
+        shift = _finite(shift)
+    x = x - shift[:, None]
+    e = tl.where((column < R)[None, :], _exp(x, SHUFFLE), 0.0)
+    weight = row_total(e, ROWS, LANES, VECTOR, SHUFFLE)
+    if KIND == LOGSUMEXP:
+        tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
+    elif KIND == SOFTMAX:
+        _store(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (ROWS, W))), R)
+    else:
+        _store(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None], R)
+
+
+@triton.jit(do_not_specialize=CALLERS)
+def _parts_kernel(
+    x_ptr, top_ptr, sum_ptr, T, heads, outer, inner,
+    R: tl.constexpr, UNIT: tl.constexpr, LEAF: tl.constexpr, LEAVES: tl.constexpr, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """Maximum of each chunk of each leaf, and the sum of its exponentials against it: [T, LEAVES, CHUNKS]."""
+    program = tl.program_id(0)
+    row = program // (LEAVES * CHUNKS) + tl.arange(0, 1)
+    leaf = program // CHUNKS % LEAVES
+    place = program % CHUNKS * W + tl.arange(0, W)
+    column = leaf * LEAF + place
+    ok = (column < R)[None, :]
+    if LEAVES == 1:
+        x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, CHUNKS)
+    else:
+        ok = ok & (place < LEAF)[None, :]
+        start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
+        x = tl.load((x_ptr + start * UNIT)[:, None] + column[None, :], mask=ok, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 1)
+    e = tl.where(ok, _exp(x - _finite(top)[:, None], SHUFFLE), 0.0)
+    tl.store(top_ptr + program + tl.arange(0, 1), top)
+    tl.store(sum_ptr + program + tl.arange(0, 1), row_total(e, ROWS, LANES, VECTOR, SHUFFLE))
 
 
 @triton.jit
-def _tree_sum(
-    rows_ptr, ok_R, R, shift_R, leaf_length, RADICES: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+def _leaf_weight(
+    top_ptr, sum_ptr, shift, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr, SHUFFLE: tl.constexpr
+):  # fmt: skip
+    """Sum of a leaf's exponentials against the row's shift (a scalar), [1], from those of its chunks."""
+    chunk = tl.arange(0, CHUNK_LANES)
+    top = tl.load(top_ptr + chunk, mask=chunk < CHUNKS, other=-float("inf"))
+    sums = tl.load(sum_ptr + chunk, mask=chunk < CHUNKS, other=0.0)
+    weights = tl.where(top == -float("inf"), 0.0, sums * _exp(_finite(top) - shift, SHUFFLE))
+    return lanes_total(weights, SHUFFLE)
+
+
+@triton.jit
+def _row_weight(
+    top_ptr, sum_ptr, shift, RADICES: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
     """The row as a tree of leaves; RADICES run from the leaves up, and partial[:, i] is level i's open node."""
     level = tl.arange(0, 16)[None, :]
-    partial = tl.zeros((ROWS, 16), tl.float32)
-    value = tl.zeros((ROWS,), tl.float32)
+    partial = tl.zeros((1, 16), tl.float32)
+    value = tl.zeros((1,), tl.float32)
     for leaf in range(0, LEAVES):
-        first = leaf * leaf_length
-        last = tl.minimum(first + leaf_length, R)
-        value = _leaf_sum(rows_ptr, ok_R, first, last, shift_R, ROWS, LANES, VECTOR, SHUFFLE)
+        value = _leaf_weight(top_ptr, sum_ptr, shift, CHUNKS, CHUNK_LANES, SHUFFLE)
+        top_ptr += CHUNKS
+        sum_ptr += CHUNKS
         index = leaf
         complete = leaf >= 0
         for up in tl.static_range(LEVELS):
@@ -94,69 +148,93 @@ def _tree_sum(
     return value
 
 
-@triton.jit(do_not_specialize=["T"])
-def _softmax_kernel(
-    x_ptr, out_ptr, T, R, stride, leaf_length,
-    KIND: tl.constexpr, RADICES: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+@triton.jit(do_not_specialize=CALLERS)
+def _merge_kernel(
+    x_ptr, top_ptr, sum_ptr, out_ptr, T, heads, outer, inner,
+    KIND: tl.constexpr, RADICES: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK_LANES: tl.constexpr, PART_LANES: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
+    W: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    STEP: tl.constexpr = LANES * VECTOR
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ok = row < T
-    rows_ptr = x_ptr + row.to(tl.int64) * stride
-    shift = _maximum(rows_ptr, ok, R, ROWS, STEP)
+    """The row's maximum and sum from its parts', then W columns of the output."""
+    row, column = rows_at(TILES, 1, W)
+    if KIND != LOGSUMEXP:
+        x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, TILES)
+    parts = (tl.program_id(0) // TILES).to(tl.int64) * (LEAVES * CHUNKS)
+    part = tl.arange(0, PART_LANES)
+    top = tl.load(top_ptr + parts + part, mask=part < LEAVES * CHUNKS, other=-float("inf"))
+    shift = tl.max(top, 0)
     if KIND == LOGSUMEXP:
-        shift = tl.where(tl.abs(shift) == float("inf"), 0.0, shift)  # all -inf gives -inf, as torch.logsumexp
+        shift = _finite(shift)
     if LEVELS == 0:
-        weight = _leaf_sum(rows_ptr, ok, 0, R, shift, ROWS, LANES, VECTOR, SHUFFLE)
+        weight = _leaf_weight(top_ptr + parts, sum_ptr + parts, shift, CHUNKS, CHUNK_LANES, SHUFFLE)
     else:
-        weight = _tree_sum(
-            rows_ptr, ok, R, shift, leaf_length, RADICES, LEVELS, LEAVES, ROWS, LANES, VECTOR, SHUFFLE
-        )
+        weight = _row_weight(
+            top_ptr + parts, sum_ptr + parts, shift, RADICES, LEVELS, LEAVES, CHUNKS, CHUNK_LANES, SHUFFLE
+        )  # fmt: skip
     if KIND == LOGSUMEXP:
-        tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=ok)
+        tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
+    elif KIND == SOFTMAX:
+        e = _exp(x - shift, SHUFFLE)
+        _store(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (1, W))), R)
     else:
-        out_rows = out_ptr + row.to(tl.int64)[:, None] * R
-        log_weight = _log(weight, SHUFFLE)[:, None]
-        for start in range(0, R, STEP):
-            column = start + tl.arange(0, STEP)
-            inside = ok[:, None] & (column < R)[None, :]
-            x = tl.load(rows_ptr[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32) - shift[:, None]
-            if KIND == SOFTMAX:
-                y = tl.div_rn(_exp(x, SHUFFLE), tl.broadcast_to(weight[:, None], (ROWS, STEP)))
-            else:
-                y = x - log_weight
-            tl.store(out_rows + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+        _store(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None], R)
 
 
-def softmax_cuda(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int]) -> Tensor:
+def softmax_cuda(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None = None) -> Tensor:
     """x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
-    return _normalised(SOFTMAX, x, out_dtype, radices)
+    return _normalised(SOFTMAX, x, out_dtype, radices, order)
 
 
-def log_softmax_cuda(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int]) -> Tensor:
+def log_softmax_cuda(
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None = None
+) -> Tensor:
     """x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
-    return _normalised(LOG_SOFTMAX, x, out_dtype, radices)
+    return _normalised(LOG_SOFTMAX, x, out_dtype, radices, order)
 
 
-def logsumexp_cuda(x: Tensor, radices: Sequence[int]) -> Tensor:
+def logsumexp_cuda(x: Tensor, radices: Sequence[int], order: Row | None = None) -> Tensor:
     """x [..., R] -> [...] fp32."""
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.shape[-1] == 0:
         return out.fill_(-math.inf)
-    _launch(LOGSUMEXP, x, out, radices)
+    if out.numel():
+        _run(LOGSUMEXP, x, out, order or row_order(x.shape[-1], "cuda", tuple(radices), x.dtype))
     return out
 
 
-def _normalised(kind: tl.constexpr, x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int]) -> Tensor:
+def _normalised(
+    kind: tl.constexpr, x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None
+) -> Tensor:
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     if x.numel():
-        _launch(kind, x, out, radices)
+        _run(kind, x, out, order or row_order(x.shape[-1], "cuda", tuple(radices), x.dtype))
     return out
 
 
-def _launch(kind: tl.constexpr, x: Tensor, out: Tensor, radices: Sequence[int]) -> None:
-    radices = tuple(radices)
-    order = row_order(x.shape[-1], "cuda", radices)
-    tree = {"RADICES": radices[::-1] or (1,), "LEVELS": len(radices), "LEAVES": math.prod(radices)}
-    launch_rows(_softmax_kernel, x, out, scalars=(order.leaf_length,), order=order, KIND=kind.value, **tree)
+def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
+    rows, options = row_layout(x, order.vector), {"SHUFFLE": x.is_cuda, "enable_fp_fusion": False}
+    tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
+    if not order.radices and not order.chunk:
+        plan = row_plan(order)
+        grid = (triton.cdiv(rows.T, plan.rows),)
+        _held_kernel[grid](
+            rows.start, out, *rows[1:5], KIND=kind.value, ROWS=plan.rows, W=plan.width, num_warps=plan.warps,
+            **tile, **options,
+        )  # fmt: skip
+        return
+    leaves = math.prod(order.radices)
+    plan = row_plan(Row(order.leaf_length, order.lanes, order.vector, (), order.chunk), 1)
+    chunks = plan.programs
+    parts = {"LEAVES": leaves, "CHUNKS": chunks}
+    top, sums = torch.empty(2, rows.T, leaves, chunks, dtype=torch.float32, device=x.device)
+    _parts_kernel[(rows.T * leaves * chunks,)](
+        rows.start, top, sums, *rows[1:5], LEAF=order.leaf_length, ROWS=1, W=plan.width, num_warps=plan.warps,
+        **parts, **tile, **options,
+    )  # fmt: skip
+    tiles = 1 if kind.value == LOGSUMEXP.value else triton.cdiv(order.length, _OUTPUT_WIDTH)
+    _merge_kernel[(rows.T * tiles,)](
+        rows.start, top, sums, out, *rows[1:5], KIND=kind.value, RADICES=order.radices[::-1] or (1,),
+        LEVELS=len(order.radices), CHUNK_LANES=max(32, triton.next_power_of_2(chunks)),
+        PART_LANES=max(32, triton.next_power_of_2(leaves * chunks)), TILES=tiles, R=order.length, UNIT=rows.unit,
+        W=_OUTPUT_WIDTH, num_warps=16, **parts, **options,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """Attention on the CPU: the same bits for dense and paged keys and for any cut of a prompt; accuracy; refusals."""
 
+import functools
 import itertools
 
 import pytest
@@ -131,7 +132,8 @@ def test_instruction_sets_threads_and_strides_do_not_matter(dtype, isa):
         assert_bitwise_equal(_dense(*strided, 0.3, window, 64, isa=isa), expected)
         fused = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1).split([x[0].numel() for x in (q, k, v)], 1)
         views = [part.unflatten(1, x.shape[1:]) for part, x in zip(fused, (q, k, v), strict=True)]
-        paged = _cache(shape, 32, dtype).attend(paged_attention_cpu, *views, [len(q)], 0.3, window, 64, isa)
+        op = functools.partial(paged_attention_cpu, isa=isa)
+        paged = _cache(shape, 32, dtype).attend(op, *views, [len(q)], 0.3, window, 64)
         assert_bitwise_equal(paged, expected)
 
 

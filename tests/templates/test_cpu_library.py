@@ -60,6 +60,22 @@ def test_an_unknown_isa_is_refused(monkeypatch):
         cpu_library.isa()
 
 
+def test_a_dot_product_of_pairs_that_rounds_otherwise_is_not_used(monkeypatch):
+    monkeypatch.setattr(cpu_library, "supported_isas", lambda: ("avx512bf16", "avx512", "portable"))
+    monkeypatch.setattr(cpu_library, "pair_faults", lambda: 3)
+    monkeypatch.delenv("DETCOMPILE_CPU_ISA", raising=False)
+    assert cpu_library.isa() == "avx512"
+    monkeypatch.setenv("DETCOMPILE_CPU_ISA", "avx512bf16")
+    with pytest.raises(InvalidInput, match=r"'avx512bf16': .*rounds unlike .*\(3 of .*differ\)\. Set avx512"):
+        cpu_library.isa()
+    monkeypatch.setattr(cpu_library, "pair_faults", lambda: 0)
+    assert cpu_library.isa() == "avx512bf16"
+
+
+def test_the_probe_of_the_dot_product_of_pairs_sees_its_absence():
+    assert cpu_library.library("portable").detcompile_pair_faults() == -1
+
+
 def test_processes_build_at_once_and_leave_one_library(sources, tmp_path):
     environment = {**os.environ, "DETCOMPILE_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", SMALL_BUILD, str(sources)]

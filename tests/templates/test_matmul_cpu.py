@@ -7,13 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.float32 import fma_float32, fma_flushed
 from detcompile.numerics import matmul_order
 from detcompile.orders import Blocked, Sequential, Tree
 from detcompile.templates.matmul import matmul_cpu, reference_matmul
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import DTYPES, ISAS, KINDS, assert_as_accurate, normal, sample
 
-RADICES = [(), (2, 2, 2), (8,), (3, 2)]
+RADICES = [(), (2, 2, 2), (8,), (3, 2), (2, 1, 3)]
+
+
+def in_its_order(x, w, radices=()):
+    """The bits of the order, float32: numpy evaluates it one multiply-add at a time."""
+    fma = fma_flushed if x.dtype is torch.bfloat16 else fma_float32
+    order = matmul_order(x.shape[1], x.dtype, radices)
+    return torch.from_numpy(order.evaluate(x.float().numpy(), w.float().numpy(), fma))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,10 +36,10 @@ def test_a_row_ignores_its_neighbours(dtype, m, start, k, n):
     )
 
 
-def test_a_row_ignores_its_neighbours_beyond_a_pass():
+def test_a_row_ignores_its_neighbours_beyond_a_group():
     x, w = normal((1100, 48), torch.float32), normal((40, 48), torch.float32)
     together = matmul_cpu(x, w, None, None, ())
-    for row in (0, 191, 192, 1023, 1024, 1099):
+    for row in (0, 90, 183, 184, 191, 192, 1023, 1024, 1099):
         assert_bitwise_equal(matmul_cpu(x[row : row + 1], w, None, None, ()), together[row : row + 1])
 
 
@@ -39,14 +47,15 @@ def test_a_row_ignores_its_neighbours_beyond_a_pass():
 @given(
     m=st.integers(1, 27),
     n=st.integers(1, 50),
-    leaf_k=st.sampled_from([1, 16, 33, 129]),
+    leaf_k=st.sampled_from([1, 16, 33, 129, 290]),  # many leaves are packed at once, or a part of one
     radices=st.sampled_from(RADICES),
 )
 def test_bits_are_those_of_the_order(dtype, m, n, leaf_k, radices):
     k = leaf_k * int(np.prod(radices)) if radices else 5 * leaf_k
     x, w = sample("heavy", (m, k), dtype, 1), sample("heavy", (n, k), dtype, 2)
-    expected = matmul_order(k, dtype, radices).evaluate(x.float().numpy(), w.float().numpy())
-    assert_bitwise_equal(matmul_cpu(x, w, None, None, radices, torch.float32), torch.from_numpy(expected))
+    expected = in_its_order(x, w, radices)
+    for layout in (w, w.t().contiguous().t()):
+        assert_bitwise_equal(matmul_cpu(x, layout, None, None, radices, torch.float32), expected)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_strides_and_offsets_do_not_matter(dtype, m, n, k, offset):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_agree(dtype, isa):
-    for m, n, k, radices in ((1, 33, 515, ()), (13, 64, 768, (2, 2, 2)), (61, 47, 96, (3, 2))):
+    for m, n, k, radices in ((1, 33, 515, ()), (4, 33, 198, (3, 2)), (13, 64, 768, (2, 2, 2)), (61, 47, 96, (3, 2))):
         x, w = sample("heavy", (m, k), dtype, 7), sample("heavy", (n, k), dtype, 8)
         bias, residual = normal((n,), dtype, 9), normal((m, n), dtype, 10)
         for weight in (w, w.t().contiguous().t()):
@@ -130,9 +139,65 @@ def test_subnormals_overflow_and_nan_are_alike_on_every_instruction_set(dtype):
         assert_bitwise_equal(out.nan_to_num(7.0), outs[0].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(m=st.integers(1, 14), k=st.integers(1, 40), seed=st.integers(0, 1 << 20))
+def test_chains_through_subnormals_are_those_of_the_order(dtype, isa, m, k, seed):
+    """Products and sums around 2^-126, where bfloat16 flushes and float32 does not."""
+    x, w = near_the_smallest_normal(m, 37, k, dtype, seed)
+    assert_bitwise_equal(matmul_cpu(x, w, None, None, (), torch.float32, isa), in_its_order(x, w), isa)
+
+
+def near_the_smallest_normal(m, n, k, dtype, seed):
+    """x [m, k] and w [n, k] with products of 2^-130 to 2^-120; every third of them has a subnormal operand."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.where(torch.arange(k) % 3 == 2, torch.tensor([[-128], [3]]), torch.tensor([[-63], [-62]]))
+    x, w = (
+        torch.randn(rows, k, generator=generator).double()
+        * 2.0 ** (exponents[i] + torch.randint(-2, 3, (rows, k), generator=generator)).double()
+        for i, rows in enumerate((m, n))
+    )
+    return x.to(dtype), w.to(dtype)
+
+
+def test_flushing_is_seen():
+    """The data above reaches what it is for: without flushing, bfloat16 has other bits."""
+    x, w = near_the_smallest_normal(9, 37, 40, torch.bfloat16, 1)
+    kept = matmul_order(40, torch.bfloat16, ()).evaluate(x.float().numpy(), w.float().numpy())
+    assert (in_its_order(x, w).numpy() != kept).mean() > 0.5
+    subnormal = (x.float().abs() < 2.0**-126) & (x != 0)
+    assert subnormal.any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_signs_of_zeros_and_an_odd_k_are_those_of_the_order(isa):
+    """A chain that was flushed to -0 stays -0 behind the odd last k of a pair, and in each leaf of a tree."""
+    x = torch.tensor([[-(2.0**-100), 2.0**-100, 0.0]]).bfloat16()
+    w = torch.tensor([[2.0**-100, 0.0, 1.0], [2.0**-100, -0.0, -1.0], [1.0, 1.0, -0.0]]).bfloat16()
+    for k in (1, 2, 3):
+        ours = matmul_cpu(x[:, :k], w[:, :k], None, None, (), torch.float32, isa)
+        assert_bitwise_equal(ours, in_its_order(x[:, :k], w[:, :k]), f"{isa} k={k}")
+    leaves = [value.repeat(1, 2) for value in (x, w)]
+    assert_bitwise_equal(matmul_cpu(*leaves, None, None, (2,), torch.float32, isa), in_its_order(*leaves, (2,)), isa)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_thread_counts_do_not_matter(dtype):
-    x, w = normal((200, 300), dtype, 11), normal((150, 300), dtype, 12)
+@pytest.mark.parametrize("m", [1, 9])
+def test_weights_may_change_in_place(dtype, m):
+    """Nothing of a weight is kept between calls, however it is written to."""
+    x, w = normal((m, 96), dtype, 21), normal((40, 96), dtype, 22)
+    before = matmul_cpu(x, w, None, None, ())
+    changed = normal((40, 96), dtype, 23)
+    w.data.copy_(changed)  # no version counter sees this
+    after = matmul_cpu(x, w, None, None, ())
+    assert_bitwise_equal(after, matmul_cpu(x, changed.clone(), None, None, ()))
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("m", [1, 7, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_thread_counts_do_not_matter(dtype, m):
+    x, w = normal((m, 300), dtype, 11), normal((700, 300), dtype, 12)
     threads = torch.get_num_threads()
     outs = []
     for count in (1, 2, 5):

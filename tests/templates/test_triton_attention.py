@@ -1,7 +1,6 @@
 """Attention kernels: decode, any prefill, any page, split or not, dense or paged have the same bytes."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
 from detcompile.templates.attention_triton import (
     AttentionProblem,
-    AttentionSchedule,
     attention_candidates,
     dense_attention_cuda,
     paged_attention_cuda,
@@ -22,75 +20,10 @@ from detcompile.templates.attention_triton import (
 )
 from detcompile.templates.tuning import Tuner
 from tests.bits import assert_bitwise_equal
+from tests.templates.attention_cases import CHUNK, SCHEDULES, Sequence, dense, paged, sequence
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
-
-CHUNK = 64 if INTERPRETED else 512
-PLAIN = AttentionSchedule(16, 4, 1)
-SCHEDULES = [PLAIN, AttentionSchedule(32, 4, 2), AttentionSchedule(16, 4, 1, split=True)]
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One whole sequence: q [n, H, D], k [n, KV heads, D], v [n, KV heads, DV]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-def sequence(n: int, heads: int, kv_heads: int, d: int, dv: int, dtype: torch.dtype, seed: int = 0) -> Sequence:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads: int, width: int) -> Tensor:
-        normal, spread = (torch.randn(n, heads, width, generator=generator) for _ in range(2))
-        return (normal * torch.exp(0.5 * spread)).to(dtype).to(DEVICE)
-
-    return Sequence(draw(heads, d), draw(kv_heads, d), draw(kv_heads, dv))
-
-
-def paged(
-    parts: list[tuple[Sequence, int, int]],
-    page: int,
-    window: int = 0,
-    schedule: AttentionSchedule | None = PLAIN,
-    padding: int = 0,
-    seed: int = 0,
-) -> list[Tensor]:
-    """Attention of tokens first..last of each sequence, whose earlier keys lie in scattered pages among NaN."""
-    s0 = parts[0][0]
-    width = max(-(-last // page) for _, _, last in parts) + 1
-    table = torch.randperm(width * len(parts), generator=torch.Generator().manual_seed(seed)).view(len(parts), width)
-    caches = [
-        torch.full((table.numel(), page, *t.shape[1:]), math.nan, dtype=t.dtype, device=DEVICE) for t in (s0.k, s0.v)
-    ]
-    slots, news = [], []
-    for row, (s, first, last) in zip(table, parts):
-        position = torch.arange(last)
-        slot = (row[position // page] * page + position % page).to(DEVICE)
-        for cache, values in zip(caches, (s.k, s.v)):
-            cache.flatten(0, 1)[slot[:first]] = values[:first]
-        slots.append(slot[first:])
-        news.append(last - first)
-    q, k, v = (
-        torch.cat([getattr(s, name)[first:last] for s, first, last in parts] + [getattr(s0, name)[:1]] * padding)
-        for name in ("q", "k", "v")
-    )
-    slot_mapping = torch.cat([*slots, torch.full((padding,), -1, device=DEVICE)])
-    cu = torch.tensor([0, *np.cumsum(news)], dtype=torch.int32, device=DEVICE)
-    lens = torch.tensor([last for _, _, last in parts], dtype=torch.int32, device=DEVICE)
-    out = paged_attention_cuda(
-        q, k, v, *caches, slot_mapping, cu, lens, table.int().to(DEVICE), q.shape[-1] ** -0.5, window, CHUNK, schedule
-    )
-    assert_bitwise_equal(out[sum(news) :], torch.zeros_like(out[sum(news) :]), "padding")
-    return list(out[: sum(news)].split(news))
-
-
-def dense(s: Sequence, window: int = 0, schedule: AttentionSchedule | None = PLAIN) -> Tensor:
-    q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
-    return dense_attention_cuda(q, k, v, s.q.shape[-1] ** -0.5, window, CHUNK, schedule)[0].transpose(0, 1)
-
 
 SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72), (20, 1, 64, 64)]
 
@@ -132,9 +65,7 @@ def test_a_planted_order_swap_is_seen() -> None:
     """Keys one place later, or chunks of another size, give other bytes."""
     n = 2 * CHUNK + 3
     s = sequence(n, 4, 2, 16, 16, DOT_DTYPES[0])
-    q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
-    outs = [dense_attention_cuda(q, k, v, 0.25, 0, chunk, PLAIN) for chunk in (CHUNK, 2 * CHUNK)]
-    assert not torch.equal(*outs)
+    assert not torch.equal(dense(s, chunk=CHUNK), dense(s, chunk=2 * CHUNK))
     last = slice(n - 1, n)
     swapped = Sequence(s.q, s.k.roll(1, 0), s.v.roll(1, 0))
     assert not torch.equal(dense(swapped)[last], dense(s)[last])
@@ -180,12 +111,14 @@ class TestOnTheGpu:
         fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": windowed}
         gate = Tuner("test", {}, tuner(torch.device(DEVICE)).path.parent / "test")
         gate._decisions.clear()
+        hopper = torch.cuda.get_device_capability()[0] == 9 and page != 48 and dtype is not torch.float32
         problems = [
-            AttentionProblem(**fields, heads=8, kv_heads=2, d=128, dv=128, few=few, split=split)
+            AttentionProblem(**fields, heads=8, kv_heads=2, d=128, dv=128, few=few, split=split, hopper=hopper)
             for few in (False, True)
             for split in ((False, True) if page else (False,))
         ]
         every = dict.fromkeys(s for p in problems for s in attention_candidates(p))
+        assert any(schedule.hopper for schedule in every) == hopper
         problem = problems[0]
         reference = reference_attention_schedule(problem)
         admitted = gate.admitted(str(problem), reference, list(every), probe_bits(problem, torch.device(DEVICE)))

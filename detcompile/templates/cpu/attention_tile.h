@@ -1,11 +1,12 @@
 // Causal attention in KV order, over a paged cache or dense keys; one kernel, which asks where key p lies.
 //
 // Keys are taken in blocks of 64 at absolute positions. For each row (a query of one head) and block:
-//   s_j = (chain of fma(q_d, k_jd) over ascending d) * (scale * log2(e)), -inf where j is not visible
-//   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32
+//   s_j = (chains of fma(q_d, k_jd) over ascending d, 128 each, added ascending) * (scale * log2(e)), -inf where j is
+//         not visible; Scores.shape takes the place of the product where there is a soft cap or ALiBi
+//   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32 (shaped scores: times c inside exp2)
 //   l   = l * alpha + (p summed as Row(64, lanes=64))
 //   o   = fma(o, alpha, chain of fma(p_j, v_j) over ascending j)
-// (m, l, o) start afresh in each chunk; chunks are merged ascending; out = o / l + 0.0. A block without a visible key is
+// (m, l, o) start afresh in each chunk; chunks are merged ascending, a sink last; out = o / l + 0.0. A block without a visible key is
 // skipped; keys that no row of a task sees are never read, and a row never multiplies a key it does not see.
 //
 // Legend: T tokens, S sequences, Hq Hkv heads, G = Hq / Hkv, D Dv head dims; rows of a task are (query, head of the group).
@@ -13,13 +14,14 @@
 
 #include <vector>
 
-#include "elementary.h"
+#include "attention_scores.h"
 #include "tile.h"
 
 namespace {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kWidth = kPanelVecs * kLanes;
+constexpr int64_t kChain = 128;  // features of one chain: a longer one would be less accurate than torch
 constexpr int64_t kRowsPerTask = 8 * kMaxRows;
 
 // strides count elements
@@ -28,7 +30,7 @@ struct Heads {
   int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
   int64_t k_key_stride, k_head_stride, k_block_stride, v_key_stride, v_head_stride, v_block_stride;
   int64_t block_size, window, chunk;
-  float scale_log2;
+  Scores scores;
   int32_t dtype, cache_dtype;
   int64_t group() const { return Hq / Hkv; }
 };
@@ -60,7 +62,7 @@ struct Tile {
   Task task;
   RowTiles row_tiles;
   int64_t Dv_padded, first_key, last_key;
-  float *q, *k_panel, *v_panel, *scores, *values, *zeros, *m, *l, *o, *m_total, *l_total, *o_total;
+  float *q, *k_panel, *v_panel, *scores, *chain, *values, *zeros, *m, *l, *o, *m_total, *l_total, *o_total;
 
   Tile(const Heads& heads, const Sequence& sequence, Task t)
       : h(heads), s(sequence), task(t), row_tiles((t.end - t.begin) * heads.group()) {
@@ -69,10 +71,11 @@ struct Tile {
     first_key = first_visible(h, position(0));
     last_key = position(rows - 1);
     int64_t widest = h.D > h.Dv ? h.D : h.Dv;
-    k_panel = scratch.floats(kBlock * (h.D + Dv_padded + kMaxRows) + kMaxRows * Dv_padded + rows * (h.D + 2 * Dv_padded + 4) + widest);
+    k_panel = scratch.floats(kBlock * (h.D + Dv_padded + 2 * kMaxRows) + kMaxRows * Dv_padded + rows * (h.D + 2 * Dv_padded + 4) + widest);
     v_panel = k_panel + kBlock * h.D;
     scores = v_panel + kBlock * Dv_padded;
-    values = scores + kBlock * kMaxRows;
+    chain = scores + kBlock * kMaxRows;
+    values = chain + kBlock * kMaxRows;
     o = values + kMaxRows * Dv_padded;
     o_total = o + rows * Dv_padded;
     q = o_total + rows * Dv_padded;
@@ -141,11 +144,11 @@ struct Tile {
 
   // scores of one row -> p in place, and its new (m, l); [begin, end) are the visible keys of the block; returns alpha
   float soften(int64_t row, float* score, int64_t begin, int64_t end) const {
-    Vec s_j[kBlock / kLanes], largest = splat(-INFINITY);
+    Vec s_j[kBlock / kLanes], largest = splat(-INFINITY), scale = splat(h.scores.plain() ? h.scores.scale : 1.0f);
     for (int64_t j = 0; j < begin; j++) score[j] = -INFINITY;
     for (int64_t j = end; j < kBlock; j++) score[j] = -INFINITY;
     for (int64_t j = 0; j < kBlock / kLanes; j++) {
-      s_j[j] = load(score + j * kLanes) * splat(h.scale_log2);
+      s_j[j] = load(score + j * kLanes) * scale;
       if (begin > 0 || end < kBlock) {  // a negative scale must not make a masked score +inf
         store(score + j * kLanes, s_j[j]);
         for (int64_t i = j * kLanes; i < (j + 1) * kLanes; i++)
@@ -156,9 +159,9 @@ struct Tile {
     }
     float m_new = max_lanes(largest);
     m_new = m[row] > m_new ? m[row] : m_new;
-    float alpha = first_lane(exp2(splat(m[row] - m_new)));
+    float alpha = power(m[row] - m_new);
     for (int64_t j = 0; j < kBlock / kLanes; j++) {
-      s_j[j] = exp2(s_j[j] - splat(m_new));
+      s_j[j] = exp2(h.scores.in_log2(s_j[j] - splat(m_new)));
       store(score + j * kLanes, s_j[j]);
     }
     m[row] = m_new;
@@ -172,6 +175,8 @@ struct Tile {
     return lanes[0];
   }
 
+  float power(float difference) const { return first_lane(exp2(h.scores.in_log2(splat(difference)))); }
+
   void add_values(int64_t row, int64_t rows, const float* p, const float* alpha, int64_t begin, int64_t end) const {
     for (int64_t d = 0; d < h.Dv; d += kWidth)
       spread_kernel<kPanelVecs, kBlock>(rows)(p + begin, v_panel + begin * Dv_padded + d, Dv_padded, end - begin, values + d,
@@ -182,13 +187,23 @@ struct Tile {
         store(row_o + d, fma(load(row_o + d), splat(alpha[i]), load(values + d)));
   }
 
+  void multiply_keys(int64_t row, int64_t rows) const {
+    for (int64_t d = 0; d < h.D || d == 0; d += kChain) {
+      float* target = d == 0 ? scores : chain;
+      for (int64_t j = 0; j < kBlock; j += kWidth)
+        packed_kernel<kPanelVecs>(rows)(q + row * h.D + d * rows, k_panel + d * kBlock + j, kBlock, min64(kChain, h.D - d),
+                                        target + j, kBlock, true);
+      for (int64_t i = 0; i < rows * kBlock && d > 0; i += kLanes)
+        store(scores + i, load(scores + i) + load(chain + i));
+    }
+  }
+
   void attend_block(int64_t block) const {
     load_block(block);
     for (int64_t tile = 0; tile < row_tiles.count; tile++) {
       int64_t row = row_tiles.begin(tile), rows = row_tiles.begin(tile + 1) - row;
       if (position(row + rows - 1) < block * kBlock || first_visible(h, position(row)) >= (block + 1) * kBlock) continue;
-      for (int64_t j = 0; j < kBlock; j += kWidth)
-        packed_kernel<kPanelVecs>(rows)(q + row * h.D, k_panel + j, kBlock, h.D, scores + j, kBlock, true);
+      multiply_keys(row, rows);
       int64_t begin[kMaxRows], end[kMaxRows];
       float alpha[kMaxRows];
       bool whole = true;
@@ -197,7 +212,10 @@ struct Tile {
         begin[i] = first > 0 ? first : 0;
         end[i] = min64(position(row + i) - block * kBlock + 1, kBlock);
         whole = whole && begin[i] == 0 && end[i] == kBlock;
-        if (begin[i] < end[i]) alpha[i] = soften(row + i, scores + i * kBlock, begin[i], end[i]);
+        if (begin[i] >= end[i]) continue;
+        if (!h.scores.plain())
+          h.scores.shape(scores + i * kBlock, kBlock, block * kBlock, position(row + i), head(row + i));
+        alpha[i] = soften(row + i, scores + i * kBlock, begin[i], end[i]);
       }
       if (whole) add_values(row, rows, scores, alpha, 0, kBlock);
       for (int64_t i = 0; i < rows && !whole; i++)
@@ -209,7 +227,7 @@ struct Tile {
     for (int64_t row = 0; row < row_tiles.rows; row++) {
       if (l[row] == 0.0f) continue;  // nothing visible: a visible maximum contributes 1
       float m_new = m_total[row] > m[row] ? m_total[row] : m[row];
-      float before = first_lane(exp2(splat(m_total[row] - m_new))), now = first_lane(exp2(splat(m[row] - m_new)));
+      float before = power(m_total[row] - m_new), now = power(m[row] - m_new);
       l_total[row] = l_total[row] * before + l[row] * now;
       m_total[row] = m_new;
       float *total = o_total + row * Dv_padded, *chunk = o + row * Dv_padded;
@@ -227,6 +245,8 @@ struct Tile {
       merge_chunk();
     }
     for (int64_t row = 0; row < row_tiles.rows; row++) {
+      // a sink is one more key, without a value; where it dwarfs all others, infinity makes a row of zeros
+      if (h.scores.sinks) l_total[row] = l_total[row] + power(h.scores.sinks[head(row)] - m_total[row]);
       int64_t index = (task.begin + row / h.group()) * h.out_token_stride + head(row) * h.out_head_stride;
       for (int64_t d = 0; d < h.Dv; d += kLanes) {
         Vec y = load(o_total + row * Dv_padded + d) / splat(l_total[row]) + splat(0.0f);

@@ -1,102 +1,113 @@
 // out[M,N] = x[M,K] @ w[N,K]^T in a fixed order: one chain of fused multiply-adds over ascending k for each output element,
-// restarted at each leaf of the tree and, for float32, after each 128 k. Tiles and threads cannot change bits.
+// restarted at each leaf of the tree and, for float32, after each 128 k. The chains of bfloat16 flush subnormals, as the dot
+// product of pairs does where there is one. Tiles and threads cannot change bits.
 //
-// Legend: M tokens, N output features, K input features; a panel is kPanelWidth features of w packed as [k][feature].
+// Legend: M tokens, N output features, K input features; a panel is kPanelWidth features of w packed as [word][feature].
 #include <cstring>
 
-#include "tile.h"
+#include "gemm.h"
 
 namespace {
 
-constexpr int64_t kPanelWidth = kPanelVecs * kLanes;
-constexpr int64_t kFloatBlock = 128;   // Blocked(K, 128) of float32
-constexpr int64_t kHalfChunk = 256;    // k packed at a time where the chain goes on; not part of the order
-constexpr int64_t kRowsPerTask = 16 * kMaxRows;
-constexpr int64_t kRowsPerPass = 1024;  // bounds the packed copy of x
+constexpr int64_t kFloatBlock = 128;           // Blocked(K, 128) of float32
+constexpr int64_t kWordsPerStep = kFloatBlock;  // packed at a time: part of a leaf, or several leaves
+constexpr int64_t kRowsPerGroup = 16 * kMaxRows;
+constexpr int64_t kMostPanelsPerTask = 4;
+constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kWorthThreads = 1 << 17;  // products; below, a parallel region costs more
 
-struct Problem {
+// The arguments of the op as templates/matmul.py packs them. Strides count elements; w_k_stride == 1 or w_n_stride == 1;
+// residual and bias may be null; K is a multiple of prod(radices).
+struct Call {
   const char* x; int64_t x_stride;
   const char* w; int64_t w_n_stride, w_k_stride;
   const void* bias; const void* residual; int64_t residual_stride;
   void* out;
   int64_t M, N, K;
   const int64_t* radices; int64_t num_radices;
-  int32_t dtype, bias_dtype, residual_dtype, out_dtype;
+  int32_t dtype, bias_dtype, residual_dtype, out_dtype, num_threads;
+};
+
+struct Problem : Call {
+  int64_t leaves = 1, leaf_k, leaf_words;
+
+  Problem(const Call& call, bool pairs) : Call(call) {
+    for (int64_t i = 0; i < num_radices; i++) leaves *= radices[i];
+    leaf_k = K / leaves;
+    leaf_words = pairs ? (leaf_k + 1) / 2 : leaf_k;
+    if (M * N * K < kWorthThreads) num_threads = 1;
+  }
+  int64_t words() const { return leaves * leaf_words; }
+  int64_t tile_offset(int64_t tile, int64_t row) const { return row * words() + tile * kOverrun * kLanes; }
 };
 
 thread_local Scratch packed_x_scratch, task_scratch;
 
-// x rows [first, first + rows) as [k][rows], float32
-void pack_x(const Problem& p, int64_t first, int64_t rows, float* packed) {
-  for (int64_t i = 0; i < rows; i++) {
-    const char* row = p.x + (first + i) * p.x_stride * item_size(p.dtype);
-    for (int64_t k = 0; k < p.K; k += kLanes) {
-      float lanes[kLanes];
-      int64_t count = min64(kLanes, p.K - k);
-      store(lanes, load_as(row, p.dtype, k, count));
-      for (int64_t lane = 0; lane < count; lane++) packed[(k + lane) * rows + i] = lanes[lane];
-    }
+// x rows [first, first + rows) as [word][rows]
+template <class T, bool Pairs>
+void pack_x(const Problem& p, int64_t first, int64_t rows, float* packed, T pad) {
+  const T* pointers[kLanes];
+  for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
+    for (int64_t lane = 0; lane < kLanes; lane++)
+      pointers[lane] = reinterpret_cast<const T*>(p.x) + (first + min64(lane, rows - 1)) * p.x_stride + leaf * p.leaf_k;
+    pack_columns<T, Pairs>(pointers, p.leaf_k, packed + leaf * p.leaf_words * rows, rows, pad);
   }
 }
 
+// The rows of w of a panel, from k on; past the last feature they repeat it, and their sums go nowhere
 template <class T>
-void pack_panel(const Problem& p, int64_t n, int64_t k, int64_t num_k, float* panel) {
-  static const T zeros[kHalfChunk] = {};
-  const T* w = reinterpret_cast<const T*>(p.w);
-  for (int64_t group = 0; group < kPanelWidth; group += kLanes) {
-    int64_t first = n + group;
-    if (p.w_k_stride == 1) {
-      const T* rows[kLanes];
-      for (int64_t lane = 0; lane < kLanes; lane++)
-        rows[lane] = first + lane < p.N ? w + (first + lane) * p.w_n_stride + k : zeros;
-      pack_rows(rows, num_k, panel + group, kPanelWidth);
-    } else {
-      for (int64_t i = 0; i < num_k; i++)
-        store(panel + i * kPanelWidth + group, load_some(w + (k + i) * p.w_k_stride + first, p.N - first));
-    }
+struct FeatureRows {
+  const T* rows[kPanelVecs][kLanes];
+  FeatureRows(const Problem& p, int64_t n, int64_t k) {
+    for (int64_t i = 0; i < kPanelWidth; i++)
+      rows[i / kLanes][i % kLanes] = reinterpret_cast<const T*>(p.w) + min64(n + i, p.N - 1) * p.w_n_stride + k;
   }
-}
+};
 
-void pack_w(const Problem& p, int64_t n, int64_t k, int64_t num_k, float* panel) {
-  if (p.dtype == kFloat32) pack_panel<float>(p, n, k, num_k, panel);
-  else if (p.dtype == kBFloat16) pack_panel<bf16>(p, n, k, num_k, panel);
-  else pack_panel<fp16>(p, n, k, num_k, panel);
+template <class T, bool Pairs>
+void pack_panel(const Problem& p, int64_t n, int64_t k, int64_t num_k, float* panel) {
+  if (p.w_k_stride == 1) {
+    FeatureRows<T> features(p, n, k);
+    for (int group = 0; group < kPanelVecs; group++)
+      pack_columns<T, Pairs>(features.rows[group], num_k, panel + group * kLanes, kPanelWidth, T{0});
+    return;
+  }
+  const T* w = reinterpret_cast<const T*>(p.w) + k * p.w_k_stride;
+  for (int64_t first = n; first < n + kPanelWidth; first += kLanes, panel += kLanes) {
+    auto features = [&](int64_t i) { return load_some(w + i * p.w_k_stride + first, p.N - first); };
+    for (int64_t i = 0; i < num_k; i += Pairs ? 2 : 1)
+      store(panel + i / (Pairs ? 2 : 1) * kPanelWidth,
+            Pairs ? join_halves(features(i), i + 1 < num_k ? features(i + 1) : splat(0.0f)) : features(i));
+  }
 }
 
 void add_into(float* total, const float* value, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(total + i, load(total + i) + load(value + i));
 }
 
-// Feeds leaf sums in order; each node of radix r adds its children left to right. level[0] is the root.
+// The sums of one tile and panel, fed leaf by leaf; a node of radix r adds its children left to right, and starts as the
+// first of them, in the same place. Level 0 is the root, level num_radices the leaves.
 struct TreeSum {
   const Problem& p;
-  float* levels;
+  float* places;  // [level][count]
   int64_t count;
 
-  void add_leaf(int64_t leaf, const float* value) const {
-    for (int64_t level = p.num_radices - 1; level >= 0; level--) {
-      float* node = levels + level * count;
-      int64_t child = leaf % p.radices[level];
-      if (child == 0) std::memcpy(node, value, count * sizeof(float));
-      else add_into(node, value, count);
-      if (child != p.radices[level] - 1) return;
-      leaf /= p.radices[level];
-      value = node;
+  static int64_t floats(const Problem& p, int64_t count) { return (p.num_radices + 1) * count; }
+  float* place(int64_t level, int64_t node) const {
+    for (; level > 0 && node % p.radices[level - 1] == 0; level--) node /= p.radices[level - 1];
+    return places + level * count;
+  }
+  float* leaf_sum(int64_t leaf) const { return place(p.num_radices, leaf); }
+  void add_leaf(int64_t leaf) const {
+    int64_t node = leaf;
+    for (int64_t level = p.num_radices; level > 0; level--) {
+      int64_t radix = p.radices[level - 1], parent = node / radix;
+      if (node % radix != 0) add_into(place(level - 1, parent), place(level, node), count);
+      if (node % radix != radix - 1) return;
+      node = parent;
     }
   }
 };
-
-// chain over k in [begin, end) for every row tile of the task, into sum[rows][kPanelWidth]
-void multiply(const Problem& p, const float* packed_x, const RowTiles& tiles, int64_t tile_begin, int64_t tile_end, int64_t n,
-              int64_t begin, int64_t end, float* panel, float* sum, bool fresh) {
-  pack_w(p, n, begin, end - begin, panel);
-  int64_t first = tiles.begin(tile_begin);
-  for (int64_t tile = tile_begin; tile < tile_end; tile++) {
-    int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
-    packed_kernel<kPanelVecs>(rows)(packed_x + row * p.K + begin * rows, panel, kPanelWidth, end - begin,
-                                    sum + (row - first) * kPanelWidth, kPanelWidth, fresh);
-  }
-}
 
 void finish(const Problem& p, int64_t row, int64_t rows, int64_t n, const float* sum) {
   for (int64_t group = 0; group < kPanelWidth && n + group < p.N; group += kLanes) {
@@ -112,61 +123,107 @@ void finish(const Problem& p, int64_t row, int64_t rows, int64_t n, const float*
   }
 }
 
-void run_task(const Problem& p, const float* packed_x, const RowTiles& tiles, int64_t first_row, int64_t tile_begin,
-              int64_t tile_end, int64_t n) {
-  int64_t rows = tiles.begin(tile_end) - tiles.begin(tile_begin), count = rows * kPanelWidth;
-  float* panel = task_scratch.floats(kHalfChunk * kPanelWidth + (2 + p.num_radices) * count);
-  float* sum = panel + kHalfChunk * kPanelWidth;
-  float* block = sum + count;
-  TreeSum tree{p, block + count, count};
-  int64_t leaves = 1;
-  for (int64_t i = 0; i < p.num_radices; i++) leaves *= p.radices[i];
-  bool blocked = p.dtype == kFloat32;
-  int64_t leaf_k = p.K / leaves, step = blocked ? kFloatBlock : kHalfChunk;
-  for (int64_t leaf = 0; leaf < leaves; leaf++) {
-    int64_t begin = leaf * leaf_k, end = begin + leaf_k;
-    if (leaf_k == 0) std::memset(sum, 0, count * sizeof(float));
-    for (int64_t k = begin; k < end; k += step) {
-      bool first = k == begin;
-      float* target = blocked && !first ? block : sum;
-      multiply(p, packed_x, tiles, tile_begin, tile_end, n, k, min64(k + step, end), panel, target, blocked || first);
-      if (target == block) add_into(sum, block, count);
-    }
-    if (p.num_radices) tree.add_leaf(leaf, sum);
-  }
-  finish(p, first_row + tiles.begin(tile_begin), rows, n, p.num_radices ? tree.levels : sum);
-}
+// What is packed at a time: words [word, word + words) of each leaf in [leaf, leaf + leaves)
+struct Step {
+  int64_t leaf, leaves, word, words;
 
-void run_pass(const Problem& p, int64_t first_row, int64_t rows, int32_t num_threads) {
-  RowTiles tiles(rows);
-  float* packed_x = packed_x_scratch.floats(rows * p.K);
-  const int64_t tiles_per_task = kRowsPerTask / kMaxRows;
-  int64_t panels = (p.N + kPanelWidth - 1) / kPanelWidth, groups = (tiles.count + tiles_per_task - 1) / tiles_per_task;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
-#pragma omp for schedule(static)
+  static Step first(const Problem& p) { return at(p, 0, 0); }
+  static Step at(const Problem& p, int64_t leaf, int64_t word) {
+    int64_t words = min64(kWordsPerStep, p.leaf_words - word);
+    bool whole = words == p.leaf_words && words > 0;
+    return {leaf, whole ? min64(kWordsPerStep / words, p.leaves - leaf) : 1, word, words};
+  }
+  bool ends_leaf(const Problem& p) const { return word + words == p.leaf_words; }
+  bool is_last(const Problem& p) const { return ends_leaf(p) && leaf + leaves == p.leaves; }
+  Step next(const Problem& p) const { return ends_leaf(p) ? at(p, leaf + leaves, 0) : at(p, leaf, word + words); }
+};
+
+// The products of a group of rows, in the arithmetic of one dtype. Every thread packs the rows for itself, which costs less
+// than to wait for the others.
+template <class T, class Link>
+struct Product {
+  static constexpr int64_t per_word = Link::pairs ? 2 : 1;
+  const Problem& p;
+  int64_t first_row;
+  RowTiles tiles;
+  float* packed_x;
+  bool few;  // too few tokens to pack w
+
+  Product(const Problem& problem, int64_t begin, int64_t end)
+      : p(problem), first_row(begin), tiles(end - begin),
+        packed_x(packed_x_scratch.floats(p.tile_offset(tiles.count, end - begin))),
+        few(end - begin <= kFewRows && p.w_k_stride == 1) {}
+
+  void pack(T pad) const {
     for (int64_t tile = 0; tile < tiles.count; tile++) {
       int64_t row = tiles.begin(tile);
-      pack_x(p, first_row + row, tiles.begin(tile + 1) - row, packed_x + row * p.K);
+      pack_x<T, Link::pairs>(p, first_row + row, tiles.begin(tile + 1) - row, packed_x + p.tile_offset(tile, row), pad);
     }
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < panels * groups; task++) {
-      int64_t group = task / panels, panel = task % panels;
-      run_task(p, packed_x, tiles, first_row, tiles.count * group / groups, tiles.count * (group + 1) / groups,
-               panel * kPanelWidth);
+  }
+  int64_t first_k(const Step& step, int64_t i) const { return (step.leaf + i) * p.leaf_k + step.word * per_word; }
+  int64_t num_k(const Step& step) const { return min64(step.words * per_word, p.leaf_k - step.word * per_word); }
+
+  // leaf i of the step, for one tile and one panel, added to the chain in `sum`
+  void multiply(const Step& step, int64_t i, int64_t tile, int64_t n, const float* panel, float* sum) const {
+    int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
+    const float* a = packed_x + p.tile_offset(tile, row) + ((step.leaf + i) * p.leaf_words + step.word) * rows;
+    Chain chain = step.word == 0 ? Chain::kStart : p.dtype == kFloat32 ? Chain::kAdd : Chain::kContinue;
+    FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);
+    if (!few) return panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum, chain);
+    FeatureRows<T> features(p, n, first_k(step, i));
+    for (int group = 0; group < kPanelVecs; group++)
+      rows_kernel<T, Link>(rows)(a, features.rows[group], num_k(step), sum + group * kLanes, chain);
+  }
+
+  void run(int64_t panel_begin, int64_t panel_end) const {
+    int64_t state_floats = TreeSum::floats(p, kMaxRows * kPanelWidth), panel_floats = (kWordsPerStep + kOverrun) * kPanelWidth;
+    float* panel = task_scratch.floats(panel_floats + tiles.count * (panel_end - panel_begin) * state_floats);
+    for (Step step = Step::first(p);; step = step.next(p)) {
+      float* state = panel + panel_floats;
+      for (int64_t n = panel_begin * kPanelWidth; n < panel_end * kPanelWidth; n += kPanelWidth) {
+        for (int64_t i = 0; i < step.leaves && !few; i++)
+          pack_panel<T, Link::pairs>(p, n, first_k(step, i), num_k(step), panel + i * step.words * kPanelWidth);
+        for (int64_t tile = 0; tile < tiles.count; tile++, state += state_floats) {
+          int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
+          TreeSum tree{p, state, rows * kPanelWidth};
+          for (int64_t leaf = step.leaf; leaf < step.leaf + step.leaves; leaf++) {
+            multiply(step, leaf - step.leaf, tile, n, panel, tree.leaf_sum(leaf));
+            if (step.ends_leaf(p)) tree.add_leaf(leaf);
+          }
+          if (step.is_last(p)) finish(p, first_row + row, rows, n, state);
+        }
+      }
+      if (step.is_last(p)) return;
+    }
+  }
+};
+
+template <class T, class Link>
+void run(const Call& call, T pad) {
+  Problem p(call, Link::pairs);
+  int64_t groups = (p.M + kRowsPerGroup - 1) / kRowsPerGroup, panels = (p.N + kPanelWidth - 1) / kPanelWidth;
+  int64_t wanted = panels * groups / (kTasksPerThread * p.num_threads);
+  int64_t width = wanted < 1 ? 1 : min64(wanted, kMostPanelsPerTask), blocks = (panels + width - 1) / width;
+#pragma omp parallel num_threads(p.num_threads) if (p.num_threads > 1)
+  {
+    int64_t packed_group = -1;
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < blocks * groups; i++) {
+      int64_t group = i / blocks, panel = i % blocks * width;
+      Product<T, Link> product(p, p.M * group / groups, p.M * (group + 1) / groups);
+      if (group != packed_group) product.pack(pad);
+      packed_group = group;
+      product.run(panel, min64(panel + width, panels));
     }
   }
 }
 
 }  // namespace
 
-// Strides count elements. w_k_stride == 1 or w_n_stride == 1. residual and bias may be null. K is a multiple of prod(radices).
-EXPORT void detcompile_matmul(const void* x, int64_t x_stride, const void* w, int64_t w_n_stride, int64_t w_k_stride,
-                              const void* bias, const void* residual, int64_t residual_stride, void* out, int64_t M, int64_t N,
-                              int64_t K, const int64_t* radices, int64_t num_radices, int32_t dtype, int32_t bias_dtype,
-                              int32_t residual_dtype, int32_t out_dtype, int32_t num_threads) {
-  Problem p{static_cast<const char*>(x), x_stride, static_cast<const char*>(w), w_n_stride, w_k_stride, bias, residual,
-            residual_stride, out, M, N, K, radices, num_radices, dtype, bias_dtype, residual_dtype, out_dtype};
-  if (M * N * K < 32768) num_threads = 1;  // a parallel region costs more
-  for (int64_t row = 0; row < M; row += kRowsPerPass) run_pass(p, row, min64(kRowsPerPass, M - row), num_threads);
+EXPORT void detcompile_matmul(const void* packed) {
+  const Call& call = *static_cast<const Call*>(packed);
+  if (call.dtype == kFloat32) run<float, Fma>(call, 0.0f);
+  else if (call.dtype == kFloat16) run<fp16, Fma>(call, fp16{0});
+  else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // -0 * +0, added to a chain, leaves it as it is
+  else run<bf16, FlushedFma>(call, bf16{0});
 }

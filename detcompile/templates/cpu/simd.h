@@ -13,6 +13,13 @@
 #include "simd_portable.h"
 #endif
 
+#if !defined(__AVX512BF16__)
+namespace {
+constexpr bool kHasPairs = false;
+inline Vec dot_pairs(Vec, Vec, Vec c) { return c; }
+}  // namespace
+#endif
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "simd_flush.h"
+
 namespace {
 
 struct bf16 { uint16_t bits; };
@@ -20,9 +22,17 @@ inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec fma_flushed(Vec a, Vec b, Vec c) { return fma(a, b, c); }  // under FlushSubnormals
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // a > b ? a : b
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
 inline Vec shift_left_23(Vec a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23))}; }
+
+#ifdef __AVX512BF16__
+constexpr bool kHasPairs = true;
+inline Vec dot_pairs(Vec a, Vec b, Vec c) {  // the high halves first, then the low ones; subnormals count as zeros
+  return {_mm512_dpbf16_ps(c.v, __m512bh(_mm512_castps_si512(a.v)), __m512bh(_mm512_castps_si512(b.v)))};
+}
+#endif
 
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const bf16* p) {
@@ -43,6 +53,11 @@ inline void store(fp16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+inline Vec swap_halves(Vec words) { return {_mm512_castsi512_ps(_mm512_rol_epi32(_mm512_castps_si512(words.v), 16))}; }
+inline Vec join_halves(Vec high, Vec low) {  // each a bfloat16 held as a float
+  return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(high.v), _mm512_srli_epi32(_mm512_castps_si512(low.v), 16)))};
+}
+
 // 32-bit words -> the floats of their low and high halves
 inline Vec low_half(Vec words, bf16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words.v), 16))}; }
 inline Vec high_half(Vec words, bf16) {
@@ -53,30 +68,38 @@ inline Vec high_half(Vec words, fp16) {
   return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(words.v), 16)))};
 }
 
-// out[c] = word c of each of sixteen rows
-inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
-  __m512 r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(rows[i] + byte_offset);
-  for (int i = 0; i < 16; i += 2) {
+// eight rows and the eight after them, each 256 bits: out[c] = word c of each of sixteen rows, c < 8
+inline void transpose_half(const char* const rows[16], int64_t byte_offset, Vec out[8]) {
+  __m512 r[8], t[8];
+  __m512d u[8];
+  for (int i = 0; i < 8; i++) {
+    __m256 upper = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + byte_offset));
+    __m256 lower = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i + 8] + byte_offset));
+    r[i] = _mm512_mask_broadcast_f32x8(_mm512_castps256_ps512(upper), 0xff00, lower);  // no shuffle: it joins while loading
+  }
+  for (int i = 0; i < 8; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4) {
+  for (int i = 0; i < 8; i += 4) {
     __m512d t0 = _mm512_castps_pd(t[i]), t1 = _mm512_castps_pd(t[i + 1]);
     __m512d t2 = _mm512_castps_pd(t[i + 2]), t3 = _mm512_castps_pd(t[i + 3]);
-    r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(t0, t2));
-    r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(t0, t2));
-    r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(t1, t3));
-    r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(t1, t3));
+    u[i] = _mm512_unpacklo_pd(t0, t2);
+    u[i + 1] = _mm512_unpackhi_pd(t0, t2);
+    u[i + 2] = _mm512_unpacklo_pd(t1, t3);
+    u[i + 3] = _mm512_unpackhi_pd(t1, t3);
   }
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
   for (int c = 0; c < 4; c++) {
-    __m512 x0 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), x1 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
-    __m512 y0 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88), y1 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
-    out[c].v = _mm512_shuffle_f32x4(x0, y0, 0x88);
-    out[8 + c].v = _mm512_shuffle_f32x4(x0, y0, 0xdd);
-    out[4 + c].v = _mm512_shuffle_f32x4(x1, y1, 0x88);
-    out[12 + c].v = _mm512_shuffle_f32x4(x1, y1, 0xdd);
+    out[c].v = _mm512_castpd_ps(_mm512_permutex2var_pd(u[c], first, u[4 + c]));
+    out[4 + c].v = _mm512_castpd_ps(_mm512_permutex2var_pd(u[c], second, u[4 + c]));
   }
+}
+
+// out[c] = word c of each of sixteen rows
+inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
+  transpose_half(rows, byte_offset, out);
+  transpose_half(rows, byte_offset + 32, out + 8);
 }
 
 }  // namespace

@@ -13,6 +13,11 @@ struct Vec { float v[16]; };
 constexpr int kMaxRows = 4;   // register block of the matrix kernels: kMaxRows x kPanelVecs accumulators
 constexpr int kPanelVecs = 1;
 
+constexpr float kLeastNormal = 1.1754943508222875e-38f;  // 2^-126
+constexpr double kTiny = 1.1754943157898258e-38;         // 2^-126 - 2^-151: below it, rounding to 24 bits stays below 2^-126
+
+struct FlushSubnormals { explicit FlushSubnormals(bool) {} };  // fma_flushed() flushes by itself
+
 template <class To, class From>
 inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
@@ -30,7 +35,7 @@ inline Vec lanewise(F f) {
 
 // a * b is exact in double; the sum is rounded to odd, so that the rounding to float is the only one
 // (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008)
-inline float fma_lane(float a, float b, float c) {
+inline double fma_to_odd(float a, float b, float c) {
   double product = double(a) * double(b), addend = c, sum = product + addend;
   double shadow = sum - product;
   double error = (product - (sum - shadow)) + (addend - shadow);
@@ -38,7 +43,16 @@ inline float fma_lane(float a, float b, float c) {
   int64_t inexact = (error > 0) | (error < 0);  // false for NaN, so that infinities stay
   int64_t outward = (error > 0) == (sum > 0);
   bits += inexact & ~bits & 1 ? (outward ? 1 : -1) : 0;
-  return float(bit_cast<double>(bits));
+  return bit_cast<double>(bits);
+}
+inline float fma_lane(float a, float b, float c) { return float(fma_to_odd(a, b, c)); }
+
+// a subnormal operand counts as zero, and so does a result that would be one: as the AVX versions under FlushSubnormals
+inline float flushed_operand(float x) { return x > -kLeastNormal && x < kLeastNormal ? bit_cast<float>(bit_cast<uint32_t>(x) & 0x80000000u) : x; }
+inline float fma_flushed_lane(float a, float b, float c) {
+  double odd = fma_to_odd(flushed_operand(a), flushed_operand(b), flushed_operand(c));
+  bool tiny = odd > -kTiny && odd < kTiny;
+  return tiny ? bit_cast<float>(uint32_t(bit_cast<uint64_t>(odd) >> 32) & 0x80000000u) : float(odd);
 }
 
 inline Vec splat(float x) { return lanewise([&](int) { return x; }); }
@@ -47,6 +61,9 @@ inline Vec operator-(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] 
 inline Vec operator*(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] * b.v[i]; }); }
 inline Vec operator/(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] / b.v[i]; }); }
 inline Vec fma(Vec a, Vec b, Vec c) { return lanewise([&](int i) { return fma_lane(a.v[i], b.v[i], c.v[i]); }); }
+inline Vec fma_flushed(Vec a, Vec b, Vec c) {
+  return lanewise([&](int i) { return fma_flushed_lane(a.v[i], b.v[i], c.v[i]); });
+}
 inline Vec max(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Vec min(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Vec shift_left_23(Vec a) {
@@ -88,6 +105,9 @@ inline void store(bf16* p, Vec a) {  // to nearest even; every NaN becomes 0x7fc
 inline void store(fp16* p, Vec a) {
   for (int i = 0; i < 16; i++) p[i].bits = float_to_half(a.v[i]);
 }
+
+inline Vec swap_halves(Vec words) { return words; }
+inline Vec join_halves(Vec high, Vec) { return high; }
 
 // 32-bit words -> the floats of their low and high halves
 inline Vec low_half(Vec w, bf16) { return lanewise([&](int i) { return bit_cast<float>(bit_cast<uint32_t>(w.v[i]) << 16); }); }

@@ -1,0 +1,121 @@
+"""CPU times of the matmul template and of the tiny model beside torch's, taken in turns, on the same threads.
+
+    python benchmarks/cpu.py --commit $(git rev-parse --short HEAD) [--threads 2] [--only gemm,model] [--isa avx2]
+
+Writes benchmarks/results/cpu-<cpu>-<commit>.json. A ratio is the peer's best time over our best: above 1 we are faster.
+Other work on the same cores disturbs a parallel kernel by whole time slices: the medians beside the best show it.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import detcompile
+from detcompile.templates import cpu_library
+from detcompile.templates.matmul import matmul_cpu
+
+SHAPES = ((2048, 2048), (4096, 1024), (1024, 4096))  # N, K
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+STEPS = {"prefill 512": (1, 512), "decode 1": (1, 1), "decode 8": (8, 1)}  # ids [B, C] of one dense call
+DTYPES = (torch.float32, torch.bfloat16)
+ERROR_SHAPE = (64, 512, 2048)  # M, N, K of the comparison with float64
+
+
+def in_turns(ours: Callable[[], object], peer: Callable[[], object], seconds: float) -> dict:
+    """Best and median microseconds of both, called alternately for so long, five times at least."""
+    times: tuple[list[float], list[float]] = ([], [])
+    ours(), peer()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for call, taken in zip((ours, peer), times):
+            started = time.perf_counter()
+            call()
+            taken.append(1e6 * (time.perf_counter() - started))
+    (us, peer_us), (median, peer_median) = map(min, times), map(statistics.median, times)
+    row = {"us": us, "peer_us": peer_us, "ratio": peer_us / us, "calls": len(times[0])}
+    return row | {"median_us": median, "peer_median_us": peer_median, "median_ratio": peer_median / median}
+
+
+def gemm_rows(isa: str | None, seconds: float) -> Iterator[dict]:
+    op = torch.ops.detcompile.matmul.default
+    ours = partial(matmul_cpu if isa else op, bias=None, residual=None, radices=[], **({"isa": isa} if isa else {}))
+    for dtype in DTYPES:
+        for n, k in SHAPES:
+            w = (torch.randn(n, k) * 0.02).to(dtype)
+            for m in TOKENS:
+                x = torch.randn(m, k).to(dtype)
+                row = {"kernel": "matmul", "dtype": str(dtype)[6:], "M": m, "N": n, "K": k, "peer": "linear"}
+                row |= in_turns(partial(ours, x, w), partial(torch.nn.functional.linear, x, w), seconds)
+                yield row | {"gflops": 2e-3 * m * n * k / row["us"], "peer_gflops": 2e-3 * m * n * k / row["peer_us"]}
+        yield _error_row(dtype)
+
+
+def _error_row(dtype: torch.dtype) -> dict:
+    """Relative error of both against float64, root mean square."""
+    m, n, k = ERROR_SHAPE
+    x, w = torch.randn(m, k).to(dtype), (torch.randn(n, k) * 0.02).to(dtype)
+    exact = x.double() @ w.double().t()
+    ours, theirs = torch.ops.detcompile.matmul(x, w, None, None, []), torch.nn.functional.linear(x, w)
+    errors = [float((y.double() - exact).norm() / exact.norm()) for y in (ours, theirs)]
+    row = {"kernel": "matmul error", "dtype": str(dtype)[6:], "M": m, "N": n, "K": k}
+    return row | {"error": errors[0], "peer_error": errors[1]}
+
+
+def model_rows(isa: str | None, seconds: float) -> Iterator[dict]:
+    """A dense call ``model(ids)`` of the embedded model; torch.compile's has no KV cache to write."""
+    for dtype in DTYPES:
+        model = detcompile.compile(detcompile.load_model("tiny", dtype=dtype, device="cpu"))
+        torch._dynamo.reset()
+        plain = torch.compile(detcompile.load_model("tiny", dtype=dtype, device="cpu"))
+        for name, shape in STEPS.items():
+            ids = torch.randint(0, model.vocab_size, shape)
+            row = {"kernel": "tiny", "dtype": str(dtype)[6:], "step": name, "peer": "torch.compile"}
+            yield row | in_turns(partial(model, ids), partial(plain, input_ids=ids, use_cache=False), 5 * seconds)
+
+
+FAMILIES = {"gemm": gemm_rows, "model": model_rows}
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--isa", choices=cpu_library.supported_isas(), help="of the GEMMs; default: the model's own")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="of each pair of GEMMs; five times as long for a model"
+    )
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    rows = []
+    for family in arguments.only.split(","):
+        for row in FAMILIES[family](arguments.isa, arguments.seconds):
+            rows.append(row)
+            print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
+    result = {"commit": arguments.commit, "cpu": cpu_name(), "threads": arguments.threads, "torch": torch.__version__}
+    result |= {"isa": arguments.isa or cpu_library.isa(), "compiler": cpu_library.compiler_version()}
+    result |= {"unit": "us: best of alternating calls; medians beside", "rows": rows}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    suffix = f"-{arguments.isa}" if arguments.isa else ""
+    path = arguments.output / f"cpu-{cpu_name().replace(' ', '-').lower()}-{arguments.commit}{suffix}.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What attention does to its scores on the GPU besides scaling: soft cap, ALiBi and sinks, for every kernel alike.
+
+Plain rows have scores that are the products with the keys, and c = scale * log2(e) is applied inside exp2. SCALED rows
+(those with a soft cap, with ALiBi, or with a scale that is not positive) have scores in natural units, and c = log2(e).
+``inner`` is what a product is multiplied by first: scale / cap where there is a cap, else scale.
+
+Each function is of IEEE operations and exp2 alone, element by element: no schedule can change a bit of it, as long as
+the kernel is compiled with enable_fp_fusion=False.
+"""
+
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["Scores", "join_sink", "shaped", "tanh"]
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """score = scale * q.k, then softcap * tanh(score / softcap) if softcap > 0, then + alibi_slopes[h] * (key - pos).
+
+    sinks [H], logits in the units of a score, join the softmax's denominator. alibi_slopes [H].
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    def check(self, where: str, heads: int) -> None:
+        """Raises InvalidInput for what has no meaning."""
+        if not math.isfinite(self.scale) or not math.isfinite(self.softcap) or self.softcap < 0:
+            raise InvalidInput(
+                f"{where}: scale={self.scale}, softcap={self.softcap}: both must be finite, and softcap positive, or 0 "
+                "for none."
+            )
+        for name, values in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            if values is not None and (tuple(values.shape) != (heads,) or not values.is_floating_point()):
+                raise InvalidInput(
+                    f"{where}: {name} must be floating point [{heads}], one a query head, not {values.dtype} "
+                    f"{tuple(values.shape)}."
+                )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scores are in natural units before the maximum is taken (a scale <= 0 would make it a minimum)."""
+        return self.softcap > 0 or self.alibi_slopes is not None or self.scale <= 0
+
+    @property
+    def inner(self) -> float:
+        """What a product is multiplied by first."""
+        return self.scale / self.softcap if self.softcap else self.scale
+
+    @property
+    def c(self) -> float:
+        """What a score is multiplied by inside exp2."""
+        return (1.0 if self.scaled else self.scale) * math.log2(math.e)
+
+
+@triton.jit
+def tanh(x):
+    """tanh within 2 ulp, out of IEEE operations and exp2: a polynomial (Cephes, tanhf) for |x| < 0.625."""
+    z = x * x
+    p = z * -5.70498872745e-3 + 2.06390887954e-2
+    p = p * z - 5.37397155531e-2
+    p = p * z + 1.33314422036e-1
+    p = p * z - 3.33332819422e-1
+    near = p * z * x + x
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2_E))
+    far = 1.0 - tl.div_rn(e + e, 1.0 + e)
+    return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def shaped(s, key_K, pos_R, inner, cap, slope_R, CAPPED: tl.constexpr, ALIBI: tl.constexpr):
+    """Products [R, K] of SCALED rows to scores: cap * tanh(s / cap), then slope * (key - pos), as far as asked for."""
+    s = s * inner
+    if CAPPED:
+        s = cap * tanh(s)
+    if ALIBI:
+        s = s + slope_R[:, None] * (key_K[None, :] - pos_R[:, None]).to(tl.float32)
+    return s
+
+
+@triton.jit
+def join_sink(M_R, L_R, sink_R, inner, SCALED: tl.constexpr):
+    """L + e^sink, for a softmax over one more key, taken last, without a value.
+
+    Where the sink dwarfs all keys L becomes infinite, and the row zeros: its value to float32.
+    """
+    if not SCALED:
+        M_R = M_R * inner
+    return L_R + tl.exp2((sink_R - M_R) * LOG2_E)

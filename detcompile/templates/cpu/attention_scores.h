@@ -1,0 +1,54 @@
+// From products with the keys to scores: soft cap, ALiBi.
+#pragma once
+
+#include "elementary.h"
+
+namespace {
+
+// tanh within 2 ulp: a polynomial (Cephes, tanhf) for |x| < 0.625
+inline Vec tanh_of(Vec x) {
+  Vec z = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  p = fma(p, z, splat(2.06390887954e-2f));
+  p = fma(p, z, splat(-5.37397155531e-2f));
+  p = fma(p, z, splat(1.33314422036e-1f));
+  p = fma(p, z, splat(-3.33332819422e-1f));
+  Vec near = fma(p * z, x, x);
+  Vec e = exp2(max(x, splat(0.0f) - x) * splat(-2.88539008177792681f));
+  Vec far = splat(1.0f) - (e + e) / (splat(1.0f) + e);
+  float xs[kLanes], nears[kLanes], fars[kLanes];
+  store(xs, x);
+  store(nears, near);
+  store(fars, far);
+  for (int i = 0; i < kLanes; i++) {
+    float size = xs[i] < 0.0f ? -xs[i] : xs[i], signed_far = xs[i] < 0.0f ? -fars[i] : fars[i];
+    nears[i] = size < 0.625f ? nears[i] : signed_far;
+  }
+  return load(nears);
+}
+
+// What attention.py makes of attention_scores.Scores. Plain scores are in units of log2. Shaped ones (soft cap, ALiBi) are
+// in natural units, so that no constant is rounded before their maximum is taken away, and meet log2(e) inside exp2.
+struct Scores {
+  float scale;          // plain: scale * log2(e); shaped: scale, or scale / softcap
+  float cap;            // 0: none
+  float c;              // plain: 1; shaped: log2(e)
+  const float* slopes;  // [Hq], or null
+  const float* sinks;   // [Hq], in the units of the scores, or null
+
+  bool plain() const { return c == 1.0f; }
+  Vec in_log2(Vec difference) const { return plain() ? difference : difference * splat(c); }
+
+  // products of the query at `position` with keys first_key, first_key + 1, ... -> shaped scores, in place
+  void shape(float* products, int64_t count, int64_t first_key, int64_t position, int64_t head) const {
+    static const float ascending[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t j = 0; j < count; j += kLanes) {
+      Vec score = load(products + j) * splat(scale);
+      if (cap != 0.0f) score = splat(cap) * tanh_of(score);
+      if (slopes) score = fma(splat(slopes[head]), splat(float(first_key + j - position)) + load(ascending), score);
+      store(products + j, score);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,146 @@
+// The inner loops of matmul.cpp: operands packed as 32-bit words, and the register blocks that multiply them.
+//
+// A word is one float, or a pair of bfloat16 with the earlier k in the high half, which the dot product of pairs takes first:
+// its chain is then that of fma_flushed() over ascending k.
+#pragma once
+
+#include <cstdlib>
+#include <utility>
+
+#include "tile.h"
+
+namespace {
+
+constexpr int64_t kPanelWidth = kPanelVecs * kLanes;
+constexpr int64_t kOverrun = 32;  // words that packing may write past the last one
+constexpr int kFewRows = 4;       // up to so many tokens, packing w would cost more than the product
+
+// One link of a chain: c + a * b over the k of a word
+struct Fma {
+  static constexpr bool pairs = false;
+  static Vec link(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+};
+struct FlushedFma {
+  static constexpr bool pairs = false;
+  static Vec link(Vec a, Vec b, Vec c) { return fma_flushed(a, b, c); }
+};
+struct PairDot {
+  static constexpr bool pairs = true;
+  static Vec link(Vec a, Vec b, Vec c) { return dot_pairs(a, b, c); }
+};
+
+enum class Chain { kStart, kContinue, kAdd };  // from zero; from c; from zero, and then added to c
+
+// 32-bit units of sixteen rows -> words
+template <class T, bool Pairs, class Take>
+inline void take_words(Vec unit, Take take) {
+  if constexpr (sizeof(T) == 4) {
+    take(unit);
+  } else if constexpr (Pairs) {
+    take(swap_halves(unit));
+  } else {
+    take(low_half(unit, T{}));
+    take(high_half(unit, T{}));
+  }
+}
+
+// out[word * stride + lane] = words of rows[lane], from num_k elements; an odd one is paired with `pad`
+template <class T, bool Pairs>
+inline void pack_columns(const T* const rows[kLanes], int64_t num_k, float* out, int64_t stride, T pad) {
+  constexpr int64_t per_block = kLanes * 4 / sizeof(T);
+  Vec units[kLanes];
+  for (int64_t k = 0; k < num_k; k += per_block) {
+    if (k + per_block <= num_k) {
+      transpose_words(reinterpret_cast<const char* const*>(rows), k * int64_t(sizeof(T)), units);
+    } else {
+      alignas(64) T tail[kLanes][per_block];
+      const char* tails[kLanes];
+      for (int lane = 0; lane < kLanes; lane++) {
+        for (int64_t i = 0; i < per_block; i++) tail[lane][i] = k + i < num_k ? rows[lane][k + i] : pad;
+        tails[lane] = reinterpret_cast<const char*>(tail[lane]);
+      }
+      transpose_words(tails, 0, units);
+    }
+    for (int i = 0; i < kLanes; i++)
+      take_words<T, Pairs>(units[i], [&](Vec word) {
+        store(out, word);
+        out += stride;
+      });
+  }
+}
+
+// c[i, n] = chain over ascending words. a lies as [word][Rows], b as [word][kPanelWidth], c as [Rows][kPanelWidth].
+template <class Link, int Rows>
+inline void multiply_panel(const float* a, const float* b, int64_t words, float* c, Chain chain) {
+  Vec sum[Rows][kPanelVecs];
+  for (int i = 0; i < Rows; i++)
+    for (int j = 0; j < kPanelVecs; j++)
+      sum[i][j] = chain == Chain::kContinue ? load(c + i * kPanelWidth + j * kLanes) : splat(0.0f);
+  for (int64_t word = 0; word < words; word++) {
+    Vec b_word[kPanelVecs];
+    for (int j = 0; j < kPanelVecs; j++) b_word[j] = load(b + word * kPanelWidth + j * kLanes);
+    for (int i = 0; i < Rows; i++) {
+      Vec a_word = splat(a[word * Rows + i]);
+      for (int j = 0; j < kPanelVecs; j++) sum[i][j] = Link::link(a_word, b_word[j], sum[i][j]);
+    }
+  }
+  for (int i = 0; i < Rows; i++)
+    for (int j = 0; j < kPanelVecs; j++) {
+      float* target = c + i * kPanelWidth + j * kLanes;
+      store(target, chain == Chain::kAdd ? load(target) + sum[i][j] : sum[i][j]);
+    }
+}
+
+// The same for sixteen features, straight from num_k elements of their rows of w
+template <class T, class Link, int Rows>
+inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t num_k, float* c, Chain chain) {
+  constexpr int64_t per_block = kLanes * 4 / sizeof(T), per_word = Link::pairs ? 2 : 1;
+  Vec sum[Rows];
+  for (int i = 0; i < Rows; i++) sum[i] = chain == Chain::kContinue ? load(c + i * kPanelWidth) : splat(0.0f);
+  auto take = [&](Vec word) {
+    for (int i = 0; i < Rows; i++) sum[i] = Link::link(splat(a[i]), word, sum[i]);
+    a += Rows;
+  };
+  int64_t k = 0;
+  for (; k + per_block <= num_k; k += per_block) {
+    Vec units[kLanes];
+    transpose_words(reinterpret_cast<const char* const*>(rows), k * int64_t(sizeof(T)), units);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) take_words<T, Link::pairs>(units[i], take);
+  }
+  if (k < num_k) {
+    alignas(64) float tail[kOverrun * kLanes];
+    const T* rest[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) rest[lane] = rows[lane] + k;
+    pack_columns<T, Link::pairs>(rest, num_k - k, tail, kLanes, T{0});
+    for (int64_t word = 0; word * per_word < num_k - k; word++) take(load(tail + word * kLanes));
+  }
+  for (int i = 0; i < Rows; i++) store(c + i * kPanelWidth, chain == Chain::kAdd ? load(c + i * kPanelWidth) + sum[i] : sum[i]);
+}
+
+template <class Link>
+using MultiplyPanel = void (*)(const float*, const float*, int64_t, float*, Chain);
+template <class T>
+using MultiplyRows = void (*)(const float*, const T* const*, int64_t, float*, Chain);
+
+template <class Link, int... I>
+inline MultiplyPanel<Link> panel_kernel(int64_t rows, std::integer_sequence<int, I...>) {
+  static const MultiplyPanel<Link> table[] = {multiply_panel<Link, I + 1>...};
+  return table[rows - 1];
+}
+template <class Link>
+inline MultiplyPanel<Link> panel_kernel(int64_t rows) {
+  return panel_kernel<Link>(rows, std::make_integer_sequence<int, kMaxRows>());
+}
+
+template <class T, class Link, int... I>
+inline MultiplyRows<T> rows_kernel(int64_t rows, std::integer_sequence<int, I...>) {
+  static const MultiplyRows<T> table[] = {multiply_rows<T, Link, I + 1>...};
+  return table[rows - 1];
+}
+template <class T, class Link>
+inline MultiplyRows<T> rows_kernel(int64_t rows) {
+  return rows_kernel<T, Link>(rows, std::make_integer_sequence<int, kFewRows>());
+}
+
+}  // namespace

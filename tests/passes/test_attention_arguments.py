@@ -1,0 +1,88 @@
+"""Soft caps, sinks and ALiBi on their way from a model to the template: what is understood, and what is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import detcompile
+from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
+from detcompile.passes.attention import STEP_KWARG, check_call
+from detcompile.passes.backend import cause
+from detcompile.passes.certificate import Role
+from detcompile.passes.lowering import lower
+from tests.models import random_model
+
+
+class Layer(nn.Module):
+    layer_idx = 3
+
+
+def call(**kwargs: object) -> None:
+    """check_call for four query heads over two key heads."""
+    query, key = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 5, 16)
+    check_call(Layer(), query, key, key, None, {STEP_KWARG: object()} | kwargs)
+
+
+def test_known_arguments_are_understood() -> None:
+    call(scaling=0.3, sliding_window=7, softcap=30.0, s_aux=torch.zeros(4), alibi_slopes=torch.ones(4), dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"s_aux": torch.zeros(2)}, r"layer 3\) passes s_aux \(2,\), .* 4 query heads"),
+        ({"s_aux": torch.zeros(1, 4, 1, 1)}, "which is not one value for each"),
+        ({"alibi_slopes": torch.zeros(1)}, "which is not one value for each"),
+        ({"indices": torch.zeros(3)}, "passes indices=Tensor, which the attention template does not know"),
+    ],
+)
+def test_other_arguments_are_refused(kwargs: dict, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        call(**kwargs)
+
+
+class Attends(nn.Module):
+    """Dense attention over [B, T, 4 * 16], with sinks or slopes that ``make`` takes from x or from a parameter."""
+
+    def __init__(self, place: int, of_rows: bool) -> None:
+        super().__init__()
+        self.place, self.of_rows = place, of_rows
+        self.values = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        extra: list[Tensor | None] = [None, None]
+        extra[self.place] = x[0, 0, :4] * self.values if self.of_rows else self.values * 2
+        return torch.ops.detcompile.dense_attention(q, q, q, 0.25, 0, 512, 5.0, *extra)
+
+
+def certify(module: nn.Module) -> None:
+    def role(name: str, value: object) -> Role:
+        return Role("rows", {0: "batch", 1: "tokens"}) if name == "L_x_" else Role("weight")
+
+    x = torch.randn(3, 5, 64)
+    torch._dynamo.mark_dynamic(x, [0, 1])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=Backend(Numerics(), role, certify_only=True), fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["sinks", "slopes"])
+def test_sinks_and_slopes_are_weights(place: int) -> None:
+    certify(Attends(place, of_rows=False))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        certify(Attends(place, of_rows=True))
+    assert isinstance(cause(refused.value), UncertifiedOp)
+
+
+def test_an_adapter_caches_shared_heads_once() -> None:
+    """Hugging Face copies falcon's key heads to its query heads; the cache holds them as they are."""
+    calls = lower(random_model("falcon", torch.float32), Numerics(), 512).attention
+    assert [(call.layer, call.kv_heads, call.head_dim) for call in calls] == [(0, 2, 20), (1, 2, 20)]
+
+
+def test_experts_with_sinks_are_still_refused() -> None:
+    """gpt_oss: its attention is understood, its experts are not."""
+    config = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 70}
+    with pytest.raises(UncertifiedOp, match=r"topk.*modeling_gpt_oss"):
+        detcompile.compile(random_model("gpt_oss", torch.float32, **config), max_context=512)

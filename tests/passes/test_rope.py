@@ -1,0 +1,65 @@
+"""Norm, rotation and cache write as one operation: recognised where they are, with the bytes of the separate ones."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import detcompile
+from detcompile.passes import pipeline, rope
+from tests.bits import assert_bitwise_equal
+from tests.models import random_model
+
+APART = tuple(apply for apply in pipeline.PASSES if apply is not rope.fuse_rope)
+
+
+@pytest.fixture(autouse=True)
+def fused_on_every_device() -> Iterator[None]:
+    with mock.patch.object(rope, "DEVICES", ("cpu", "cuda")):
+        yield
+
+
+CASES = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+    "gemma3_text": ("gemma3_text", {}),
+    "phi3": ("phi3", {}),
+    "phi3, rotated in part": ("phi3", {"partial_rotary_factor": 0.5}),
+    "gpt_neox, rotated in part": ("gpt_neox", {}),
+    "llama with biases": ("llama", {"attention_bias": True}),
+}
+
+
+def count(certificate: detcompile.Certificate, name: str) -> int:
+    return sum(entry.op == f"detcompile.{name}.default" for entry in certificate.entries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_fused_and_separate_operations_have_the_same_bytes(case: str, dtype: torch.dtype) -> None:
+    name, changes = CASES[case]
+    with mock.patch.object(pipeline, "PASSES", APART):
+        separate = detcompile.compile(random_model(name, dtype, **changes))
+    fused = detcompile.compile(random_model(name, dtype, **changes))
+    layers = fused.model.config.num_hidden_layers
+    assert count(separate.certificate, "rope_cache") == 0 and count(separate.certificate, "paged_attention") == layers
+    assert count(fused.certificate, "rope_cache") == count(fused.certificate, "cached_attention") == layers
+    tokens = torch.randint(0, 160, (3, 90), generator=torch.Generator().manual_seed(1))
+    assert_bitwise_equal(fused(tokens).logits, separate(tokens).logits)
+    assert torch.equal(fused.generate(tokens[:1], max_new_tokens=4), separate.generate(tokens[:1], max_new_tokens=4))
+
+
+def test_a_layer_with_head_norms_has_two_norms_left() -> None:
+    """Qwen3: before attention and before the MLP; those of q and k are part of rope_cache, whose order is declared."""
+    certificate = detcompile.compile(random_model("qwen3", torch.bfloat16)).certificate
+    assert count(certificate, "rms_norm") == 2 * 2 + 1
+    assert {entry.order for entry in certificate.entries if "rope_cache" in entry.op} == {"Row(32, lanes=64, vector=1)"}
+
+
+@pytest.mark.parametrize("name", ["gptj", "cohere", "opt"])
+def test_what_is_not_recognised_stays_apart(name: str) -> None:
+    """Neighbouring features rotated with each other, or no rotation at all."""
+    certificate = detcompile.compile(random_model(name, torch.float32)).certificate
+    assert count(certificate, "rope_cache") == 0 and count(certificate, "paged_attention") == 2

@@ -1,0 +1,118 @@
+"""Linears of one input share a product: one GEMM where the model has several, the same bytes, the same memory."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import detcompile
+from detcompile import Backend, Numerics
+from detcompile.passes import lowering
+from tests.bits import assert_bitwise_equal
+from tests.models import random_model
+
+BF16 = torch.bfloat16
+
+
+def apart(*args: object, **kwargs: object) -> Backend:
+    """The backend of compile() without shared products."""
+    return Backend(*args, **{**kwargs, "join_weights": False})
+
+
+def storages(module: nn.Module) -> dict[int, int]:
+    """Bytes of each storage that holds a parameter, by its address."""
+    kept = [parameter.untyped_storage() for parameter in module.parameters()]
+    return {storage.data_ptr(): storage.nbytes() for storage in kept}
+
+
+def products(certificate: detcompile.Certificate) -> int:
+    return sum(entry.op == "detcompile.matmul.default" for entry in certificate.entries)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "granite"])
+def test_a_layer_has_four_products(name: str) -> None:
+    """qkv, o, gate_up and down; and the head."""
+    model = random_model(name, BF16)
+    assert products(detcompile.compile(model).certificate) == 4 * model.config.num_hidden_layers + 1
+
+
+def with_biases(dtype: torch.dtype) -> nn.Module:
+    """A Llama whose linears all have biases that are not zero."""
+    model = random_model("llama", dtype, attention_bias=True, mlp_bias=True)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("biases", [False, True], ids=["no biases", "biases"])
+def test_shared_products_have_the_bytes_of_separate_ones(biases: bool, dtype: torch.dtype) -> None:
+    models = [with_biases(dtype) if biases else random_model("qwen3", dtype) for _ in range(2)]
+    with mock.patch.object(lowering, "Backend", apart):
+        separate = detcompile.compile(models[0])
+    shared = detcompile.compile(models[1])
+    assert products(separate.certificate) == 7 * 2 + 1 and products(shared.certificate) == 4 * 2 + 1
+    tokens = torch.randint(0, 160, (3, 90), generator=torch.Generator().manual_seed(1))
+    assert_bitwise_equal(shared(tokens).logits, separate(tokens).logits)
+
+
+def test_memory_is_not_held_twice_and_parameters_keep_their_values() -> None:
+    model, untouched = random_model("qwen3", BF16), random_model("qwen3", BF16)
+    before = sum(storages(model).values())
+    detcompile.compile(model)
+    assert sum(storages(model).values()) == before
+    attention = model.model.layers[0].self_attn
+    assert len({p.weight.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj)}) == 1
+    for (name, given), kept in zip(model.named_parameters(), untouched.parameters(), strict=True):
+        assert_bitwise_equal(given, kept, name)
+
+
+def test_the_model_keeps_its_eager_meaning() -> None:
+    model, untouched = random_model("llama", torch.float32), random_model("llama", torch.float32)
+    compiled = detcompile.compile(model)
+    tokens = torch.arange(2, 60)[None]
+    expected = untouched(tokens).logits
+    assert torch.allclose(compiled(tokens).logits, expected, atol=1e-3)
+
+
+class Projections(nn.Module):
+    """Four linears of one input: two plain, one whose weight is read again, one with a bias."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.a, self.b, self.tied = (nn.Linear(48, width, bias=False, dtype=dtype) for width in (7, 20, 48))
+        self.biased = nn.Linear(48, 5, dtype=dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.a(x), self.b(x.view(-1, 48)), self.tied(x), self.biased(x), x + self.tied.weight[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+def test_what_is_read_elsewhere_or_has_another_epilogue_stays_apart(dtype: torch.dtype) -> None:
+    outputs, counts = [], []
+    for join in (False, True):
+        torch._dynamo.reset()
+        backend, module = Backend(Numerics(), join_weights=join), Projections(dtype)
+        x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(3)).to(dtype)
+        torch._dynamo.mark_dynamic(x, [0, 1])
+        with torch.no_grad():
+            outputs.append(torch.compile(module, backend=backend, fullgraph=True)(x))
+        counts.append(products(backend.certificates[0]))
+    for separate, shared in zip(*outputs, strict=True):
+        assert_bitwise_equal(shared, separate)
+    assert counts == [4, 3]
+
+
+def test_a_weight_changed_in_place_is_seen() -> None:
+    model = random_model("llama", BF16)
+    compiled = detcompile.compile(model)
+    tokens = torch.arange(2, 40)[None]
+    before = compiled(tokens).logits
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+    assert not torch.equal(compiled(tokens).logits, before)

@@ -1,0 +1,107 @@
+"""What the tests of the attention kernels share: sequences, ways to attend to them, and features of the scores."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from detcompile.templates.attention_triton import AttentionSchedule, dense_attention_cuda, paged_attention_cuda
+from tests.bits import assert_bitwise_equal
+from tests.templates.triton_interpreter import DEVICE, INTERPRETED
+
+__all__ = ["CHUNK", "FEATURES", "PLAIN", "SCHEDULES", "Sequence", "dense", "features", "paged", "sequence"]
+
+CHUNK = 64 if INTERPRETED else 512
+PLAIN = AttentionSchedule(16, 4, 1)
+SCHEDULES = [PLAIN, AttentionSchedule(32, 4, 2), AttentionSchedule(16, 4, 1, split=True)]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One whole sequence: q [n, H, D], k [n, KV heads, D], v [n, KV heads, DV]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def sequence(n: int, heads: int, kv_heads: int, d: int, dv: int, dtype: torch.dtype, seed: int = 0) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, width: int) -> Tensor:
+        normal, spread = (torch.randn(n, heads, width, generator=generator) for _ in range(2))
+        return (normal * torch.exp(0.5 * spread)).to(dtype).to(DEVICE)
+
+    return Sequence(draw(heads, d), draw(kv_heads, d), draw(kv_heads, dv))
+
+
+def paged(
+    parts: list[tuple[Sequence, int, int]],
+    page: int,
+    window: int = 0,
+    schedule: AttentionSchedule | None = PLAIN,
+    padding: int = 0,
+    seed: int = 0,
+    **scores: Any,
+) -> list[Tensor]:
+    """Attention of tokens first..last of each sequence, whose earlier keys lie in scattered pages among NaN."""
+    s0 = parts[0][0]
+    width = max(-(-last // page) for _, _, last in parts) + 1
+    table = torch.randperm(width * len(parts), generator=torch.Generator().manual_seed(seed)).view(len(parts), width)
+    caches = [
+        torch.full((table.numel(), page, *t.shape[1:]), math.nan, dtype=t.dtype, device=DEVICE) for t in (s0.k, s0.v)
+    ]
+    slots, news = [], []
+    for row, (s, first, last) in zip(table, parts):
+        position = torch.arange(last)
+        slot = (row[position // page] * page + position % page).to(DEVICE)
+        for cache, values in zip(caches, (s.k, s.v)):
+            cache.flatten(0, 1)[slot[:first]] = values[:first]
+        slots.append(slot[first:])
+        news.append(last - first)
+    q, k, v = (
+        torch.cat([getattr(s, name)[first:last] for s, first, last in parts] + [getattr(s0, name)[:1]] * padding)
+        for name in ("q", "k", "v")
+    )
+    slot_mapping = torch.cat([*slots, torch.full((padding,), -1, device=DEVICE)])
+    cu = torch.tensor([0, *np.cumsum(news)], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([last for _, _, last in parts], dtype=torch.int32, device=DEVICE)
+    scale = scores.pop("scale", q.shape[-1] ** -0.5)
+    metadata = (slot_mapping, cu, lens, table.int().to(DEVICE))
+    out = paged_attention_cuda(q, k, v, *caches, *metadata, scale, window, CHUNK, schedule=schedule, **scores)
+    assert_bitwise_equal(out[sum(news) :], torch.zeros_like(out[sum(news) :]), "padding")
+    return list(out[: sum(news)].split(news))
+
+
+def dense(
+    s: Sequence, window: int = 0, schedule: AttentionSchedule | None = PLAIN, chunk: int = CHUNK, **scores: Any
+) -> Tensor:
+    """[n, H, DV]: the whole sequence by the dense op."""
+    q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
+    scale = scores.pop("scale", s.q.shape[-1] ** -0.5)
+    return dense_attention_cuda(q, k, v, scale, window, chunk, schedule=schedule, **scores)[0].transpose(0, 1)
+
+
+# name -> arguments of the attention ops; "sinks" and "alibi" are made for the number of heads
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi_slopes": True},
+    "negative scale": {"scale": -0.3},
+    "no scale": {"scale": 0.0},
+    "negative scale and sinks": {"scale": -0.3, "sinks": True},
+    "all": {"softcap": 2.0, "sinks": True, "alibi_slopes": True},
+}
+
+
+def features(name: str, heads: int, device: str = "cpu") -> dict[str, Any]:
+    """Arguments of FEATURES[name] for so many query heads: sinks from -1 to 3, slopes from 1/2 downwards."""
+    given = dict(FEATURES[name])
+    if "sinks" in given:
+        given["sinks"] = torch.linspace(-1, 3, heads, device=device)
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, heads, device=device)
+    return given

@@ -6,8 +6,11 @@ Writes benchmarks/results/templates-<device>-<commit>.json. A ratio is the peer'
 """
 
 import argparse
+import contextlib
 import functools
 import json
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,16 +18,30 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from detcompile.numerics import row_order
 from detcompile.templates import attention_triton, matmul_triton, rows_triton, softmax_triton
+from detcompile.templates.matmul_schedules import GemmSchedule, candidates
 from detcompile.templates.tuning import graph_seconds
 
 DEVICE = torch.device("cuda")
 L2_BYTES = 3e8  # rotated buffers together: several times the H200's 60 MB
-GEMMS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-TOKENS = (1, 16, 64, 256, 1024, 4096)
+GEMMS = {  # name: N, K, whether it is row-parallel, so that a tree may be declared for it
+    "Qwen3-8B qkv": (6144, 4096, False),
+    "Qwen3-8B o": (4096, 4096, True),
+    "Qwen3-8B gate_up": (24576, 4096, False),
+    "Qwen3-8B down": (4096, 12288, True),
+    "Llama-3-70B/8 qkv": (1280, 8192, False),
+    "Llama-3-70B/8 o": (8192, 1024, True),
+    "Llama-3-70B/8 gate_up": (7168, 8192, False),
+    "Llama-3-70B/8 down": (8192, 3584, True),
+}
+TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TREES = {"Sequential": (), "Tree(1,2,4,8)": (2, 2, 2)}
+DECODES = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (32, 1024), (32, 8192), (64, 512), (256, 512), (256, 2048))
+GROUPS = ((1, 64), (128, 512), (1024, 8192))  # token counts over which a geometric mean is taken
 
 
 def measure(buffers: list[tuple], launch: Callable) -> float:
@@ -43,14 +60,40 @@ def copies(size: int) -> int:
 
 
 def matmul_rows() -> Iterator[dict]:
-    for name, (n, k) in GEMMS.items():
+    _compile_gemms()
+    for name, (n, k, row_parallel) in GEMMS.items():
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(copies(2 * n * k))]
         for m in TOKENS:
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
             for order, radices in TREES.items():
-                if not radices or name in ("o", "down"):  # the others are column-parallel: no tree
-                    row = _gemm([(x, w) for w in weights], radices)
+                if not radices or row_parallel:
+                    row = _gemm([(x, w) for w in weights[: 3 if m >= 1024 else None]], radices)
                     yield {"kernel": "matmul", "shape": name, "order": order} | row
+
+
+def _problem(n: int, k: int, m: int, radices: tuple[int, ...]) -> matmul_triton.GemmProblem:
+    x, w = (torch.empty(rows, k, device=DEVICE, dtype=torch.bfloat16) for rows in (m, n))
+    return matmul_triton.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
+
+
+def _compile_gemms() -> None:
+    """Every candidate once, on small operands and in many processes: the gate and the clock then find them compiled."""
+    found = dict.fromkeys(
+        (schedule, radices)
+        for n, k, row_parallel in GEMMS.values()
+        for m in TOKENS
+        for radices in TREES.values()
+        if not radices or row_parallel
+        for schedule in candidates(_problem(n, k, m, radices))
+    )
+    with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
+        pool.starmap(_compile_gemm, found, chunksize=4)
+
+
+def _compile_gemm(schedule: GemmSchedule, radices: tuple[int, ...]) -> None:
+    x, w = (torch.zeros(rows, 2048, device=DEVICE, dtype=torch.bfloat16) for rows in (256, 1024))
+    with contextlib.suppress(Exception):  # what cannot run here is refused by the gate, which says why
+        matmul_triton.run_schedule(schedule, x, w, radices=radices)
 
 
 def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
@@ -58,52 +101,49 @@ def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
     (m, k), n = x.shape, w.shape[0]
     problem = matmul_triton.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
     launch = functools.partial(matmul_triton.matmul_cuda, bias=None, residual=None, radices=radices)
-    untuned_us = measure(buffers, launch)
+    default_us, default_peer_us = _alternate(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     started = time.monotonic()
     schedule = str(matmul_triton.tune_matmul(problem, DEVICE))
     seconds = time.monotonic() - started
     us, peer_us = _alternate(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_triton.tuner(DEVICE).table()}
-    row = {"M": m, "N": n, "K": k, "us": us, "untuned_us": untuned_us, "peer": "cuBLAS", "peer_us": peer_us}
-    row |= {"ratio": peer_us / us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule, "tuning_seconds": seconds}
-    return row | {"admitted, refused": counts[str(problem)]}
+    row = {"M": m, "N": n, "K": k, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
+    row |= {"default_ratio": default_peer_us / default_us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule}
+    return row | {"tuning_seconds": seconds, "admitted, refused": counts[str(problem)]}
+
+
+def geometric_means(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Of the GEMM ratios, tuned and by default, over GROUPS of token counts."""
+    found: dict[str, dict[str, float]] = {}
+    for order in TREES:
+        for low, high in GROUPS:
+            group = [r for r in rows if r["kernel"] == "matmul" and r["order"] == order and low <= r["M"] <= high]
+            if group:
+                means = {key: statistics.geometric_mean(r[key] for r in group) for key in ("ratio", "default_ratio")}
+                found[f"{order}, {low} to {high} tokens"] = means
+    return found
 
 
 def attention_rows() -> Iterator[dict]:
-    heads, kv_heads, d, page = 32, 8, 128, 16
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    for n in (2048, 8192):
+    heads, kv_heads, d = 32, 8, 128
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    for n in (2048, 4096, 8192, 16384):
         qkv = [
             tuple(torch.randn(1, h, n, d, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
             for _ in range(4)
         ]
-        peer = measure(qkv, lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True))
-        for name in ("chosen", *map(str, attention_triton.attention_candidates(_dense_problem(qkv[0])))):
-            schedule = _named(name, _dense_problem(qkv[0]))
-            launch = functools.partial(_dense, schedule=schedule)
-            ours = measure(qkv, launch)
-            row = {"kernel": "attention prefill", "keys": n, "schedule": name, "us": ours, "peer": "SDPA (flash)"}
-            yield row | {"peer_us": peer, "ratio": peer / ours, "tflops": 2e-6 * n * n * heads * d / ours}
-    for batch, n in ((1, 2048), (1, 8192), (32, 2048), (32, 8192)):
-        yield from _decode(batch, n, heads, kv_heads, d, page)
+        ours = measure(qkv, lambda q, k, v: attention_triton.dense_attention_cuda(q, k, v, d**-0.5, 0, 512))
+        row = {"kernel": "attention prefill", "keys": n, "us": ours, "tflops": 2e-6 * n * n * heads * d / ours}
+        for name, backend in backends.items():
+            with sdpa_kernel(backend):
+                peer = measure(qkv, lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True))
+            row |= {f"{name}_us": peer, f"ratio to {name}": peer / ours}
+        yield row
+    for batch, n in DECODES:
+        yield _decode(batch, n, heads, kv_heads, d, 16)
 
 
-def _dense(q, k, v, schedule=None):  # type: ignore[no-untyped-def]
-    return attention_triton.dense_attention_cuda(q, k, v, 128**-0.5, 0, 512, schedule=schedule)
-
-
-def _dense_problem(qkv: tuple) -> attention_triton.AttentionProblem:
-    return attention_triton.AttentionProblem(
-        dtype="bfloat16", heads=qkv[0].shape[1], kv_heads=qkv[1].shape[1], d=128, dv=128, page=0, chunk=512,
-        windowed=False, few=False, split=False,
-    )  # fmt: skip
-
-
-def _named(name: str, problem: attention_triton.AttentionProblem) -> attention_triton.AttentionSchedule | None:
-    return {str(s): s for s in attention_triton.attention_candidates(problem)}.get(name)
-
-
-def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) -> Iterator[dict]:
+def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) -> dict:
     """One token a sequence against n keys, beside SDPA over contiguous keys and a copy of the cache."""
     pages = batch * n // page
     rotated = copies(2 * 2 * batch * n * kv_heads * d)
@@ -117,31 +157,28 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
     lens = torch.full((batch,), n, device=DEVICE, dtype=torch.int32)
     q, k, v = (torch.randn(batch, h, d, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
 
-    def ours(k_cache, v_cache, schedule=None):  # type: ignore[no-untyped-def]
-        return attention_triton.paged_attention_cuda(
-            q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512, schedule=schedule
-        )
+    def ours(k_cache, v_cache):  # type: ignore[no-untyped-def]
+        return attention_triton.paged_attention_cuda(q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512)
 
     def peer(k_cache, v_cache):  # type: ignore[no-untyped-def]
         keys, values = (t.view(batch, n, kv_heads, d).transpose(1, 2) for t in (k_cache, v_cache))
-        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
+        return sdpa(q[:, :, None], keys, values, enable_gqa=True)
 
-    peer_us = measure(caches, peer)
+    us, peer_us = measure(caches, ours), measure(caches, peer)
     moved = sum(t.numel() * t.element_size() for t in caches[0])
     copy_us = measure(caches, lambda a, b: a.copy_(b))  # reads and writes as many bytes as decoding reads
-    problem = attention_triton.AttentionProblem(
-        dtype="bfloat16", heads=heads, kv_heads=kv_heads, d=d, dv=d, page=page, chunk=512, windowed=False, few=True,
-        split=True,
-    )  # fmt: skip
-    for schedule in (None, *attention_triton.attention_candidates(problem)):
-        us = measure(caches, functools.partial(ours, schedule=schedule))
-        row = {"kernel": "attention decode", "batch": batch, "keys": n, "us": us, "peer": "SDPA", "peer_us": peer_us}
-        row |= {"ratio": peer_us / us, "TB/s": moved / us * 1e-6, "of_copy": copy_us / us}
-        yield row | {"schedule": str(schedule or "chosen")}
+    row = {"kernel": "attention decode", "batch": batch, "keys": n, "us": us, "TB/s": moved / us * 1e-6}
+    return row | {
+        "copy_us": copy_us,
+        "of_copy": copy_us / us,
+        "peer": "SDPA",
+        "peer_us": peer_us,
+        "ratio": peer_us / us,
+    }
 
 
 def row_rows() -> Iterator[dict]:
-    for t, r in ((1, 4096), (64, 4096), (4096, 4096), (131072, 128), (8, 151936)):
+    for t, r in ((1, 4096), (64, 4096), (4096, 4096), (131072, 128), (1, 151936), (8, 151936), (256, 151936)):
         xs = [(torch.randn(t, r, device=DEVICE, dtype=torch.bfloat16),) for _ in range(copies(4 * t * r))]
         weight = torch.randn(r, device=DEVICE, dtype=torch.bfloat16)
         cases = {
@@ -150,13 +187,27 @@ def row_rows() -> Iterator[dict]:
                 lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-6),
             ),
             "softmax": (lambda x, weight: softmax_triton.softmax_cuda(x, None, ()), lambda x, weight: x.softmax(-1)),
+            "log_softmax": (
+                lambda x, weight: softmax_triton.log_softmax_cuda(x, torch.float32, ()),
+                lambda x, weight: x.log_softmax(-1, dtype=torch.float32),
+            ),
         }
         for name, (ours, plain) in cases.items():
             torch._dynamo.reset()
             us = measure(xs, functools.partial(ours, weight=weight))
             peer_us = measure(xs, functools.partial(torch.compile(plain), weight=weight))
             row = {"kernel": name, "rows": t, "length": r, "us": us, "peer": "torch.compile", "peer_us": peer_us}
-            yield row | {"ratio": peer_us / us, "TB/s": 4 * t * r / us * 1e-6, "schedule": str(row_order(r, "cuda"))}
+            yield row | {"ratio": peer_us / us, "TB/s": 4 * t * r / us * 1e-6, "order": str(row_order(r, "cuda"))}
+
+
+def gates() -> dict[str, dict[str, int]]:
+    """Schedules that the gates admitted and refused, over all problems they met on this device."""
+    tables = {"matmul": matmul_triton.tuner(DEVICE).table(), "attention": attention_triton.tuner(DEVICE).table()}
+    return {
+        name: {"problems": len(table)}
+        | {kind: sum(int(row[kind]) for row in table) for kind in ("admitted", "refused")}
+        for name, table in tables.items()
+    }
 
 
 FAMILIES = {"matmul": matmul_rows, "attention": attention_rows, "rows": row_rows}
@@ -180,6 +231,7 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     result = {"commit": arguments.commit, "device": name, "torch": torch.__version__, "triton": triton.__version__}
     result |= {"unit": "us: median of CUDA-graph replays, buffers rotated past the L2", "rows": rows}
+    result |= {"geometric means": geometric_means(rows), "gate": gates()}
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"templates-{name.replace(' ', '-').lower()}-{arguments.commit}.json"
     path.write_text(json.dumps(result, indent=1))

@@ -105,11 +105,13 @@ def attend_tile(
         gl.store(out_ptr + partial[:, None] * D + dim[None, :], o, mask=(out_ok & (last > first))[:, None])
     else:
         M, L, O = _merge(M, L, totals.index(W).load(O_L), m, l_row, o, c, O_ROW)
-        inverse = gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L)  # attention_kernels._quotient
+        # attention_kernels._quotient. Rows of the padding have seen no key: they get zeros.
+        inverse = gl.where(L == 0.0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
         y = O * gl.convert_layout(inverse, O_ROW)[:, None] + 0.0
-        y = gl.where(gl.abs(y) < float("inf"), y, float("nan"))
+        narrow = y.to(out_ptr.dtype.element_ty)
+        narrow = gl.where(gl.abs(y) < float("inf"), narrow, gl.full([64, D], float("nan"), narrow.dtype, O_L))
         at = sequence.to(gl.int64) * out_batch + t * out_token + (kv_head * G + member) * out_head
-        gl.store(out_ptr + at[:, None] + dim[None, :], y.to(out_ptr.dtype.element_ty), mask=out_ok[:, None])
+        gl.store(out_ptr + at[:, None] + dim[None, :], narrow, mask=out_ok[:, None])
 
 
 @gluon.jit
@@ -143,6 +145,7 @@ def _add_values(p, visible, o, v_tile, scratch, D: gl.constexpr, O_L: gl.constex
     else:
         o = warpgroup_mma(p, v_tile, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
+    fence_async_shared()  # v was read here by ordinary loads; the next block comes by the copy engine
     return o
 
 

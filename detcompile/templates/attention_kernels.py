@@ -44,11 +44,12 @@ def _close_chunk(M_R, L_R, O_RD, m_R, l_RC, o_RD, n, c, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _quotient(O, L_R):
-    """O * (1 / L) + 0.0: no negative zero, and one NaN for whatever is not finite."""
+def _quotient(O, L_R, dtype: tl.constexpr):
+    """O * (1 / L) + 0.0, rounded: no negative zero, and for whatever was not finite one NaN of the narrow type (what a
+    conversion makes of a NaN differs from kernel to kernel)."""
     inverse = tl.div_rn(tl.full(L_R.shape, 1.0, tl.float32), L_R)
     y = O * inverse[:, None] + 0.0
-    return tl.where(tl.abs(y) < float("inf"), y, float("nan"))
+    return tl.where(tl.abs(y) < float("inf"), y.to(dtype), tl.full(y.shape, float("nan"), dtype))
 
 
 @triton.jit
@@ -236,7 +237,7 @@ def attention_kernel(
         if SINKS:
             sink = tl.load(sinks_ptr + head, mask=ok, other=0.0).to(tl.float32)
             L = join_sink(M, L, sink, inner, SCALED)
-        tl.store(out_row[:, None] + dv[None, :], _quotient(O, L).to(out_ptr.dtype.element_ty), mask=out_ok)
+        tl.store(out_row[:, None] + dv[None, :], _quotient(O, L, out_ptr.dtype.element_ty), mask=out_ok)
 
 
 @triton.jit
@@ -286,7 +287,7 @@ def merge_kernel(
     if SINKS:
         sink = tl.load(sinks_ptr + head + one).to(tl.float32)
         L = join_sink(M, L, sink, inner, SCALED)
-    tl.store(out_row + dv[None, :], _quotient(O, L).to(out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
+    tl.store(out_row + dv[None, :], _quotient(O, L, out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
 
 
 @triton.jit

@@ -199,6 +199,11 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
     leaves = math.prod(o.radices)
     tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
     if schedule.kind == "hopper":
+        width = schedule.block_m if schedule.swapped else schedule.block_n
+        if split or (o.radices and width & (width - 1)):
+            raise ScheduleError(f"matmul: {schedule} neither splits leaves nor sums a tree over {width} columns")
+        if o.radices and o.leaf_k % schedule.block_k:
+            raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
         a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
         matmul_hopper.launch(
             o.x, o.w, o.bias, o.residual, o.out, _radices(o.radices), o.leaf_k,

@@ -11,6 +11,7 @@ from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
 from detcompile.templates.attention_triton import (
     AttentionProblem,
+    AttentionSchedule,
     attention_candidates,
     dense_attention_cuda,
     paged_attention_cuda,
@@ -24,6 +25,12 @@ from tests.templates.attention_cases import CHUNK, SCHEDULES, Sequence, dense, p
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HOPPER_SCHEDULES = [
+    AttentionSchedule(128, 8, 3, hopper=True),
+    AttentionSchedule(64, 4, 2, hopper=True),
+    AttentionSchedule(64, 4, 3, split=True, hopper=True),
+]
 
 SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72), (20, 1, 64, 64)]
 
@@ -111,7 +118,7 @@ class TestOnTheGpu:
         fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": windowed}
         gate = Tuner("test", {}, tuner(torch.device(DEVICE)).path.parent / "test")
         gate._decisions.clear()
-        hopper = torch.cuda.get_device_capability()[0] == 9 and page != 48 and dtype is not torch.float32
+        hopper = HOPPER and page != 48 and dtype is not torch.float32
         problems = [
             AttentionProblem(**fields, heads=8, kv_heads=2, d=128, dv=128, few=few, split=split, hopper=hopper)
             for few in (False, True)
@@ -125,6 +132,30 @@ class TestOnTheGpu:
         refused = gate.refusals().get(str(problem), {})
         print(f"{problem}: {len(admitted)} admitted, {len(refused)} refused {refused}")
         assert not refused
+
+    @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+    @pytest.mark.parametrize("window", [0, CHUNK // 2 + 5])
+    @pytest.mark.parametrize("d", [64, 128])
+    @pytest.mark.parametrize("schedule", HOPPER_SCHEDULES, ids=str)
+    def test_the_hopper_kernel_gives_the_bytes_of_the_plain_one(
+        self, schedule: AttentionSchedule, d: int, window: int
+    ) -> None:
+        """Prefill, its continuation, decode and padding; then all of it with values that are not finite."""
+        n, cut = 2 * CHUNK + 9, CHUNK - 1
+        a, b = sequence(n, 8, 2, d, d, torch.bfloat16), sequence(CHUNK // 2, 8, 2, d, d, torch.bfloat16, seed=1)
+        v = a.v.clone()
+        v[cut - 3, 0, 5], v[n - 2, 1, 7] = torch.nan, torch.inf
+        for s in (a, Sequence(a.q, a.k, v)):
+            whole = dense(s, window)
+            assert_bitwise_equal(dense(s, window, schedule), whole, "dense")
+            for page in (16, 32, 64, 128):
+                first, other = paged([(s, 0, cut), (b, 3, 5)], page, window, schedule, padding=3)
+                assert_bitwise_equal(first, whole[:cut], f"prefill, pages of {page}")
+                assert_bitwise_equal(other, dense(b, window)[3:5], f"beside a prefill, pages of {page}")
+                parts = [(b, 9, 10), (s, cut, n - 1), (s, n - 1, n)]
+                _, second, last = paged(parts, page, window, schedule, padding=70, seed=1)
+                assert_bitwise_equal(second, whole[cut : n - 1], f"rest of the prefill, pages of {page}")
+                assert_bitwise_equal(last, whole[n - 1 :], f"decode, pages of {page}")
 
     @pytest.mark.parametrize("n", [1024, 200])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -1,6 +1,7 @@
 """GEMM kernels: one class of bits an order, whatever the schedule, the token count and the neighbours."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -23,6 +24,7 @@ from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 BUCKETS = [16, 32, 64, 128, 256, 512, 1024]
 SMALL = [
@@ -123,6 +125,38 @@ class TestOnTheGpu:
                 out = run_schedule(schedule, x, w, bias, residual, radices, out_dtype)
                 assert_bitwise_equal(out, expected, f"{schedule} {radices}")
 
+    @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+    @pytest.mark.parametrize("radices", [(), (2,), (8,), (2, 2, 2), (3, 2), (2, 2, 2, 2)], ids=str)
+    @pytest.mark.parametrize("swapped", [False, True])
+    def test_the_hopper_kernel_sums_in_the_order(self, swapped: bool, radices: tuple[int, ...]) -> None:
+        """Every shape of tree, masks on both sides, several tiles a program, each epilogue."""
+        k = 3072  # leaves of whole k-groups for every tree above
+        x, w = heavy_tailed(203, k, dtype=torch.bfloat16), heavy_tailed(17000, k, dtype=torch.bfloat16, seed=1)
+        bias, residual = (heavy_tailed(*shape, dtype=torch.bfloat16, seed=2) for shape in ((17000,), (203, 17000)))
+        plain = GemmSchedule("tma", 64, 64, 32, 4, 3)
+        widths = (64, 128)[: 4 - len(radices)] if radices else (16, 64, 96, 160, 256)  # as many nodes as fit
+        for rows, width in itertools.product((64, 128), widths):
+            if swapped and width & (width - 1):
+                continue
+            blocks = (width, rows) if swapped else (rows, width)
+            schedule = GemmSchedule("hopper", *blocks, 64, 4, 3, swapped)
+            for epilogue in ((), (bias,), (None, residual), (bias, residual)):
+                expected = run_schedule(plain, x, w, *epilogue, radices=radices)
+                assert_bitwise_equal(run_schedule(schedule, x, w, *epilogue, radices=radices), expected, f"{schedule}")
+            exact = run_schedule(plain, x, w, radices=radices, out_dtype=torch.float32)
+            out = run_schedule(schedule, x, w, radices=radices, out_dtype=torch.float32)
+            assert_bitwise_equal(out, exact, f"{schedule}, unrounded")
+
+    @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+    def test_the_hopper_kernel_refuses_what_it_does_not_sum(self) -> None:
+        x, w = heavy_tailed(5, 512, dtype=torch.bfloat16), heavy_tailed(64, 512, dtype=torch.bfloat16, seed=1)
+        with pytest.raises(ScheduleError, match="96 columns"):
+            run_schedule(GemmSchedule("hopper", 64, 96, 64, 4, 3), x, w, radices=(2, 2))
+        with pytest.raises(ScheduleError, match="splits leaves"):
+            run_schedule(GemmSchedule("hopper", 64, 64, 64, 4, 3, leaves="split"), x, w, radices=(2, 2))
+        with pytest.raises(ScheduleError, match="leaves of 32"):
+            run_schedule(GemmSchedule("hopper", 64, 64, 64, 4, 3), x, w, radices=(2, 2, 2, 2))
+
     @pytest.mark.parametrize("radices", [(), (2, 2, 2)])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
     def test_a_row_ignores_the_token_count(self, dtype: torch.dtype, radices: tuple[int, ...]) -> None:
@@ -191,5 +225,3 @@ class TestOnTheGpu:
         winner = tune_matmul(problem, x.device)
         assert str(winner) in {str(s) for s in (*candidates(problem), reference_schedule(problem))}
         assert_bitwise_equal(matmul_cuda(x, w, None, None, (2, 2)), expected)
-
-

@@ -54,7 +54,7 @@ class CompiledModel:
         """Of the weights, the activations and the KV cache."""
         return self.model.dtype
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Ids are 0 … vocab_size - 1."""
         return self.model.get_input_embeddings().weight.shape[0]

@@ -65,11 +65,12 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
-        self.k_caches = tuple(self._zeros(s.kv_heads, s.head_dim, dtype) for s in shapes)
-        self.v_caches = tuple(self._zeros(s.kv_heads, s.v_head_dim, dtype) for s in shapes)
+        self.k_caches = tuple(self._unfilled(s.kv_heads, s.head_dim, dtype) for s in shapes)
+        self.v_caches = tuple(self._unfilled(s.kv_heads, s.v_head_dim, dtype) for s in shapes)
 
-    def _zeros(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.num_blocks, self.block_size, heads, dim, dtype=dtype, device=self.device)
+    def _unfilled(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """What a slot holds before it is written does not matter: attention selects by position, NaN or not."""
+        return torch.empty(self.num_blocks, self.block_size, heads, dim, dtype=dtype, device=self.device)
 
 
 class Runner:

@@ -19,7 +19,8 @@ SLACK = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def hugging_face(name: str, dtype: torch.dtype, device: str, **changes: object) -> PreTrainedModel:

@@ -44,13 +44,14 @@ class Adapter(NamedTuple):
 
 
 def adapt(model: PreTrainedModel) -> bool:
-    """Give the model its adapter, if there is one for its class; says whether.
+    """Give the model its adapter, if there is one for its class of transformers; says whether.
 
     Raises:
         UnsupportedModel: there is one, but not for this configuration.
     """
     adapter = ADAPTERS.get(type(model).__name__)
-    if adapter is None:
+    # A checkpoint's own code may call its class the same and compute something else.
+    if adapter is None or not type(model).__module__.startswith("transformers.models."):
         return False
     obstacle = adapter.obstacle(model.config)
     if obstacle:

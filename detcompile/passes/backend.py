@@ -79,7 +79,8 @@ class Backend:
 
         def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
             if self.join_weights:
-                groups.extend(lift_weights(fuse_siblings(graph_module)))
+                weights = {i for i, role in enumerate(roles) if role.kind == "weight"}
+                groups.extend(lift_weights(fuse_siblings(graph_module), weights))
                 inputs = _with_joined(graph_module, inputs, groups)
             # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
             self.certificates.append(self._certify(graph_module, roles))

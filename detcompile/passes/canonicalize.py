@@ -8,9 +8,10 @@ from torch import fx
 
 from detcompile.passes.provenance import shape_of
 
-__all__ = ["canonicalize", "insert"]
+__all__ = ["VIEWS", "canonicalize", "insert"]
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:

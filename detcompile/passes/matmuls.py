@@ -3,13 +3,12 @@
 import torch
 from torch import fx
 
-from detcompile.passes.canonicalize import insert
+from detcompile.passes.canonicalize import VIEWS, insert
 from detcompile.passes.provenance import shape_of
 
 __all__ = ["fuse_residuals", "pin_matmuls"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:

@@ -9,6 +9,7 @@ from torch import fx
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.canonicalize import insert
 from detcompile.passes.provenance import shape_of
+from detcompile.templates.rope_triton import MOST_FEATURES
 
 __all__ = ["fuse_rope"]
 
@@ -40,8 +41,8 @@ def fuse_rope(gm: fx.GraphModule) -> fx.GraphModule:
     """paged_attention(rope(norm(q)), rope(norm(k)), v, caches, ...)
     ->  cached_attention(rope_cache(q, k, v, cos, sin, ..., caches), caches, ...)
 
-    With or without norms, over all or the first features of a head. Any other rotation keeps its operations. The bits
-    are the same either way.
+    With or without norms, over all or the first features of a head of up to MOST_FEATURES. Any other rotation keeps
+    its operations. The bits are the same either way.
     """
     for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
         if node.args[0] is ours.paged_attention.default and node.kwargs["q"].meta["val"].device.type in DEVICES:
@@ -56,7 +57,8 @@ def _belong_together(attention: fx.Node, q: Rotated, k: Rotated) -> bool:
     kinds = [None if x.norm is None else (x.norm.weight is None, *x.norm[1:]) for x in (q, k)]
     dtypes = {attention.kwargs["v"].meta["val"].dtype, *(x.meta["val"].dtype for x in (q.raw, k.raw, q.cos, q.sin))}
     own_caches = {name for name in attention.kwargs if name.startswith("_")} == CACHES
-    return kinds[0] == kinds[1] and q[2:] == k[2:] and len(dtypes) == 1 and own_caches
+    fits = shape_of(q.raw)[-1] <= MOST_FEATURES
+    return kinds[0] == kinds[1] and q[2:] == k[2:] and len(dtypes) == 1 and own_caches and fits
 
 
 def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
@@ -128,12 +130,11 @@ def _match_heads(rows: fx.Node) -> Rotated | None:
 def _match_partial(turned: fx.Node, rest: fx.Node) -> Rotated | None:
     """cat([rope(x[..., :E]), x[..., E:]])"""
     found = _match_rotation(turned)
-    if found is None:
+    taken = found and _slice_of(found.raw)
+    if found is None or taken is None:
         return None
-    whole, width = found.raw.args[0], shape_of(found.raw)[-1]
-    if _slice_of(found.raw) == (whole, 0, width) and _slice_of(rest) == (whole, width, shape_of(whole)[-1]):
-        return found._replace(raw=whole)
-    return None
+    whole, start, end = taken
+    return found._replace(raw=whole) if start == 0 and _slice_of(rest) == (whole, end, shape_of(whole)[-1]) else None
 
 
 def _match_rotation(add: fx.Node) -> Rotated | None:
@@ -153,6 +154,8 @@ def _is_half_turn(node: Any, x: Any) -> bool:
         return False
     high, low = node.args[0]
     width = shape_of(x)[-1]
+    if width % 2:
+        return False
     parts = (_slice_of(high.args[0]), _slice_of(low)) if _is(high, aten.neg.default) else None
     return parts == ((x, width // 2, width), (x, 0, width // 2))
 

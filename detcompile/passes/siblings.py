@@ -7,18 +7,17 @@ whoever calls the graph has to concatenate once (`joined`), so that no step pays
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from detcompile.passes.canonicalize import insert
+from detcompile.passes.canonicalize import VIEWS, insert
 from detcompile.passes.provenance import shape_of
 
 __all__ = ["fuse_siblings", "joined", "lift_weights"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def fuse_siblings(gm: fx.GraphModule) -> fx.GraphModule:
@@ -75,16 +74,20 @@ def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
         graph.erase_node(product)
 
 
-def lift_weights(gm: fx.GraphModule) -> tuple[tuple[int, ...], ...]:
-    """cat([w_q, w_k]) of inputs that only it reads  ->  the input w_q, which is now as long as both
+def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """cat([w_q, w_k]) of weights that only it reads  ->  the input w_q, which is now as long as both
 
     w_k stays an input, which nothing reads. Returns the positions of the inputs of each concatenation.
+
+    Args:
+        weights: positions of the inputs that are the same tensors at every call.
     """
-    position = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    position = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if i in weights}
     lifted = []
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
         inputs = cat.args[0]
-        if len(cat.args) > 1 or not all(node in position and len(node.users) == 1 for node in inputs):
+        alone = len(cat.args) == 1 and len(set(inputs)) == len(inputs)  # one tensor cannot be a view of two places
+        if not alone or not all(node in position and len(node.users) == 1 for node in inputs):
             continue
         lifted.append(tuple(position[node] for node in inputs))
         whole = inputs[0]

@@ -16,7 +16,9 @@ from detcompile.errors import InvalidInput
 from detcompile.numerics import row_order
 from detcompile.templates.row_tiles import aligned, rms_scale, row_plan, row_total
 
-__all__ = ["rope_cache_cuda"]
+__all__ = ["MOST_FEATURES", "rope_cache_cuda"]
+
+MOST_FEATURES = 512  # of a head
 
 
 @triton.jit
@@ -139,14 +141,14 @@ def rope_cache_cuda(
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [T].
 
     Raises:
-        InvalidInput: dtypes that differ, or heads of more than 512 features.
+        InvalidInput: dtypes that differ, or heads of more than MOST_FEATURES.
     """
     T, HQ, D = q.shape
     HK, DV = v.shape[1:]
-    if D > 512 or not q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype:
+    if D > MOST_FEATURES or not q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype:
         raise InvalidInput(
             f"detcompile::rope_cache: q, k, v, cos and sin are {q.dtype}, {k.dtype}, {v.dtype}, {cos.dtype}, "
-            f"{sin.dtype}, of {D} features a head: use one dtype, and at most 512 features"
+            f"{sin.dtype}, of {D} features a head: use one dtype, and at most {MOST_FEATURES} features"
         )
     out = torch.empty(T, HQ, D, dtype=q.dtype, device=q.device)
     if T == 0:

@@ -33,6 +33,7 @@ __all__ = [
     "row_total",
     "rows_at",
     "slots_to_row",
+    "store_rows",
 ]
 
 CALLERS = ["T", "heads", "outer", "inner"]  # arguments that depend on the call
@@ -197,6 +198,13 @@ def load_rows(
     else:
         x = tl.load(pointers, mask=(row < T)[:, None] & (column < R)[None, :], other=other)
     return x.to(tl.float32)
+
+
+@triton.jit
+def store_rows(out_ptr, row, column, T, y, R: tl.constexpr):
+    """The tile, rounded to out's dtype, into contiguous rows."""
+    pointers = out_ptr + row.to(tl.int64)[:, None] * R + column[None, :]
+    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (column < R)[None, :])
 
 
 @triton.jit

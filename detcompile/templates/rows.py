@@ -4,7 +4,7 @@ Legend: R row length.
 
     row_sum(x)                  = round(sum of x)
     row_var_mean(x, correction) = (var, mean), both float32, in two passes:
-                                  mean = sum of x / R; var = sum of (x - mean)^2 / (R - correction)
+                                  mean = sum of x / R; var = sum of (x - mean)^2 / max(R - correction, 0)
 
 The order is row_order(R, device type, (), x.dtype): a function of R, and on a GPU of the dtype. Leading dims are any;
 rows may be strided.
@@ -59,7 +59,7 @@ def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tu
         rows.stride(0),
         var.data_ptr(),
         mean.data_ptr(),
-        R - correction,
+        max(R - correction, 0.0),
         M,
         R,
         cpu_library.dtype_code(x),

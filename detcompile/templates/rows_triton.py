@@ -28,6 +28,7 @@ from detcompile.templates.row_tiles import (
     row_plan,
     row_total,
     rows_at,
+    store_rows,
 )
 
 __all__ = ["layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda"]
@@ -35,12 +36,6 @@ __all__ = ["layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cud
 PLAIN = tl.constexpr(0)
 SQUARE = tl.constexpr(1)
 CENTERED_SQUARE = tl.constexpr(2)
-
-
-@triton.jit
-def _store_rows(out_ptr, row, column, T, y, R: tl.constexpr):
-    pointers = out_ptr + row.to(tl.int64)[:, None] * R + column[None, :]
-    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (column < R)[None, :])
 
 
 @triton.jit
@@ -125,7 +120,7 @@ def _rms_norm_kernel(
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         y = y * weight
-    _store_rows(out_ptr, row, column, T, y, R)
+    store_rows(out_ptr, row, column, T, y, R)
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -152,7 +147,7 @@ def _layer_norm_kernel(
         y = y * weight
     if HAS_BIAS:
         y = y + bias
-    _store_rows(out_ptr, row, column, T, y, R)
+    store_rows(out_ptr, row, column, T, y, R)
 
 
 def row_sum_cuda(x: Tensor, out_dtype: torch.dtype | None = None, order: Row | None = None) -> Tensor:

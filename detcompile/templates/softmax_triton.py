@@ -24,6 +24,7 @@ from detcompile.templates.row_tiles import (
     row_plan,
     row_total,
     rows_at,
+    store_rows,
 )
 
 __all__ = ["log_softmax_cuda", "logsumexp_cuda", "softmax_cuda"]
@@ -59,12 +60,6 @@ def _finite(shift):
     return tl.where(tl.abs(shift) == float("inf"), 0.0, shift)
 
 
-@triton.jit
-def _store(out_ptr, row, column, T, y, R: tl.constexpr):
-    pointers = out_ptr + row.to(tl.int64)[:, None] * R + column[None, :]
-    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (column < R)[None, :])
-
-
 @triton.jit(do_not_specialize=CALLERS)
 def _held_kernel(
     x_ptr, out_ptr, T, heads, outer, inner, KIND: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
@@ -81,9 +76,9 @@ def _held_kernel(
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
     elif KIND == SOFTMAX:
-        _store(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (ROWS, W))), R)
+        store_rows(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (ROWS, W))), R)
     else:
-        _store(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None], R)
+        store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None], R)
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -119,7 +114,8 @@ def _leaf_weight(
     chunk = tl.arange(0, CHUNK_LANES)
     top = tl.load(top_ptr + chunk, mask=chunk < CHUNKS, other=-float("inf"))
     sums = tl.load(sum_ptr + chunk, mask=chunk < CHUNKS, other=0.0)
-    weights = tl.where(top == -float("inf"), 0.0, sums * _exp(_finite(top) - shift, SHUFFLE))
+    # All -inf sum to 0, unless there is a NaN among them, which the maximum does not see.
+    weights = tl.where(top == -float("inf"), sums, sums * _exp(_finite(top) - shift, SHUFFLE))
     return lanes_total(weights, SHUFFLE)
 
 
@@ -175,9 +171,9 @@ def _merge_kernel(
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
     elif KIND == SOFTMAX:
         e = _exp(x - shift, SHUFFLE)
-        _store(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (1, W))), R)
+        store_rows(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (1, W))), R)
     else:
-        _store(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None], R)
+        store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None], R)
 
 
 def softmax_cuda(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None = None) -> Tensor:

@@ -63,3 +63,9 @@ def test_what_is_not_recognised_stays_apart(name: str) -> None:
     """Neighbouring features rotated with each other, or no rotation at all."""
     certificate = detcompile.compile(random_model(name, torch.float32)).certificate
     assert count(certificate, "rope_cache") == 0 and count(certificate, "paged_attention") == 2
+
+
+def test_heads_that_the_kernel_does_not_hold_stay_apart() -> None:
+    with mock.patch.object(rope, "MOST_FEATURES", 16):
+        certificate = detcompile.compile(random_model("llama", torch.float32)).certificate
+    assert count(certificate, "rope_cache") == 0 and count(certificate, "paged_attention") == 2

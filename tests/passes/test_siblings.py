@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import detcompile
 from detcompile import Backend, Numerics
 from detcompile.passes import lowering
+from detcompile.passes.certificate import Role
 from tests.bits import assert_bitwise_equal
 from tests.models import random_model
 
@@ -116,3 +117,36 @@ def test_a_weight_changed_in_place_is_seen() -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
     assert not torch.equal(compiled(tokens).logits, before)
+
+
+def test_inputs_that_are_no_weights_stay_inputs() -> None:
+    """A model may concatenate what it is called with: only weights are the same at the next call."""
+
+    def stacked(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y])
+
+    def role(name: str, value: Tensor) -> Role:
+        return Role("rows", {1: "tokens"})
+
+    run = torch.compile(stacked, backend=Backend(Numerics(), role, join_weights=True), fullgraph=True)
+    x, y = torch.randn(3, 5), torch.randn(4, 5)
+    for scale in (1.0, 2.0):
+        assert_bitwise_equal(run(x * scale, y * scale), torch.cat([x, y]) * scale)
+
+
+def test_a_weight_that_is_read_twice_is_not_moved() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.other = (nn.Parameter(torch.ones(rows, 5)) for rows in (3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.cat([self.weight, self.other, self.weight])
+
+    module = Twice()
+    run = torch.compile(module, backend=Backend(Numerics(), join_weights=True), fullgraph=True)
+    x = torch.zeros(4, 8, 5)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_bitwise_equal(run(x), module(x))
+            module.weight.mul_(2.0)

@@ -93,6 +93,11 @@ def test_moments_and_norms_have_the_bits_of_the_order(length):
     assert_bitwise_equal(norms.layer_norm_cpu(x, None, None, 1e-5), torch.from_numpy(centered * scale[:, None]))
 
 
+def test_a_variance_of_fewer_elements_than_the_correction_is_torchs():
+    x = torch.tensor([[1.0, 2.0]])
+    assert_bitwise_equal(rows.row_var_mean_cpu(x, 3.0)[0], torch.tensor([torch.inf]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("radices", RADICES)
 @pytest.mark.parametrize("length", [1, 64, 1000, 4097, 30_011])

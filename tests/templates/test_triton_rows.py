@@ -157,6 +157,15 @@ def test_rows_of_infinities_are_torchs() -> None:
         assert torch.allclose(logsumexp_cuda(rows, radices), rows.logsumexp(-1), equal_nan=True)
 
 
+@pytest.mark.parametrize("radices", [(), (2, 2)])
+def test_a_nan_among_infinities_is_not_lost(radices: tuple[int, ...]) -> None:
+    """The maximum of a part does not see a NaN; its sum does."""
+    x = torch.full((1, 20_000), -torch.inf, device=DEVICE)
+    x[0, 11_000], x[0, 5] = torch.nan, 1.0
+    assert logsumexp_cuda(x, radices).isnan().all()
+    assert softmax_cuda(x, None, radices).isnan().all() and log_softmax_cuda(x, None, radices).isnan().all()
+
+
 def test_empty_inputs() -> None:
     x = torch.zeros(0, 16, device=DEVICE)
     assert row_sum_cuda(x).shape == (0,) and softmax_cuda(x, None, ()).shape == (0, 16)

@@ -9,7 +9,6 @@ stage holds a block, k_free and v_free that every warpgroup is done with it. Slo
 block in which not every row sees every key is looked through for values that are not finite before it is multiplied.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.attention_hopper_tile import KEYS, LANES, SUMS, attend_tile
+from detcompile.templates.tuning import multiprocessors
 
 __all__ = ["hopper_attention_kernel", "launch", "supports"]
 
@@ -79,7 +79,7 @@ def launch(
     # one tile each: the hardware hands the tiles out, and balances their unequal lengths better.
     programs = numbers["tiles"] * groups * (numbers["chunks"] if constants["SPLIT"] else 1)
     if consumers == 1:
-        programs = min(programs, 2 * _multiprocessors(q.device))
+        programs = min(programs, 2 * multiprocessors(q.device))
     hopper_attention_kernel[(programs,)](
         q, _descriptor(k, piece), _descriptor(v, piece), target, stat, *metadata, **numbers,
         q_batch=0 if page else q.stride(0), q_token=q.stride(1), q_head=q.stride(2),
@@ -88,11 +88,6 @@ def launch(
         table_row=metadata[2].stride(0) if page else 0,
         **constants, KV_HEADS=kv_heads, num_warps=4, maxnreg=_REGISTERS[consumers], enable_fp_fusion=False,
     )  # fmt: skip
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptor(t: Tensor, piece: int) -> TensorDescriptor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.templates import attention_hopper, attention_hopper_tile, attention_kernels, attention_scores
 from detcompile.templates.attention_scores import Scores
-from detcompile.templates.tuning import Tuner, capturing, template_tuner
+from detcompile.templates.tuning import Tuner, capturing, multiprocessors, template_tuner
 
 __all__ = [
     "AttentionProblem",
@@ -286,7 +286,7 @@ def _with_split(problem: AttentionProblem, device: torch.device, T: int, S: int,
     """Chunks get programs of their own where tiles alone leave multiprocessors idle."""
     tiles = _tiles(T, S, 16 if problem.few else 64, problem.heads // problem.kv_heads) * problem.kv_heads
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
-    split = chunks > 1 and tiles < 8 * _multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
+    split = chunks > 1 and tiles < 8 * multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
     return replace(problem, split=split)
 
 
@@ -323,7 +323,6 @@ def _attend(
         "DV": problem.dv, "DVP": padded["DVP"], "CHUNK": problem.chunk, "WINDOWED": problem.windowed,
         "SCALED": problem.scaled, "SINKS": problem.sinks,
     }  # fmt: skip
-    grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
     if schedule.hopper:
         numbers = {"c": scores.c, "window": window, "T": T, "S": S, "tiles": tiles, "H": problem.heads}
         numbers["chunks"] = chunks
@@ -332,6 +331,7 @@ def _attend(
         constants |= {"CONSUMERS": schedule.block_m // attention_hopper.ROWS}
         attention_hopper.launch(q, k, v, target, stat, (cu, lens, table), numbers, strides, constants)
     else:
+        grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
         attention_kernels.attention_kernel[grid](
             q, k, v, target, stat, cu, lens, table, sinks, slopes, scores.c, scores.inner, scores.softcap, window,
             T, S, problem.heads, chunks,
@@ -382,8 +382,3 @@ def _unit_rows(t: Tensor) -> Tensor:
 
 def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

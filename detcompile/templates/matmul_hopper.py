@@ -59,12 +59,13 @@ def launch(
     stored = not swapped and out.element_size() == 2 and N % 8 == 0
     block_c = block_b - (1 << block_b.bit_length() - 1)
     block_b -= block_c
-    b_desc, out_desc = _descriptor(b, [block_b, block_k]), _descriptor(out, [ROWS, block_b])
-    c_desc, rest_desc = b_desc, out_desc
+    b_desc = c_desc = _descriptor(b, [block_b, block_k])
+    out_desc = rest_desc = _descriptor(out, [ROWS, block_b]) if stored else out
     if block_c:
-        c_desc, rest_desc = _descriptor(b, [block_c, block_k]), _descriptor(out, [ROWS, block_c])
+        c_desc = _descriptor(b, [block_c, block_k])
+        rest_desc = _descriptor(out, [ROWS, block_c]) if stored else out
     hopper_matmul_kernel[(programs,)](
-        _descriptor(a, [ROWS, block_k]), b_desc, c_desc, *((out_desc, rest_desc) if stored else (out, out)), out,
+        _descriptor(a, [ROWS, block_k]), b_desc, c_desc, out_desc, rest_desc, out,
         out if bias is None else bias, out if residual is None else residual,
         M, N, leaf_k, K // leaf_k, 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, STORED=stored, **radices,

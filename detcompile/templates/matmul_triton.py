@@ -18,7 +18,7 @@ from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
 from detcompile.templates import matmul_hopper, matmul_kernels
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
-from detcompile.templates.tuning import Tuner, capturing, graph_seconds, template_tuner
+from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
 
 __all__ = ["gemm_problem", "matmul_cuda", "probe_bits", "run_schedule", "tune_matmul", "tuner"]
 
@@ -207,7 +207,7 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
         a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
         matmul_hopper.launch(
             o.x, o.w, o.bias, o.residual, o.out, _radices(o.radices), o.leaf_k,
-            programs=min(tiles, _multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
+            programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
             block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
         )  # fmt: skip
         return
@@ -232,7 +232,7 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
         block_w = [schedule.block_n, schedule.block_k]
         x_desc = TensorDescriptor.from_tensor(o.x, [schedule.block_m, schedule.block_k])
         w_desc = TensorDescriptor.from_tensor(w, block_w if w_nk else block_w[::-1])
-        programs = min(tiles * (leaves if split else 1), _multiprocessors(o.x.device) * schedule.ctas)
+        programs = min(tiles * (leaves if split else 1), multiprocessors(o.x.device) * schedule.ctas)
         matmul_kernels.tma_kernel[(programs,)](
             x_desc, w_desc, *epilogue, M, N, o.leaf_k, leaves, residual_stride, W_NK=w_nk, **options
         )
@@ -305,11 +305,6 @@ def _tma_ready(rows: Tensor) -> bool:
 @functools.cache
 def _order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
     return str(matmul_order(k, dtype, radices))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _name(dtype: torch.dtype) -> str:

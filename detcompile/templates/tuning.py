@@ -32,7 +32,7 @@ import triton
 from detcompile.config import cache_directory
 from detcompile.errors import ScheduleError
 
-__all__ = ["Decision", "Tuner", "capturing", "graph_seconds", "template_tuner"]
+__all__ = ["Decision", "Tuner", "capturing", "graph_seconds", "multiprocessors", "template_tuner"]
 
 S = TypeVar("S")  # a schedule: any value with a distinct str
 
@@ -217,6 +217,12 @@ def template_tuner(template: str, sources: tuple[str, ...], device: torch.device
         "source": hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest(),
     }
     return Tuner(template, environment, cache_directory() / "schedules")
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of this device; Triton's interpreter counts as two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def capturing() -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "philox4x32", "portable_log"]
+__all__ = ["gumbel_noise", "gumbel_noise_of", "noise_keys", "philox4x32", "portable_log"]
 
 NUM_ROUNDS = 10
 WORD_MASK = 0xFFFFFFFF
@@ -42,15 +42,30 @@ def gumbel_noise(
 ) -> Tensor:
     """Standard Gumbel noise [R, V] float64; element (r, v) depends on seeds[r], positions[r], stream and v alone.
 
-    The uniform under it is (word + 1/2) / 2^32, strictly inside (0, 1), so the noise lies in (-3.2, 22.9).
-
     Args:
         seeds: R of them, 0 <= seed < 2^64.
         positions: R of them, 0 <= position < 2^64.
         stream: 0 <= stream < 2^32, keeps several uses of one (seed, position) apart.
     """
-    words = _words(seeds, positions, vocab_size, device, stream)
-    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
+    keys = noise_keys(seeds, positions, [stream] * len(seeds))
+    return gumbel_noise_of(keys.to(device), vocab_size)
+
+
+def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> Tensor:
+    """[R, 5] int64 on the CPU, 32-bit words: seed (low, high), position (low, high), stream."""
+    words = [
+        (seed & WORD_MASK, seed >> 32, position & WORD_MASK, position >> 32, stream)
+        for seed, position, stream in zip(seeds, positions, streams, strict=True)
+    ]
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 5)
+
+
+def gumbel_noise_of(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [R, V] float64 of ``noise_keys`` [R, 5], on their device.
+
+    The uniform under it is (word + 1/2) / 2^32, strictly inside (0, 1), so the noise lies in (-3.2, 22.9).
+    """
+    uniform = (_words(keys, vocab_size).to(torch.float64) + 0.5) * 2.0**-32
     return -portable_log(-portable_log(uniform))
 
 
@@ -85,18 +100,11 @@ def portable_log(x: Tensor) -> Tensor:
     return e * LN2_HIGH - ((half_square - (s * (half_square + series) + e * LN2_LOW)) - f)
 
 
-def _words(
-    seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device, stream: int
-) -> Tensor:
+def _words(keys: Tensor, vocab_size: int) -> Tensor:
     """[R, V] int64 in [0, 2^32): token v takes word v % 4 of counter (v // 4, position, stream) under key seed."""
-    assert len(seeds) == len(positions)
-    columns = torch.tensor(
-        [(s & WORD_MASK, s >> 32, p & WORD_MASK, p >> 32) for s, p in zip(seeds, positions)], dtype=torch.int64
-    ).reshape(-1, 4)
-    key0, key1, position_low, position_high = columns.to(device).unsqueeze(-1).unbind(1)
-    group = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=device).unsqueeze(0)
-    counter = (group, position_low, position_high, torch.full_like(position_low, stream))
-    words = torch.stack(philox4x32(counter, (key0, key1)), dim=-1)
+    key0, key1, position_low, position_high, stream = keys.unsqueeze(-1).unbind(1)
+    group = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device).unsqueeze(0)
+    words = torch.stack(philox4x32((group, position_low, position_high, stream), (key0, key1)), dim=-1)
     return words.flatten(1)[:, :vocab_size]
 
 

@@ -1,16 +1,15 @@
-"""From logits to tokens: Gumbel-max under a counter RNG, one row blind to the others.
+"""From logits to tokens, on the device: Gumbel-max under a counter RNG, one row blind to the others.
 
-A row's token is a function of its logits, its SamplingParams and its position. Nothing here sums floating-point
-numbers across a row but the detcompile softmax operations, whose order is fixed; the cumulative sum of top-p runs over
-fixed-point integers, where every order gives the same sum.
+A row's token is a function of its logits, its SamplingParams, its place (sample_index and position) and, with
+penalties, its own tokens. Nothing here sums floating-point numbers across a row but the detcompile softmax
+operations, whose order is fixed; the cumulative sum of top-p runs over fixed-point integers, where every order gives
+the same sum. The host never waits for the device.
 
-Legend: R rows, V vocabulary size, N alternatives.
+Legend: R rows, V vocabulary size, Q rows of a group.
 """
 
 import math
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,145 +17,203 @@ from torch import Tensor
 
 import detcompile.templates.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.errors import InvalidInput
-from detcompile.runtime.philox import gumbel_noise
+from detcompile.runtime.logprobs import TokenLogprobs, token_logprobs
+from detcompile.runtime.penalties import FreshCounts, TokenCounts, penalise
+from detcompile.runtime.philox import gumbel_noise_of
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.sampling_plan import PROBABILITY_UNIT, RowGroup, SampleRow, SamplingPlan, plan_rows
+from detcompile.templates.sampling_triton import gumbel_argmax_cuda
 
-__all__ = ["SAMPLING_STREAM", "SamplingParams", "TokenLogprobs", "sample", "token_logprobs"]
+__all__ = ["SampleRow", "Sampled", "Sampler", "SamplingParams", "TokenLogprobs", "sample", "token_logprobs"]
 
-SAMPLING_STREAM = 0  # stream of the counter RNG that draws the tokens themselves
-MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
-PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of a large batch; rows are independent, so it cannot change a bit
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How to draw the tokens of one request.
+class Sampled(NamedTuple):
+    """What one step drew; on the device, perhaps not computed yet."""
 
-    Filters act in this order: temperature, top_k, top_p on what is left, min_p. Ties go to the lowest token id.
+    tokens: Tensor  # [R] int64, ids of the vocabulary even where invalid
+    invalid: Tensor  # [R] bool: NaN or +inf among the logits, or nothing left to draw
+    logprobs: TokenLogprobs | None  # of the rows plan.logprob_rows; None if there are none
+
+
+class Sampler:
+    """Draws the tokens of the steps of one engine worker.
+
+    ``prepare`` touches no logits and may run while the device still works on the step before. Plans are called once
+    each, in the order in which they were made. A plan that is not called leaves the counts of its rows with penalties
+    wrong: forget their keys.
 
     Args:
-        max_tokens: generated tokens at most.
-        temperature: divides the logits; 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
-        min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
-        seed: 0 <= seed < 2^64; None draws a fresh one for each request. Requests that share a seed share their noise.
-        stop_token_ids: tokens that end the request; they are part of its output.
-
-    Raises:
-        InvalidInput: a value out of range.
+        eos_token_ids: end requests, so min_tokens forbids them too, unless a request ignores them.
+        radices: leaves of the sums over the vocabulary, as the softmax operations take them.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        radices: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.radices = tuple(radices)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._counts = TokenCounts(vocab_size, self.device)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require(self.max_tokens >= 1, f"max_tokens {self.max_tokens} must be at least 1")
-        _require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-            f"temperature {self.temperature} must be 0 (greedy), or finite and at least {MIN_TEMPERATURE}",
-        )
-        _require(self.top_k >= 0, f"top_k {self.top_k} must be positive, or 0 to keep all tokens")
-        _require(0 < self.top_p <= 1, f"top_p {self.top_p} must be above 0 and at most 1 (1 keeps all tokens)")
-        _require(0 <= self.min_p <= 1, f"min_p {self.min_p} must be between 0 (keeps all tokens) and 1")
-        _require(self.seed is None or 0 <= self.seed < 1 << 64, f"seed {self.seed} must be None or in [0, 2^64)")
-        _require(all(t >= 0 for t in self.stop_token_ids), f"stop_token_ids {self.stop_token_ids} must be token ids")
+    def prepare(self, rows: Sequence[SampleRow]) -> SamplingPlan:
+        """Lay out a step on the host.
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without noise."""
-        return self.temperature == 0
+        Raises:
+            InvalidInput: a row that samples has no seed.
+        """
+        at_once = max(1, ELEMENTS_AT_ONCE // self.vocab_size)
+        return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once)
 
-    @property
-    def filtered(self) -> bool:
-        """Whether some token may be left out before drawing."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    def forget(self, key: Hashable) -> None:
+        """Drop what is kept of a sequence; a later row of it must bring all its tokens."""
+        self._counts.forget(key)
 
-    def seeded(self) -> "SamplingParams":
-        """These parameters with a seed: their own, or a fresh one from the operating system."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, plan: SamplingPlan) -> Sampled:
+        """Draw from ``logits`` [R', V], of which the first R rows are the plan's."""
+        assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
+        rows = logits[: plan.num_rows]
+        tokens, invalid = _likeliest(rows)
+        if plan.columns is None:
+            return Sampled(tokens, invalid, None)
+        columns = plan.columns.to(self.device)
+        if plan.num_slots:
+            self._counts.admit(plan.num_slots, FreshCounts(*(columns[f"fresh_{f}"] for f in FreshCounts._fields)))
+        for group in plan.groups:
+            self._work(group, rows, columns, tokens, invalid)
+        logprobs = None
+        if plan.logprob_rows:
+            wanted = columns["logprob_rows"]
+            own = rows.index_select(0, wanted)
+            logprobs = token_logprobs(own, tokens.index_select(0, wanted), plan.num_logprobs, self.radices)
+        return Sampled(tokens, invalid, logprobs)
 
+    def _work(
+        self, group: RowGroup, rows: Tensor, columns: dict[str, Tensor], tokens: Tensor, invalid: Tensor
+    ) -> None:
+        """Redo the tokens of one group."""
+        needs, part = group.needs, slice(group.start, group.stop)
+        index = columns["rows"][part]
+        if group.first_row is None:
+            own = rows.index_select(0, index)
+        else:
+            own = rows[group.first_row : group.first_row + group.stop - group.start]
+        logits = own.to(torch.float32, copy=needs.biased)
+        if needs.biased:
+            entries = slice(group.bias_start, group.bias_stop)
+            place = columns["bias_rows"][entries], columns["bias_tokens"][entries]
+            logits.index_put_(place, logits[place] + columns["bias_values"][entries])
+        if needs.penalised:
+            words = self._counts.words.index_select(0, columns["slots"][part])
+            logits = penalise(
+                logits, words, columns["repetition"][part], columns["frequency"][part], columns["presence"][part]
+            )
+        chosen, bad = _likeliest(logits) if needs.biased or needs.penalised else (None, invalid.index_select(0, index))
+        if needs.drawn:
+            chosen, drawn_bad = self._draw(logits, needs.filtered, columns, part)
+            bad = bad | drawn_bad
+        assert chosen is not None
+        tokens.index_copy_(0, index, chosen)
+        invalid.index_copy_(0, index, bad)
+        if needs.penalised:
+            self._counts.count(columns["slots"][part], chosen)
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities under the model itself, before temperature and filters."""
-
-    chosen: Tensor  # [R] fp32, of the tokens drawn
-    top_ids: Tensor  # [R, N] int64, the likeliest tokens, likeliest first
-    top: Tensor  # [R, N] fp32, theirs
+    def _draw(
+        self, logits: Tensor, filtered: bool, columns: dict[str, Tensor], part: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Gumbel-max: argmax of logprob + noise has the distribution of the softmax. Tokens [Q], and whether bad."""
+        # A tensor, not a number: CUDA turns a division by a number into a product with its reciprocal.
+        scaled = logits / columns["temperature"][part]
+        if filtered:
+            top_k, mass_limit, min_p = (columns[name][part] for name in ("top_k", "mass_limit", "min_p"))
+            scaled = _filter(scaled, top_k, mass_limit, min_p, self.radices)
+        logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(self.radices))
+        tokens = _gumbel_argmax(logprobs, columns["keys"][part])
+        return tokens, _not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], radices: Sequence[int] = ()
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    radices: Sequence[int] = (),
+    *,
+    sample_indices: Sequence[int] | None = None,
+    num_prompt_tokens: Sequence[int] | None = None,
+    token_ids: Sequence[Sequence[int]] | None = None,
+    eos_token_ids: Sequence[int] = (),
 ) -> Tensor:
-    """Draw a token a row.
+    """Draw a token a row, each alone.
 
     Args:
         logits: [R, V] floating point.
         params: R of them; those that are not greedy must have a seed (``SamplingParams.seeded``).
         positions: R of them; the index in its sequence of the token that a row draws.
         radices: leaves of the sums over the vocabulary, as the softmax operations take them.
+        sample_indices: R of them; which of the n completions a row belongs to; default: 0.
+        num_prompt_tokens: R of them; needed with penalties and min_tokens.
+        token_ids: R of them; the tokens so far, prompt and output, needed with penalties.
+        eos_token_ids: forbidden up to min_tokens, as stop_token_ids are.
 
     Returns:
         [R] int64 on the device of ``logits``.
 
     Raises:
-        InvalidInput: not one of each a row, or a seed is missing.
+        InvalidInput: not one of each a row, or a seed, num_prompt_tokens or token_ids are missing.
     """
-    _require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [R, V], not {list(logits.shape)}")
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise InvalidInput(f"logits must be [R, V], not {list(logits.shape)}")
     if not len(params) == len(positions) == logits.shape[0]:
         raise InvalidInput(
             f"{logits.shape[0]} rows of logits, {len(params)} params and {len(positions)} positions: give one of each"
         )
-    tokens = torch.argmax(logits, dim=-1)  # the lowest id among equals
-    drawn = [row for row, p in enumerate(params) if not p.greedy]
-    rows_at_once = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
-    for start in range(0, len(drawn), rows_at_once):
-        rows = drawn[start : start + rows_at_once]
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index] = _draw(logits[index], [params[r] for r in rows], [positions[r] for r in rows], radices)
-    return tokens
+    if num_prompt_tokens is None and any(p.penalised or p.min_tokens for p in params):
+        raise InvalidInput("penalties and min_tokens need num_prompt_tokens: say where each row's output begins")
+    if any(p.penalised and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
+        raise InvalidInput("penalties need token_ids: give a row's tokens before its position, all of them")
+    sampler = Sampler(logits.shape[1], logits.device, radices, eos_token_ids)
+    rows = [
+        SampleRow(
+            own,
+            positions[r],
+            num_generated=positions[r] - num_prompt_tokens[r] if num_prompt_tokens is not None else 0,
+            sample_index=sample_indices[r] if sample_indices is not None else 0,
+            key=r,
+            token_ids=token_ids[r] if token_ids is not None else (),
+        )
+        for r, own in enumerate(params)
+    ]
+    return sampler(logits, sampler.prepare(rows)).tokens
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, radices: Sequence[int] = ()) -> TokenLogprobs:
-    """Logprobs of ``tokens`` [R] int64 and of the ``num_top`` likeliest tokens, from ``logits`` [R, V]."""
-    logprobs = torch.ops.detcompile.log_softmax(logits, torch.float32, list(radices))
-    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    num_top = min(num_top, logits.shape[1])
-    if num_top == 0:
-        empty = logprobs[:, :0]
-        return TokenLogprobs(chosen, empty.long(), empty)
-    top, ids = torch.sort(logprobs, dim=-1, descending=True, stable=True)
-    return TokenLogprobs(chosen, ids[:, :num_top].contiguous(), top[:, :num_top].contiguous())
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest id among a row's highest logits, and whether the row is bad: argmax takes a NaN for the highest."""
+    tokens = torch.argmax(logits, dim=-1)
+    return tokens, _not_finite(logits.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], radices: Sequence[int]) -> Tensor:
-    """Gumbel-max: argmax of logprob + noise has the distribution of the softmax."""
-    seeds = [p.seed for p in params if p.seed is not None]
-    _require(len(seeds) == len(params), "a request that samples needs a seed: call SamplingParams.seeded() first")
-    # A tensor, not a number: CUDA turns a division by a number into a product with its reciprocal.
-    scaled = logits.float() / _column([p.temperature for p in params], torch.float32, logits.device)
-    filtered = [row for row, p in enumerate(params) if p.filtered]
-    if filtered:
-        index = torch.tensor(filtered, device=logits.device)
-        scaled[index] = _filter(scaled[index], [params[r] for r in filtered], radices)
-    logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(radices))
-    noise = gumbel_noise(seeds, positions, logits.shape[1], logits.device, SAMPLING_STREAM)
-    return torch.argmax(logprobs.double() + noise, dim=-1)
+def _not_finite(x: Tensor) -> Tensor:
+    return x - x != 0  # fewer kernels than ~isfinite
 
 
-def _filter(scaled: Tensor, params: Sequence[SamplingParams], radices: Sequence[int]) -> Tensor:
-    """``scaled`` [R, V] with -inf at the tokens that top_k, top_p and min_p leave out."""
-    device, vocab_size = scaled.device, scaled.shape[1]
+def _gumbel_argmax(logprobs: Tensor, keys: Tensor) -> Tensor:
+    if logprobs.is_cuda:
+        return gumbel_argmax_cuda(logprobs, keys)
+    return torch.argmax(logprobs.double() + gumbel_noise_of(keys, logprobs.shape[1]), dim=-1)
+
+
+def _filter(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, radices: Sequence[int]) -> Tensor:
+    """``scaled`` [Q, V] with -inf at the tokens that top_k, top_p and min_p, [Q, 1] each, leave out."""
     # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
     descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
-    top_k = _column([p.top_k or vocab_size for p in params], torch.int64, device)
-    keep = torch.arange(vocab_size, device=device) < top_k
+    keep = torch.arange(scaled.shape[1], device=scaled.device) < top_k
     descending = descending.masked_fill(~keep, -math.inf)
 
     # Back in the order of the vocabulary, so that the leaves of its sum are the shards'.
@@ -165,19 +222,6 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams], radices: Sequence[
 
     mass = (probabilities * PROBABILITY_UNIT).long()
     mass_before = mass.cumsum(dim=-1) - mass
-    limit = [max(1, int(p.top_p * PROBABILITY_UNIT)) if p.top_p < 1 else torch.iinfo(torch.int64).max for p in params]
-    keep &= mass_before < _column(limit, torch.int64, device)
-
-    min_p = _column([p.min_p for p in params], torch.float64, device)
+    keep &= mass_before < mass_limit
     keep &= probabilities >= probabilities[:, :1] * min_p
     return torch.empty_like(scaled).scatter_(1, ids, descending.masked_fill(~keep, -math.inf))
-
-
-def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[R, 1], a value a row."""
-    return torch.tensor(values, dtype=dtype).unsqueeze(1).to(device)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvalidInput(message)

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 from detcompile.errors import InvalidInput
 from detcompile.runtime import sampling
 from detcompile.runtime.philox import gumbel_noise
-from detcompile.runtime.sampling import SamplingParams, sample, token_logprobs
+from detcompile.runtime.sampling import SamplingParams, sample
+from detcompile.runtime.sampling_plan import NO_LIMIT, PROBABILITY_UNIT
 from tests.bits import assert_bitwise_equal
 
 NUM_DRAWS = 100_000
@@ -59,11 +59,11 @@ def test_a_row_ignores_its_neighbours(params, vocab_size, seed, dtype, data, dev
 
 
 def test_noise_from_one_generator_for_the_batch_would_be_seen(monkeypatch):
-    def shared_noise(seeds, positions, vocab_size, device, stream):
-        uniform = torch.rand(len(seeds), vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    def shared_noise(keys, vocab_size):
+        uniform = torch.rand(len(keys), vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         return -torch.log(-torch.log(uniform))
 
-    monkeypatch.setattr(sampling, "gumbel_noise", shared_noise)
+    monkeypatch.setattr(sampling, "gumbel_noise_of", shared_noise)
     logits, params = torch.zeros(8, 100), [SamplingParams(seed=seed) for seed in range(8)]
     tokens = sample(logits, params, range(8)).tolist()
     assert tokens != [sample(logits[i : i + 1], params[i : i + 1], [i]).item() for i in range(8)]
@@ -94,8 +94,18 @@ def test_greedy_needs_no_seed_and_sampling_does():
 
 
 def test_equal_scores_go_to_the_lowest_id(monkeypatch):
-    monkeypatch.setattr(sampling, "gumbel_noise", lambda s, p, v, device, stream: torch.zeros(len(s), v).double())
+    monkeypatch.setattr(sampling, "gumbel_noise_of", lambda keys, vocab_size: torch.zeros(len(keys), vocab_size))
     assert sample(torch.zeros(1, 9), [SamplingParams(seed=0)], [0]).item() == 0
+
+
+def filter_rows(scaled, params):
+    """What the sampler keeps of [1, V]."""
+    limit = max(1, int(params.top_p * PROBABILITY_UNIT)) if params.top_p < 1 else NO_LIMIT
+    columns = [
+        torch.tensor([[value]], device=scaled.device)
+        for value in (params.top_k if params.top_k > 0 else NO_LIMIT, limit, params.min_p)
+    ]
+    return sampling._filter(scaled, *columns[:2], columns[2].double(), ())
 
 
 def kept_by_definition(logits, params):
@@ -115,7 +125,7 @@ def kept_by_definition(logits, params):
 @given(params=PARAMS.filter(lambda p: not p.greedy), vocab_size=st.integers(1, 120), seed=st.integers(0, 2**32))
 def test_filters_keep_what_their_definition_keeps(params, vocab_size, seed, device):
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
-    filtered = sampling._filter((logits / params.temperature).to(device), [params], ())
+    filtered = filter_rows((logits / params.temperature).to(device), params)
     kept = {token for token, value in enumerate(filtered[0].tolist()) if value > -math.inf}
     assert kept == set(kept_by_definition(logits[0].tolist(), params))
     assert_bitwise_equal(filtered[0, sorted(kept)].cpu(), (logits / params.temperature)[0, sorted(kept)])
@@ -134,7 +144,7 @@ def test_filters_keep_what_their_definition_keeps(params, vocab_size, seed, devi
 )
 def test_filters_break_ties_by_the_lowest_id(filters, kept, device):
     logits = torch.tensor([[0.0, -0.0, -0.0, 0.0, -0.0, 0.0, 0.0, -0.0]], device=device)
-    filtered = sampling._filter(logits, [SamplingParams(**filters)], ())
+    filtered = filter_rows(logits, SamplingParams(**filters))
     assert set((filtered[0] > -math.inf).nonzero().flatten().tolist()) == kept
 
 
@@ -168,6 +178,14 @@ def test_tokens_of_different_seeds_follow_the_softmax():
     assert_distributed(tokens, kept_by_definition(LOGITS.tolist(), params[0]))
 
 
+def test_samples_of_one_seed_follow_the_softmax_each_on_its_own():
+    params = SamplingParams(seed=11)
+    tokens = sample(
+        LOGITS.expand(NUM_DRAWS, -1), [params] * NUM_DRAWS, [17] * NUM_DRAWS, sample_indices=range(NUM_DRAWS)
+    )
+    assert_distributed(tokens.tolist(), kept_by_definition(LOGITS.tolist(), params))
+
+
 def test_neighbouring_positions_are_independent():
     params = SamplingParams(seed=5)
     tokens = sample(LOGITS.expand(NUM_DRAWS, -1), [params] * NUM_DRAWS, range(NUM_DRAWS)).tolist()
@@ -187,26 +205,6 @@ def test_noise_is_added_to_log_softmax():
     assert sample(logits, [SamplingParams(seed=3)], [8]).item() == expected.item()
 
 
-@given(
-    num_rows=st.integers(1, 6), vocab_size=st.integers(1, 100), num_top=st.integers(0, 5), seed=st.integers(0, 2**32)
-)
-def test_token_logprobs(num_rows, vocab_size, num_top, seed, device):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, vocab_size, generator=generator).mul(4).round().to(device)
-    tokens = torch.randint(vocab_size, (num_rows,), generator=generator).to(device)
-    result = token_logprobs(logits, tokens, num_top)
-    expected = logits.cpu().double().log_softmax(-1)
-    torch.testing.assert_close(
-        result.chosen.cpu().double(), expected[range(num_rows), tokens.cpu()], atol=1e-5, rtol=1e-5
-    )
-    for row in range(num_rows):
-        order = sorted(range(vocab_size), key=lambda token: (-logits[row, token].item(), token))
-        assert result.top_ids[row].tolist() == order[:num_top]
-        alone = token_logprobs(logits[row : row + 1], tokens[row : row + 1], num_top)
-        for whole, single in zip(result, alone):
-            assert_bitwise_equal(whole[row : row + 1], single)
-
-
 def test_one_of_each_a_row_is_demanded():
     with pytest.raises(InvalidInput, match="2 rows of logits, 1 params and 2 positions"):
         sample(torch.zeros(2, 3), [SamplingParams(seed=0)], [0, 1])
@@ -216,38 +214,6 @@ def test_one_of_each_a_row_is_demanded():
 
 def test_an_empty_batch_gives_no_tokens():
     assert sample(torch.zeros(0, 3), [], []).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"max_tokens": 0},
-        {"temperature": -1.0},
-        {"temperature": 1e-9},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-        {"seed": -1},
-        {"seed": 2**64},
-        {"stop_token_ids": (-1,)},
-    ],
-    ids=str,
-)
-def test_values_out_of_range_are_refused_by_name(values):
-    with pytest.raises(InvalidInput, match=next(iter(values))):
-        SamplingParams(**values)
-
-
-def test_a_fresh_seed_is_drawn_once_and_kept():
-    seeds = {SamplingParams().seeded().seed for _ in range(50)}
-    assert len(seeds) == 50 and None not in seeds
-    seeded = SamplingParams(seed=0)
-    assert seeded.seeded() is seeded
-    assert replace(SamplingParams(top_k=3).seeded(), seed=None) == SamplingParams(top_k=3)
 
 
 def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:

@@ -1,0 +1,114 @@
+"""Repetition, presence and frequency penalties, from token counts that live on the device.
+
+While the host plans a step, the tokens of the step before may not have reached it. So the counts of a request are
+built once from its token ids and then follow the tokens on the device. They are a function of those ids, whatever the
+way there: forgotten and built anew, they are the same.
+
+Legend: R rows, V vocabulary size, S slots (requests with penalties).
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["FreshCounts", "TokenCounts", "penalise"]
+
+
+class FreshCounts(NamedTuple):
+    """Counts that a plan's new requests start from; CPU tensors."""
+
+    slots: Tensor  # [requests] int64
+    entry_slots: Tensor  # [entries] int64
+    entry_tokens: Tensor  # [entries] int64, distinct within a slot
+    entry_words: Tensor  # [entries] int32
+
+
+class TokenCounts:
+    """A word for each request and token: twice the times it is in the output, plus 1 if it is in the prompt.
+
+    ``place`` and ``fresh`` run on the host when a step is planned; ``admit`` and ``count`` on the device, in the order
+    in which the steps were planned.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.words = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [S, V]
+        self.num_slots = 0
+        self._vocab_size = vocab_size
+        self._free_slots: list[int] = []
+        self._slot_of: dict[Hashable, int] = {}
+        self._num_tokens: dict[Hashable, int] = {}  # that the counts will hold once every planned step has run
+        self._fresh: list[tuple[int, np.ndarray, np.ndarray]] = []
+
+    def place(self, key: Hashable, token_ids: Sequence[int], position: int, num_generated: int) -> int:
+        """Slot of a request that draws token ``position``, the ``num_generated``-th of its output (from 0).
+
+        ``token_ids`` are read only where the request is new, and must then be all ``position`` of them.
+        """
+        if key not in self._slot_of:
+            assert len(token_ids) == position, (
+                f"counts of request {key!r} start from {len(token_ids)} of its {position} tokens: give all of them,"
+                " and forget a request before its state is to be built anew"
+            )
+            self._slot_of[key] = self._new_slot()
+            self._num_tokens[key] = position
+            self._fresh.append((self._slot_of[key], *self._starting_words(token_ids, position - num_generated)))
+        counted = self._num_tokens[key]
+        assert counted == position, f"request {key!r} draws token {position}, its counts hold {counted} tokens"
+        self._num_tokens[key] += 1
+        return self._slot_of[key]
+
+    def forget(self, key: Hashable) -> None:
+        """Free the slot of a request, if it has one."""
+        if key in self._slot_of:
+            self._free_slots.append(self._slot_of.pop(key))
+            del self._num_tokens[key]
+
+    def fresh(self) -> FreshCounts:
+        """What the requests that were placed since the last call start from."""
+        slots, tokens, words = zip(*self._fresh) if self._fresh else ((), (), ())
+        entry_slots = np.repeat(np.array(slots, dtype=np.int64), [len(t) for t in tokens])
+        self._fresh = []
+        joined = [torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0) for parts in (tokens, words)]
+        return FreshCounts(
+            torch.tensor(slots, dtype=torch.int64), torch.from_numpy(entry_slots), joined[0].long(), joined[1].int()
+        )
+
+    def admit(self, num_slots: int, fresh: FreshCounts) -> None:
+        """Write the starting counts; ``fresh`` is on the device by now."""
+        if num_slots > len(self.words):
+            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words)), self._vocab_size)
+            grown[: len(self.words)] = self.words
+            self.words = grown
+        if len(fresh.slots):
+            self.words.index_fill_(0, fresh.slots, 0)
+            self.words.index_put_((fresh.entry_slots, fresh.entry_tokens), fresh.entry_words)
+
+    def count(self, slots: Tensor, tokens: Tensor) -> None:
+        """Add one drawn token to each of ``slots`` [R], which are distinct."""
+        self.words.index_put_((slots, tokens), self.words[slots, tokens] + 2)
+
+    def _new_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self.num_slots += 1
+        return self.num_slots - 1
+
+    def _starting_words(self, token_ids: Sequence[int], num_prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct tokens and their words."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        assert ((ids >= 0) & (ids < self._vocab_size)).all(), "counts start from tokens that the host knows"
+        tokens, place = np.unique(ids, return_inverse=True)
+        words = 2 * np.bincount(place[num_prompt_tokens:], minlength=len(tokens))
+        words[place[:num_prompt_tokens]] += 1
+        return tokens, words
+
+
+def penalise(logits: Tensor, words: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Logits [R, V] fp32 under the penalties [R, 1] fp32 of their rows, given the words [R, V] of ``TokenCounts``."""
+    times = words >> 1
+    less = torch.where(logits > 0, logits / repetition, logits * repetition)
+    repeated = torch.where(words > 0, less, logits)
+    return repeated - frequency * times - presence * (times > 0)

@@ -68,7 +68,7 @@ def _words(keys_ptr, row, first_group, W: tl.constexpr):
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [W])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["keys_ptr"])  # a group's keys begin anywhere
 def _best_of_tile_kernel(
     logprobs_ptr, keys_ptr, score_ptr, id_ptr, row_stride, V: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip

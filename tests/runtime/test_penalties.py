@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.runtime.penalties import FreshCounts, TokenCounts, penalise
+from detcompile.runtime.sampling import sample
+from detcompile.runtime.sampling_params import SamplingParams
 from tests.bits import assert_bitwise_equal
 
 VOCAB_SIZE = 20
@@ -54,6 +56,34 @@ def test_penalties_are_what_their_definition_says(requests, known, seed, device)
     actual = penalise(logits.to(device), counts.words[torch.tensor(slots).to(device)], *columns)
     expected = [by_definition(x, *history, *own) for x, (history, own) in zip(logits, requests)]
     assert_bitwise_equal(actual.cpu(), torch.stack(expected))
+
+
+@given(
+    history=HISTORY,
+    penalties=PENALTIES,
+    bias=st.dictionaries(TOKENS, st.sampled_from([-5.0, 3.0]), max_size=3),
+    options=st.fixed_dictionaries({"temperature": st.sampled_from([0.0, 0.4, 2.0]), "top_k": st.sampled_from([0, 3])}),
+    seed=st.integers(0, 2**32),
+)
+def test_bias_comes_before_penalties_and_both_before_the_rest(history, penalties, bias, options, seed, device):
+    prompt, output = history
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+    biased = logits.clone()
+    for token, value in bias.items():
+        biased[0, token] += value
+    prepared = by_definition(biased[0], prompt, output, *penalties)[None]
+    repetition, frequency, presence = penalties
+    params = SamplingParams(
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        logit_bias=bias,
+        seed=seed,
+        **options,
+    )
+    position, tokens = len(prompt) + len(output), [[*prompt, *output]]
+    drawn = sample(logits.to(device), [params], [position], num_prompt_tokens=[len(prompt)], token_ids=tokens)
+    assert_bitwise_equal(drawn, sample(prepared.to(device), [SamplingParams(seed=seed, **options)], [position]))
 
 
 def test_a_slot_is_used_again_and_holds_nothing_of_its_last_request():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detcompile.runtime.philox import gumbel_noise, philox4x32, portable_log
+from detcompile.runtime.philox import gumbel_noise, gumbel_noise_of, noise_keys, philox4x32, portable_log
 from tests.bits import assert_bitwise_equal
 
 WORDS = st.integers(0, 2**32 - 1)
@@ -82,6 +82,13 @@ def test_a_row_of_noise_ignores_its_neighbours(rows, vocab_size, stream, data, d
     row = data.draw(st.integers(0, len(rows) - 1))
     alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], vocab_size, torch.device(device), stream)
     assert_bitwise_equal(noise[row : row + 1], alone)
+
+
+@given(rows=st.lists(st.tuples(WORDS_64, WORDS_64, WORDS), min_size=1, max_size=6), vocab_size=st.integers(1, 20))
+def test_each_row_may_have_its_own_stream(rows, vocab_size, device):
+    noise = gumbel_noise_of(noise_keys(*zip(*rows)).to(device), vocab_size)
+    alone = [gumbel_noise([seed], [position], vocab_size, torch.device(device), s) for seed, position, s in rows]
+    assert_bitwise_equal(noise, torch.cat(alone))
 
 
 @given(seed=WORDS_64, position=WORDS_64, vocab_size=st.integers(1, 150), stream=WORDS, data=st.data())

@@ -164,6 +164,14 @@ def test_a_bias_that_leaves_nothing_is_flagged(temperature, device):
     assert sampler(logits, sampler.prepare(rows)).invalid.tolist() == [True, False]
 
 
+def test_logits_that_a_temperature_drives_out_of_range_are_flagged(device):
+    logits = torch.zeros(2, VOCAB_SIZE, device=device)
+    logits[1, 3] = 3e38
+    sampler = Sampler(VOCAB_SIZE, device)
+    plan = sampler.prepare([SampleRow(SamplingParams(seed=0, temperature=0.01), 0)] * 2)
+    assert sampler(logits, plan).invalid.tolist() == [False, True]
+
+
 def test_a_forbidden_nan_is_still_a_nan(device):
     logits = torch.zeros(1, VOCAB_SIZE, device=device)
     logits[0, 3] = math.nan
@@ -233,7 +241,8 @@ def test_an_empty_step():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_the_host_never_waits():
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 151_936])
+def test_the_host_never_waits(vocab_size):
     """torch raises where it would synchronise; a first round outside compiles the kernels."""
     params = [
         SamplingParams(temperature=0),
@@ -241,8 +250,8 @@ def test_the_host_never_waits():
         SamplingParams(seed=2, top_k=5, top_p=0.9, min_p=0.1, logprobs=4),
         SamplingParams(seed=3, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0}, min_tokens=5),
     ]
-    logits = torch.randn(len(params), VOCAB_SIZE, device="cuda")
-    sampler = Sampler(VOCAB_SIZE, "cuda", eos_token_ids=[EOS])
+    logits = torch.randn(len(params), vocab_size, device="cuda")
+    sampler = Sampler(vocab_size, "cuda", eos_token_ids=[EOS])
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:

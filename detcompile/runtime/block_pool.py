@@ -1,14 +1,16 @@
-"""BlockPool: which blocks of the paged KV cache are free."""
+"""BlockPool: which blocks of the paged KV cache are free, how often the others are used, and what they hold."""
 
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["BLOCK_SIZE_MULTIPLE", "BlockPool", "check_block_size"]
+__all__ = ["BLOCK_SIZE_MULTIPLE", "BlockPool", "NULL_BLOCK", "check_block_size"]
 
 BLOCK_SIZE_MULTIPLE = 16
+NULL_BLOCK = 0  # in every cache and never handed out: padding, and table entries that no query reads, point at it
 
 
 def check_block_size(block_size: int) -> None:
@@ -21,13 +23,18 @@ def check_block_size(block_size: int) -> None:
 
 
 class BlockPool:
-    """A stack of free block ids: the block freed last is handed out first.
+    """Counts the references to each block; a block freed with known content stays findable until it is needed.
+
+    Free blocks are handed out in this order: first those without content, the one freed last before the others;
+    then those with content, least recently freed first, which forgets the content (an eviction). Every operation
+    takes time in the number of blocks that it is given, never in the size of the pool.
 
     Args:
-        num_blocks: blocks of the cache, ids 0 … num_blocks - 1.
+        num_blocks: blocks of the cache, ids 0 … num_blocks - 1. Block 0 is NULL_BLOCK, so a pool that is to hand
+            out n blocks has num_blocks = n + 1.
         block_size: tokens a block, a multiple of 16.
-        order: the order in which a fresh pool hands its blocks out: None is ascending; a permutation of the ids, or
-            a generator that draws one, lets a test place sequences anywhere.
+        order: the order in which a fresh pool hands its blocks out: None is ascending; a permutation of the usable
+            ids 1 … num_blocks - 1, or a generator that draws one, lets a test place sequences anywhere.
 
     Raises:
         InvalidInput: a size that cannot be, or an order that is no permutation.
@@ -35,30 +42,46 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, order: Sequence[int] | torch.Generator | None = None) -> None:
         check_block_size(block_size)
-        if num_blocks <= 0:
-            raise InvalidInput(f"a pool of {num_blocks} blocks can hold nothing: num_blocks must be positive")
+        if num_blocks <= 1:
+            raise InvalidInput(
+                f"a pool of {num_blocks} blocks can hold nothing: block {NULL_BLOCK} is never handed out, so num_blocks"
+                " must be 2 or more"
+            )
         if isinstance(order, torch.Generator):
-            order = torch.randperm(num_blocks, generator=order, device=order.device).tolist()
+            order = (torch.randperm(num_blocks - 1, generator=order, device=order.device) + 1).tolist()
         elif order is None:
-            order = range(num_blocks)
-        elif sorted(order) != list(range(num_blocks)):
-            raise InvalidInput(f"order must hold each of the block ids 0 … {num_blocks - 1} once")
+            order = range(1, num_blocks)
+        elif sorted(order) != list(range(1, num_blocks)):
+            raise InvalidInput(f"order must hold each of the usable block ids 1 … {num_blocks - 1} once")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(reversed(order))
-        self._is_free = [True] * num_blocks
+        self.num_evictions = 0
+        self._references = [0] * num_blocks
+        self._keys: list[Hashable | None] = [None] * num_blocks
+        self._block_of: dict[Hashable, int] = {}
+        self._empty = list(reversed(order))  # free, nothing known in them: a stack
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free, with a key: the least recently freed first
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be in use at a time: all but NULL_BLOCK."""
+        return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can still hand out."""
-        return len(self._free)
+        """Blocks that ``allocate`` can still hand out, those with content included."""
+        return len(self._empty) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
+    def num_references(self, block: int) -> int:
+        """How many tables hold ``block``; 0 if it is free."""
+        return self._references[block]
+
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take ``num_blocks`` blocks out of the pool; their contents are whatever was left in them.
+        """Take ``num_blocks`` free blocks, one reference each; their contents are whatever was left in them.
 
         Raises:
             InvalidInput: fewer are free; nothing is taken then.
@@ -68,33 +91,88 @@ class BlockPool:
         if num_blocks > self.num_free:
             raise InvalidInput(
                 f"the KV cache is full: {num_blocks} blocks of {self.block_size} tokens asked for, {self.num_free} of"
-                f" {self.num_blocks} free. Give the cache more blocks, or run fewer or shorter sequences at a time"
+                f" {self.num_usable} free. Give the cache more blocks, or run fewer or shorter sequences at a time"
             )
-        taken = [self._free.pop() for _ in range(num_blocks)]
+        taken = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
         for block in taken:
-            self._is_free[block] = False
+            self._references[block] = 1
         return taken
 
-    def free(self, blocks: list[int]) -> None:
-        """Give blocks back.
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of ``blocks``: blocks in use, or free ones found by ``lookup``."""
+        for block in blocks:
+            assert 0 < block < self.num_blocks, f"block {block} is not one that this pool hands out"
+            assert self._references[block] or block in self._cached, f"block {block} is free and holds nothing"
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each of ``blocks``, given from the head of a table to its tail.
+
+        Blocks left without a reference are free. The tail's content is evicted before the head's: without the head
+        it could not be found.
 
         Raises:
-            InvalidInput: one of them is no block of this pool, or is free already; nothing is given back then.
+            InvalidInput: one of them is none that this pool hands out, is free already, or stands twice; nothing is
+                given back then.
         """
         for block in blocks:
-            if not 0 <= block < self.num_blocks:
-                raise InvalidInput(f"block {block} is not one of this pool's {self.num_blocks} blocks")
-            if self._is_free[block]:
-                raise InvalidInput(f"block {block} is free already: each block is given back once")
+            if not 0 < block < self.num_blocks:
+                raise InvalidInput(f"block {block} is not one of the blocks 1 … {self.num_usable} of this pool")
+            if self._references[block] == 0:
+                raise InvalidInput(f"block {block} is free already: each reference is given back once")
         if len(set(blocks)) != len(blocks):
-            raise InvalidInput(f"a block stands twice in {blocks}: each block is given back once")
-        for block in blocks:
-            self._is_free[block] = True
-        self._free.extend(blocks)
+            raise InvalidInput(f"a block stands twice in {blocks}: a table holds each block once")
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._keys[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._cached[block] = None
 
-    def check(self) -> None:
-        """Assert that each block is either free once or handed out: none lost, none free twice."""
-        assert len(self._is_free) == self.num_blocks
-        assert len(set(self._free)) == len(self._free), "a block is free twice"
-        free = {block for block in range(self.num_blocks) if self._is_free[block]}
-        assert set(self._free) == free, f"blocks lost or free without a record: {sorted(free ^ set(self._free))}"
+    def publish(self, block: int, key: Hashable) -> None:
+        """Let ``lookup`` find ``block`` under ``key``, unless another block has that key: the first one keeps it.
+
+        Args:
+            block: in use, and never written again while it has the key.
+            key: says the content in full; a block has at most one.
+        """
+        assert self._references[block] > 0, f"block {block} is free: its content is not the caller's to publish"
+        if self._block_of.setdefault(key, block) == block:
+            assert self._keys[block] in (None, key), f"block {block} has another key: it was written after that"
+            self._keys[block] = key
+
+    def lookup(self, key: Hashable) -> int | None:
+        """The block published under ``key``, free or in use; ``share`` it before the next ``allocate``."""
+        return self._block_of.get(key)
+
+    def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
+        """Assert that ``tables`` hold every reference, and that each other block is free once: none lost, none twice.
+
+        Args:
+            tables: the block tables of everybody who uses this pool; NULL_BLOCK in them does not count.
+        """
+        held = Counter(block for table in tables for block in table if block != NULL_BLOCK)
+        assert all(0 < block < self.num_blocks for block in held), f"a table holds blocks of another pool: {held}"
+        for block, references in enumerate(self._references):
+            assert references == held[block], f"block {block}: {references} references, in {held[block]} tables"
+        free = Counter([*self._empty, *self._cached])
+        assert all(count == 1 for count in free.values()), f"a block is free twice: {free}"
+        lost = {block for block in range(1, self.num_blocks) if self._references[block] == 0} ^ free.keys()
+        assert not lost, f"blocks lost, or free while in use: {sorted(lost)}"
+        keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
+        assert {block: key for key, block in self._block_of.items()} == keyed, "keys and blocks disagree"
+        assert len(self._block_of) == len(keyed), "a block has two keys"
+        assert not keyed.keys() & set(self._empty), "a block with content is in line with the empty ones"
+        assert self._cached.keys() <= keyed.keys(), "a block without content waits for eviction"
+
+    def _evict(self) -> int:
+        """The free block whose content was given back longest ago, without that content."""
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._keys[block]]
+        self._keys[block] = None
+        self.num_evictions += 1
+        return block

@@ -133,7 +133,9 @@ def score(model: CompiledModel, configuration: Configuration) -> Tensor:
     size = configuration.block_size
     order = None if configuration.placement is None else torch.Generator().manual_seed(configuration.placement)
     blocks = sum(-(-len(row) // size) for row in configuration.rows) + (3 if configuration.placement else 0)
-    runner, pool = model.new_runner(blocks * size, block_size=size, order=order, cuda_graphs=configuration.cuda_graphs)
+    runner, kv_blocks = model.new_runner(
+        blocks * size, block_size=size, order=order, cuda_graphs=configuration.cuda_graphs
+    )
     if configuration.poison:
         for cache in (*runner.kv_cache.k_caches, *runner.kv_cache.v_caches):
             cache.fill_(float("nan"))
@@ -141,7 +143,7 @@ def score(model: CompiledModel, configuration: Configuration) -> Tensor:
     pieces = []
     for step in steps:
         plan = [(sequences[row], n) for row, n in step]
-        logits = runner.run(*build_step(plan, pool, runner.kv_cache, model.device, all_logits=True))
+        logits = runner.run(build_step(plan, kv_blocks, all_logits=True))
         start = 0
         for sequence, n in plan:
             sequence.num_computed += n

@@ -1,12 +1,12 @@
 """CompiledModel: called like the Hugging Face model it was made from; its bits depend on each row's own tokens."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput
@@ -15,10 +15,16 @@ from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
 from detcompile.passes.lowering import Lowered
 from detcompile.runtime.block_pool import BlockPool
-from detcompile.runtime.runner import KVCache, KVShape, Runner
-from detcompile.runtime.sampling import SamplingParams, sample
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import EngineModel, new_engine
+from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.padded_batch import keep_columns, repad, unpad
+from detcompile.runtime.runner import Runner
+from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import build_step, keep_columns, repad, unpad
+from detcompile.runtime.step_builder import build_step
 
 __all__ = ["CompiledModel"]
 
@@ -42,7 +48,9 @@ class CompiledModel:
         self.max_context = max_context
         self.certificate: Certificate = lowered.certificate
         self.forward = lowered.forward
-        self._kv_shapes = tuple(KVShape(c.kv_heads, c.head_dim, c.v_head_dim) for c in lowered.attention)
+        self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
+        self._kv_groups = lowered.kv_groups
+        self._generator: Engine | None = None  # behind generate(); kept, so that its CUDA graphs are
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +68,12 @@ class CompiledModel:
         return self.model.get_input_embeddings().weight.shape[0]
 
     @cached_property
+    def _num_logits(self) -> int:
+        """Ids that can be drawn; a head may be wider than the embedding."""
+        head = self.model.get_output_embeddings()
+        return self.vocab_size if head is None else head.weight.shape[0]
+
+    @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name."""
         config = self.model.config.to_dict()
@@ -70,6 +84,36 @@ class CompiledModel:
         """sha256 in hex: equal fingerprints give equal bits. Reads every weight once, on first use."""
         return fingerprint(self.fingerprint_parts)
 
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """The tokenizer in the folder that the model was loaded from; None if there is none."""
+        try:
+            return AutoTokenizer.from_pretrained(self.model.name_or_path, local_files_only=True)
+        except (OSError, ValueError):
+            return None
+
+    def engine(self, config: EngineConfig | None = None, *, tokenizer: Any | None = None) -> Engine:
+        """A serving engine over this model: paged KV cache, continuous batching, prefix cache.
+
+        Args:
+            tokenizer: of transformers; default: this model's own, if it has one.
+
+        Raises:
+            InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory.
+        """
+        model = EngineModel(
+            forward=self.forward,
+            kv_shapes=self._kv_shapes,
+            kv_groups=self._kv_groups,
+            dtype=self.dtype,
+            device=self.device,
+            max_context=self.max_context,
+            num_token_ids=self.vocab_size,
+            num_logits=self._num_logits,
+            eos_token_ids=self._stop_tokens(None),
+        )
+        return new_engine(model, config or EngineConfig(), self.tokenizer if tokenizer is None else tokenizer)
+
     def new_runner(
         self,
         num_tokens: int,
@@ -77,18 +121,24 @@ class CompiledModel:
         block_size: int = BLOCK_SIZE,
         order: SequenceOf[int] | torch.Generator | None = None,
         cuda_graphs: bool = False,
-    ) -> tuple[Runner, BlockPool]:
-        """A KV cache for at least ``num_tokens`` tokens, what runs steps over it, and the pool of its blocks.
+    ) -> tuple[Runner, KVBlocks]:
+        """A KV cache for at least ``num_tokens`` tokens, what runs steps over it, and its blocks.
 
         Args:
             num_tokens: of all sequences together, each rounded up to whole blocks by the caller.
             order: in which the pool hands out its blocks.
         """
-        num_blocks = max(1, -(-num_tokens // block_size))
+        num_blocks = max(1, -(-num_tokens // block_size)) * len(self._kv_groups) + 1
         cache = KVCache(
-            self._kv_shapes, dtype=self.dtype, device=self.device, num_blocks=num_blocks, block_size=block_size
+            self._kv_shapes,
+            self._kv_groups,
+            dtype=self.dtype,
+            device=self.device,
+            num_blocks=num_blocks,
+            block_size=block_size,
         )
-        return Runner(self.forward, cache, cuda_graphs), BlockPool(num_blocks, block_size, order)
+        blocks = KVBlocks(BlockPool(num_blocks, block_size, order), self._kv_groups, prefix_caching=False)
+        return Runner(self.forward, cache, cuda_graphs), blocks
 
     @torch.no_grad()
     def __call__(
@@ -123,11 +173,10 @@ class CompiledModel:
             Sequence(self._checked(tokens, row), position_ids=positions)
             for row, (tokens, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True))
         ]
-        runner, pool = self.new_runner(sum(_whole_blocks(len(s.token_ids)) for s in sequences))
-        plan = [(sequence, sequence.num_uncomputed) for sequence in sequences]
-        packed = build_step(plan, pool, runner.kv_cache, self.device, all_logits=True)
+        runner, blocks = self.new_runner(sum(_whole_blocks(len(s.token_ids)) for s in sequences))
+        arrays = build_step([(sequence, sequence.num_uncomputed) for sequence in sequences], blocks)
         rows, mask = keep_columns(batch.mask, logits_to_keep)
-        logits = repad(runner.run(*packed._replace(logits_to_keep=rows.to(self.device))), mask)
+        logits = repad(runner.run(arrays._replace(logits_to_keep=rows.numpy())), mask)
         loss = None if labels is None else _loss(logits, labels, batch.mask)
         return CausalLMOutput(loss=loss, logits=logits)
 
@@ -163,42 +212,42 @@ class CompiledModel:
         """
         batch = unpad(input_ids, attention_mask)
         stop = self._stop_tokens(eos_token_id)
-        params = SamplingParams(
-            max_tokens=max_new_tokens,
-            temperature=temperature if do_sample else 0.0,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            stop_token_ids=stop,
-        )
-        seeds = _row_seeds(seed, len(batch.token_ids))
-        sequences = [
-            Sequence(list(self._checked(tokens, row, max_new_tokens)), replace(params, seed=seeds[row]))
-            for row, tokens in enumerate(batch.token_ids)
+        params = [
+            SamplingParams(
+                max_tokens=max_new_tokens,
+                temperature=temperature if do_sample else 0.0,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=row_seed,
+                ignore_eos=True,  # ``stop`` says what ends a row
+                stop_token_ids=stop,
+            )
+            for row_seed in _row_seeds(seed, len(batch.token_ids))
         ]
-        self.run_to_end(sequences, cuda_graphs=self.device.type == "cuda" if cuda_graphs is None else cuda_graphs)
+        prompts = [self._checked(tokens, row, max_new_tokens) for row, tokens in enumerate(batch.token_ids)]
+        engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
+        outputs = engine.generate(prompts, params, progress=False)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
         pad = self._pad_token(pad_token_id, stop)
-        longest = max(len(sequence.generated_ids) for sequence in sequences)
-        new = [s.generated_ids + [pad] * (longest - len(s.generated_ids)) for s in sequences]
+        generated = [output.outputs[0].token_ids for output in outputs]
+        longest = max(len(tokens) for tokens in generated)
+        new = [tokens + [pad] * (longest - len(tokens)) for tokens in generated]
         return torch.cat([input_ids.long(), torch.tensor(new, device=input_ids.device)], dim=1)
 
-    @torch.no_grad()
-    def run_to_end(
-        self, sequences: SequenceOf[Sequence], *, cuda_graphs: bool = False, block_size: int = BLOCK_SIZE
-    ) -> None:
-        """Prefill every sequence in one step, then decode all that are unfinished together, until none is."""
-        most = sum(_whole_blocks(s.num_prompt_tokens + s.sampling.max_tokens, block_size) for s in sequences)
-        runner, pool = self.new_runner(most, block_size=block_size, cuda_graphs=cuda_graphs)
-        while running := [sequence for sequence in sequences if sequence.finish_reason is None]:
-            plan = [(sequence, sequence.num_uncomputed) for sequence in running]
-            logits = runner.run(*build_step(plan, pool, runner.kv_cache, self.device))
-            positions = [len(sequence.token_ids) for sequence in running]
-            tokens = sample(logits, [sequence.sampling for sequence in running], positions).tolist()
-            for (sequence, computed), token in zip(plan, tokens, strict=True):
-                sequence.num_computed += computed
-                sequence.append(token)
-                if sequence.finish_reason is not None:
-                    pool.free(sequence.block_table)
+    def _generating_engine(self, prompts: list[list[int]], max_new_tokens: int, cuda_graphs: bool | None) -> Engine:
+        """An engine whose cache holds all of these to their ends: the last one if it does, or a new one."""
+        longest = _whole_blocks(max(len(tokens) for tokens in prompts) + max_new_tokens)
+        needed = len(prompts) * longest // BLOCK_SIZE * len(self._kv_groups) + 1
+        last = self._generator
+        if last is not None and last.stats.num_blocks >= needed and last.config.cuda_graphs == cuda_graphs:
+            return last
+        self._generator = last = None  # frees the old cache first
+        config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=min(len(prompts), 1024))
+        self._generator = engine = self.engine(config)
+        return engine
 
     def _checked(self, token_ids: list[int], row: int, max_new_tokens: int = 0) -> list[int]:
         if len(token_ids) + max_new_tokens > self.max_context:

@@ -2,6 +2,7 @@
 
 DetcompileError
 ├── CompilerNotFound      no working C++ compiler for the CPU templates
+├── EngineError           a request, or a whole engine, failed while it ran
 ├── InvalidInput          a call's arguments cannot be served (also a ValueError)
 │   └── NumericsError     a Numerics that no order can satisfy
 ├── ScheduleError         no schedule of a template may run on this device
@@ -14,6 +15,7 @@ Each message says what went wrong, where, and what to do about it.
 __all__ = [
     "CompilerNotFound",
     "DetcompileError",
+    "EngineError",
     "InvalidInput",
     "NumericsError",
     "ScheduleError",
@@ -28,6 +30,10 @@ class DetcompileError(Exception):
 
 class CompilerNotFound(DetcompileError):
     """The CPU templates are compiled on first use and no working C++ compiler was found."""
+
+
+class EngineError(DetcompileError):
+    """A request, or a whole engine, failed while it ran."""
 
 
 class InvalidInput(DetcompileError, ValueError):

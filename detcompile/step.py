@@ -3,26 +3,55 @@
 Legend: T tokens of this step, S sequences, R rows whose logits are wanted.
 """
 
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["PADDING_SLOT", "StepInputs"]
+__all__ = ["KVGroup", "PADDING_SLOT", "StepInputs", "kv_groups"]
 
 PADDING_SLOT = -1  # a token whose key and value are written nowhere
+
+
+class KVGroup(NamedTuple):
+    """Layers that share a block table, because they see the same keys."""
+
+    layers: tuple[int, ...]
+    window: int  # tokens that a query sees, itself included; 0 for all before it
 
 
 class StepInputs(NamedTuple):
     """Packed tokens of a step, and where their keys and values live.
 
     The tokens of sequence s are rows ``cu_seqlens[s]:cu_seqlens[s + 1]``; they are the LAST tokens of that sequence,
-    which holds ``seq_lens[s]`` keys once this step has written its own. Key p of sequence s lives in slot
-    ``block_table[s, p // block_size] * block_size + p % block_size``. Rows past ``cu_seqlens[S]`` are padding.
+    which holds ``seq_lens[s]`` keys once this step has written its own. For the layers of KV group g, key p of sequence
+    s lives in slot ``block_tables[g][s, p // block_size] * block_size + p % block_size``. Rows past ``cu_seqlens[S]``
+    are padding.
     """
 
-    slot_mapping: Tensor  # [T] int64, PADDING_SLOT writes nowhere
+    slot_mappings: tuple[Tensor, ...]  # one a KV group: [T] int64, PADDING_SLOT writes nowhere
     cu_seqlens: Tensor  # [S + 1] int32, ascending from 0
     seq_lens: Tensor  # [S] int32, keys of each sequence after this step's writes
-    block_table: Tensor  # [S, max_blocks] int32
+    block_tables: tuple[Tensor, ...]  # one a KV group: [S, max_blocks] int32
     k_caches: tuple[Tensor, ...]  # one a layer: [num_blocks, block_size, kv_heads, head_dim]
     v_caches: tuple[Tensor, ...]  # one a layer: [num_blocks, block_size, kv_heads, v_head_dim]
+
+
+def kv_groups(windows: Sequence[int], shapes: Sequence[Hashable]) -> tuple[KVGroup, ...]:
+    """Layers by what they see, in groups of about one size, so that a block of any group takes the same memory.
+
+    ``windows`` and ``shapes`` have one entry a layer. Where kinds of layers differ, each kind is split into groups as
+    large as the rarest kind; layer i of every group then shares one tensor with layer i of the others. Layers of
+    unequal shapes cannot share: they form one group, without a window, and keep keys that some no longer see.
+    """
+    kinds: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    if len(kinds) == 1 or len(set(shapes)) > 1:
+        return (KVGroup(tuple(range(len(windows))), windows[0] if len(kinds) == 1 else 0),)
+    size = min(len(layers) for layers in kinds.values())
+    return tuple(
+        KVGroup(tuple(layers[start : start + size]), window)
+        for window, layers in kinds.items()
+        for start in range(0, len(layers), size)
+    )

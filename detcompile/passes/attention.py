@@ -1,5 +1,6 @@
 """Attention reaches our template through transformers' AttentionInterface, or from scaled_dot_product_attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, fx, nn
 from transformers import AttentionInterface
 
 from detcompile.errors import UnsupportedModel
-from detcompile.step import StepInputs
+from detcompile.step import KVGroup, StepInputs
 
 __all__ = ["AttentionCall", "IMPLEMENTATION", "STEP_KWARG", "check_call", "pin_sdpa", "register_attention"]
 
@@ -41,19 +42,22 @@ class AttentionCall:
     """What one attention layer asks for, seen while the model runs once.
 
     Attributes:
-        layer: index into the step's caches. kv_heads, head_dim, v_head_dim: extents of one cached key and value.
+        layer: index into the step's caches. shape: kv_heads, head_dim, v_head_dim: extents of a cached key and value.
         window: sliding window in tokens, 0 for none.
     """
 
     def __init__(self, module: Any, key: Tensor, value: Tensor, window: int) -> None:
         self.layer = int(module.layer_idx)
-        self.kv_heads, self.head_dim = key.shape[1], key.shape[3]
-        self.v_head_dim = value.shape[3]
+        self.shape = (key.shape[1], key.shape[3], value.shape[3])
         self.window = window
 
 
-def register_attention(kv_chunk: int) -> None:
-    """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys."""
+def register_attention(kv_chunk: int, groups: Sequence[KVGroup]) -> None:
+    """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys.
+
+    A layer reads the block table of its group.
+    """
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
 
     def pinned(
         module: Any,
@@ -83,10 +87,10 @@ def register_attention(kv_chunk: int) -> None:
             v,
             step.k_caches[layer],
             step.v_caches[layer],
-            step.slot_mapping,
+            step.slot_mappings[group_of[layer]],
             step.cu_seqlens,
             step.seq_lens,
-            step.block_table,
+            step.block_tables[group_of[layer]],
             *order,
         )
         return out.unsqueeze(0), None

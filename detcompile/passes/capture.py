@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters import adapt
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
-from detcompile.step import StepInputs
+from detcompile.step import KVGroup, StepInputs, kv_groups
 
 __all__ = ["DenseForward", "PackedForward", "freeze_rope", "probe_attention"]
 
@@ -78,10 +78,16 @@ def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
                 by_layer[layer_type] = "default"
 
 
-def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[AttentionCall, ...]:
-    """The attention calls of one forward, in layer order; UnsupportedModel where one means something unknown."""
+def probe_attention(
+    model: PreTrainedModel, kv_chunk: int
+) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
+    """The attention calls of one forward, in layer order, and the groups of layers that share a block table.
+
+    Raises:
+        UnsupportedModel: a call means something unknown.
+    """
     _require_ready(model)
-    register_attention(kv_chunk)  # before the model is told to use it
+    register_attention(kv_chunk, ())  # before the model is told to use it
     if not adapt(model):
         _use_attention(model)
     calls: list[AttentionCall] = []
@@ -95,9 +101,12 @@ def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[AttentionCal
     try:
         masks = _run_once(model)
     finally:
-        register_attention(kv_chunk)
+        register_attention(kv_chunk, ())
     _check_calls(model, calls, masks)
-    return tuple(sorted(calls, key=lambda call: call.layer))
+    calls.sort(key=lambda call: call.layer)
+    groups = kv_groups([call.window for call in calls], [call.shape for call in calls])
+    register_attention(kv_chunk, groups)
+    return tuple(calls), groups
 
 
 def _require_ready(model: PreTrainedModel) -> None:
@@ -118,7 +127,7 @@ def _run_once(model: PreTrainedModel) -> set[str]:
     device = next(model.parameters()).device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     empty = torch.zeros(0, dtype=torch.int32, device=device)
-    step = StepInputs(empty, empty, empty, empty, (), ())
+    step = StepInputs((empty,), empty, empty, (empty,), (), ())
     with _recorded_masks(model) as masks, torch.no_grad():
         try:
             model(

@@ -1,5 +1,6 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from detcompile.passes.capture import DenseForward, PackedForward, freeze_rope, 
 from detcompile.passes.certificate import Certificate, Role
 from detcompile.passes.provenance import sympy_size
 from detcompile.passes.shard import pin_row_parallel
-from detcompile.step import StepInputs
+from detcompile.step import KVGroup, StepInputs
 
 __all__ = ["Lowered", "lower"]
 
@@ -35,7 +36,8 @@ class Lowered(NamedTuple):
 
     forward: Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
     certificate: Certificate
-    attention: tuple[AttentionCall, ...]
+    kv_shapes: tuple[tuple[int, int, int], ...]  # one a layer: kv_heads, head_dim, v_head_dim
+    kv_groups: tuple[KVGroup, ...]
 
 
 def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lowered:
@@ -54,11 +56,11 @@ def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lower
         )
     setattr(model, TAKEN, True)
     freeze_rope(model, max_context)
-    attention = probe_attention(model, numerics.kv_chunk)
+    attention, groups = probe_attention(model, numerics.kv_chunk)
     pin_row_parallel(model, numerics)
     _certify_batches(model, numerics, len(attention))
-    forward, certificate = _compile_packed(model, numerics, attention)
-    return Lowered(forward, certificate, attention)
+    forward, certificate = _compile_packed(model, numerics, attention, len(groups))
+    return Lowered(forward, certificate, tuple(call.shape for call in attention), groups)
 
 
 def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int) -> None:
@@ -74,11 +76,11 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
 
 
 def _compile_packed(
-    model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...]
+    model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...], num_groups: int
 ) -> tuple[Callable[..., Tensor], Certificate]:
     backend = Backend(numerics, _packed_role, len(attention), join_weights=True)
     packed = torch.compile(_with_own_code(PackedForward(model)), backend=backend, fullgraph=True, dynamic=None)
-    example = _example(model, attention)
+    example = _example(model, attention, num_groups)
     _run(lambda: packed(*example), model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return _bind(program, example), certificate
@@ -119,7 +121,8 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
 
 
 def _leaves(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> list[Tensor]:
-    return [input_ids, position_ids, logits_to_keep, *step[:4], *step.k_caches, *step.v_caches]
+    parts = (part if isinstance(part, tuple) else (part,) for part in step)
+    return [input_ids, position_ids, logits_to_keep, *itertools.chain.from_iterable(parts)]
 
 
 def _with_own_code(module: nn.Module) -> Callable[..., Tensor]:
@@ -162,7 +165,9 @@ def _dense_role(name: str, value: Any) -> Role:
     return Role("rows", {0: "batch", 1: "tokens"}) if name.startswith(("L_input", "L_pos")) else Role("weight")
 
 
-def _example(model: PreTrainedModel, attention: tuple[AttentionCall, ...]) -> tuple[Tensor, Tensor, StepInputs, Tensor]:
+def _example(
+    model: PreTrainedModel, attention: tuple[AttentionCall, ...], num_groups: int
+) -> tuple[Tensor, Tensor, StepInputs, Tensor]:
     """A step of two tokens whose extents are marked unknown, so that one graph serves every step."""
     device, dtype = next(model.parameters()).device, model.dtype
     num_tokens, num_blocks = 2, 2
@@ -173,13 +178,14 @@ def _example(model: PreTrainedModel, attention: tuple[AttentionCall, ...]) -> tu
     def metadata(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    shapes = [call.shape for call in attention]
     step = StepInputs(
-        slot_mapping=metadata([0, 1], torch.int64),
+        slot_mappings=tuple(metadata([0, 1], torch.int64) for _ in range(num_groups)),
         cu_seqlens=metadata([0, num_tokens]),
         seq_lens=metadata([num_tokens]),
-        block_table=metadata([[0, 1]]),
-        k_caches=tuple(cache(call.kv_heads, call.head_dim) for call in attention),
-        v_caches=tuple(cache(call.kv_heads, call.v_head_dim) for call in attention),
+        block_tables=tuple(metadata([[0, 1]]) for _ in range(num_groups)),
+        k_caches=tuple(cache(kv_heads, head_dim) for kv_heads, head_dim, _ in shapes),
+        v_caches=tuple(cache(kv_heads, v_head_dim) for kv_heads, _, v_head_dim in shapes),
     )
     input_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     position_ids = torch.arange(num_tokens, device=device)[None]
@@ -188,10 +194,10 @@ def _example(model: PreTrainedModel, attention: tuple[AttentionCall, ...]) -> tu
         (input_ids, 1),
         (position_ids, 1),
         (logits_to_keep, 0),
-        (step.slot_mapping, 0),
+        *((slots, 0) for slots in step.slot_mappings),
         (step.cu_seqlens, 0),
         (step.seq_lens, 0),
-        (step.block_table, [0, 1]),
+        *((table, [0, 1]) for table in step.block_tables),
     ]:
         mark_unbacked(tensor, dims)
     for tensor in (*step.k_caches, *step.v_caches):

@@ -1,88 +1,112 @@
-"""One forward step: the KV tensors, and CUDA graphs for the small steps of decoding.
+"""One forward step on one device: arrays to the device, and CUDA graphs for the steps whose shapes come back.
 
-Legend: T tokens of a step, S sequences, R rows of logits, V vocabulary size, W width of the block table.
+Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, V vocabulary size, W width of the block tables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.block_pool import check_block_size
+from detcompile.runtime.kv_cache import KVCache
+from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.step import PADDING_SLOT, StepInputs
 
-__all__ = ["Forward", "KVCache", "KVShape", "PackedStep", "Runner", "TOKEN_BUCKETS", "pad_step"]
+__all__ = ["Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS"]
 
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-NUM_WARMUPS = 2  # compile kernels and settle workspaces before a capture
+TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
+MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
+SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
+ALIGNMENT = 128  # bytes, of each array in a step's buffer
+MOST_SEQUENCES = 4096  # of a step
+NUM_STAGING = 3  # one being written, one being copied, one whose copy is surely over
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
 
 
-class KVShape(NamedTuple):
-    """One layer's share of a cache slot."""
+class StepLayout(NamedTuple):
+    """Extents of a step's arrays, padding included."""
 
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    tokens: int
+    sequences: int
+    rows: int
+    blocks: int
+    groups: int
+
+    def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """dtype and shape of each array of StepArrays."""
+        return {
+            "input_ids": (np.int64, (self.tokens,)),
+            "position_ids": (np.int64, (self.tokens,)),
+            "pending": (np.int64, (self.tokens,)),
+            "logits_to_keep": (np.int64, (self.rows,)),
+            "slot_mappings": (np.int64, (self.groups, self.tokens)),
+            "cu_seqlens": (np.int32, (self.sequences + 1,)),
+            "seq_lens": (np.int32, (self.sequences,)),
+            "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
+        }
+
+    @classmethod
+    def of(cls, arrays: StepArrays) -> "StepLayout":
+        """Without padding."""
+        groups, sequences, blocks = arrays.block_tables.shape
+        return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups)
 
 
-class PackedStep(NamedTuple):
-    """The arguments of one forward."""
-
-    input_ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64
-    step: StepInputs
-    logits_to_keep: Tensor  # [R] int64, indices of packed tokens
-
-
-class KVCache:
-    """Keys and values of every layer: ``k_caches[layer]`` is [num_blocks, block_size, kv_heads, head_dim].
+class StepBuffer:
+    """The arrays of a layout side by side in one piece of memory, so that one copy moves them all.
 
     Args:
-        shapes: one a layer.
-        block_size: tokens a block, a multiple of 16.
-
-    Raises:
-        InvalidInput: a size that cannot be.
+        memory: [bytes] uint8, pinned or on a device; None allocates it on ``device``.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[KVShape],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        num_blocks: int,
-        block_size: int,
-    ) -> None:
-        check_block_size(block_size)
-        if num_blocks <= 0:
-            raise InvalidInput(f"a cache of {num_blocks} blocks can hold nothing: num_blocks must be positive")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.device = torch.device(device)
-        self.k_caches = tuple(self._unfilled(s.kv_heads, s.head_dim, dtype) for s in shapes)
-        self.v_caches = tuple(self._unfilled(s.kv_heads, s.v_head_dim, dtype) for s in shapes)
+    def __init__(self, layout: StepLayout, device: torch.device, memory: Tensor | None = None) -> None:
+        self.layout = layout
+        places, size = {}, 0
+        for name, (dtype, shape) in layout.fields().items():
+            length = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            places[name] = (size, length, dtype, shape)
+            size += -(-length // ALIGNMENT) * ALIGNMENT
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
+        self._places = places
 
-    def _unfilled(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        """What a slot holds before it is written does not matter: attention selects by position, NaN or not."""
-        return torch.empty(self.num_blocks, self.block_size, heads, dim, dtype=dtype, device=self.device)
+    def fill(self, arrays: StepArrays) -> None:
+        """Write a step that fits, and its padding: of memory on the host.
+
+        A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
+        padding row of logits is that of token 0.
+        """
+        memory = self.bytes.numpy()
+        behind = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "cu_seqlens": arrays.cu_seqlens[-1]}
+        for name, (start, length, dtype, shape) in self._places.items():
+            given: NDArray[Any] = getattr(arrays, name)
+            target: NDArray[Any] = memory[start : start + length].view(dtype).reshape(shape)
+            if given.shape != shape:
+                target.fill(behind.get(name, 0))
+            target[tuple(slice(0, size) for size in given.shape)] = given
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the memory, by the names of StepArrays."""
+        kinds: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
+        return {
+            name: self.bytes[start : start + length].view(kinds[dtype]).view(shape)
+            for name, (start, length, dtype, shape) in self._places.items()
+        }
 
 
 class Runner:
     """Runs steps of ``forward`` over one KV cache.
 
-    With ``cuda_graphs``, a step whose tokens, sequences and logits fit a bucket is padded to it and replayed from a
-    graph, captured when first needed: one a (bucket, width of the block table rounded up to a power of two). Larger
-    steps are plain calls. Padding takes part in no live row's arithmetic, so both give the same bits.
+    With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph: steps of one token a sequence at
+    first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never. Padding takes part
+    in no live row's arithmetic, so all give the same bits.
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V].
-        kv_cache: its tensors must be those of every StepInputs.
         cuda_graphs: needs a cache on a CUDA device.
 
     Raises:
@@ -95,81 +119,112 @@ class Runner:
         self.forward = forward
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
+        self._graphs: dict[StepLayout, _Graph] = {}
+        self._seen: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
+        self._staging: list[Tensor] = []
 
     @torch.no_grad()
-    def run(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+    def run(self, arrays: StepArrays) -> Tensor:
         """Write the step's keys and values into the cache; return logits [R, V] of the tokens ``logits_to_keep``."""
-        packed = PackedStep(input_ids, position_ids, step, logits_to_keep)
-        bucket = _bucket(packed) if self.cuda_graphs else None
-        if bucket is None:
-            return self.forward(*packed)
-        same_cache = step.k_caches is self.kv_cache.k_caches and step.v_caches is self.kv_cache.v_caches
-        assert same_cache, "a graph writes into the cache that it was captured with, and into no other"
-        num_blocks = 1 << (step.block_table.shape[1] - 1).bit_length()
-        padded = pad_step(packed, bucket, num_blocks)
-        graph = self._graphs.get((bucket, num_blocks))
-        if graph is None:
-            graph = self._graphs[bucket, num_blocks] = _Graph(self.forward, padded, self._memory_pool)
-        return graph.replay(padded)[: len(logits_to_keep)].clone()
+        logits = self.launch(arrays)
+        return logits.clone() if self.cuda_graphs else logits
 
+    @torch.no_grad()
+    def launch(self, arrays: StepArrays) -> Tensor:
+        """As ``run``, without waiting for the device; the logits are good until the next launch.
 
-def pad_step(packed: PackedStep, bucket: int, num_blocks: int) -> PackedStep:
-    """The same step with T = S = R = ``bucket`` and a block table ``num_blocks`` wide; its first logits are the step's.
+        Pending tokens are read from ``sampled``, which the caller fills between steps.
+        """
+        layout = self.layout(arrays)
+        graph = self._graphs.get(layout)
+        if graph is None and self._worth_a_graph(layout):
+            graph = self._graphs[layout] = self._capture(arrays, layout)
+        buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffer
+        self._upload(arrays, buffer)
+        logits = self._forward(buffer) if graph is None else graph.replay()
+        return logits[: len(arrays.logits_to_keep)]
 
-    A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
-    padding row of logits is row 0 again.
-    """
-    step = packed.step
-    more_tokens = bucket - packed.input_ids.shape[1]
-    more_sequences = bucket - len(step.seq_lens)
-    more_blocks = num_blocks - step.block_table.shape[1]
-    assert min(more_tokens, more_sequences, more_blocks, bucket - len(packed.logits_to_keep)) >= 0
-    return PackedStep(
-        pad(packed.input_ids, (0, more_tokens)),
-        pad(packed.position_ids, (0, more_tokens)),
-        step._replace(
-            slot_mapping=pad(step.slot_mapping, (0, more_tokens), value=PADDING_SLOT),
-            cu_seqlens=torch.cat([step.cu_seqlens, step.cu_seqlens[-1:].expand(more_sequences)]),
-            seq_lens=pad(step.seq_lens, (0, more_sequences)),
-            block_table=pad(step.block_table, (0, more_blocks, 0, more_sequences)),
-        ),
-        pad(packed.logits_to_keep, (0, bucket - len(packed.logits_to_keep))),
-    )
+    def layout(self, arrays: StepArrays) -> StepLayout:
+        """The padded layout that a step runs in."""
+        exact = StepLayout.of(arrays)
+        if not self.cuda_graphs:
+            return exact
+        blocks = 1 << (max(exact.blocks, SHORTEST_TABLE // self.kv_cache.block_size) - 1).bit_length()
+        if exact.tokens == exact.sequences == exact.rows:
+            bucket = _bucket(exact.tokens, TOKEN_BUCKETS)
+            return exact._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks)
+        if exact.tokens > MIXED_BUCKETS[-1] or exact.rows > exact.tokens:
+            return exact._replace(blocks=blocks)
+        tokens = _bucket(exact.tokens, MIXED_BUCKETS)
+        sequences = min(tokens, 1 << (max(exact.sequences, exact.rows, 8) - 1).bit_length())
+        return exact._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks)
+
+    def _worth_a_graph(self, layout: StepLayout) -> bool:
+        if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1]:
+            return False
+        if layout.tokens == layout.sequences == layout.rows:
+            return True
+        again = layout in self._seen
+        self._seen.add(layout)
+        return again and layout.tokens <= MIXED_BUCKETS[-1]
+
+    def _capture(self, arrays: StepArrays, layout: StepLayout) -> "_Graph":
+        """A graph of this layout; the step runs on the way and writes what its replay will write again."""
+        buffer = StepBuffer(layout, self.kv_cache.device)
+        self._upload(arrays, buffer)
+        return _Graph(lambda: self._forward(buffer), buffer, self._memory_pool)
+
+    def _forward(self, buffer: StepBuffer) -> Tensor:
+        t = buffer.tensors()
+        pending = t["pending"]
+        input_ids = torch.where(pending == NOT_PENDING, t["input_ids"], self.sampled[pending.clamp_min(0)])
+        step = StepInputs(
+            slot_mappings=t["slot_mappings"].unbind(),
+            cu_seqlens=t["cu_seqlens"],
+            seq_lens=t["seq_lens"],
+            block_tables=t["block_tables"].unbind(),
+            k_caches=self.kv_cache.k_caches,
+            v_caches=self.kv_cache.v_caches,
+        )
+        return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
+
+    def _upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
+        if self.kv_cache.device.type == "cpu":
+            buffer.fill(arrays)
+            return
+        size = len(buffer.bytes)
+        staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else torch.empty(0, dtype=torch.uint8)
+        if len(staging) < size:
+            staging = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        self._staging.append(staging)
+        host = StepBuffer(buffer.layout, torch.device("cpu"), staging)
+        host.fill(arrays)
+        buffer.bytes.copy_(host.bytes, non_blocking=True)
 
 
 class _Graph:
-    """A captured forward over tensors whose addresses never change."""
+    """A captured forward over a buffer whose address never changes."""
 
-    def __init__(self, forward: Forward, padded: PackedStep, memory_pool: Any) -> None:
-        self.inputs = padded
+    def __init__(self, forward: Callable[[], Tensor], buffer: StepBuffer, memory_pool: Any) -> None:
+        self.buffer = buffer
         warmup_stream = torch.cuda.Stream()
         warmup_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warmup_stream):
-            for _ in range(NUM_WARMUPS):  # these steps write what the replay will write again
-                forward(*padded)
+            forward()  # compiles kernels and settles workspaces
         torch.cuda.current_stream().wait_stream(warmup_stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=memory_pool):
-            self.logits = forward(*padded)
+            self.logits = forward()
 
-    def replay(self, padded: PackedStep) -> Tensor:
-        """Logits [bucket, V], overwritten by the next replay of any graph that shares the memory pool."""
-        for buffer, value in zip(_changing(self.inputs), _changing(padded)):
-            buffer.copy_(value)
+    def replay(self) -> Tensor:
+        """Logits of the layout, overwritten by the next replay of any graph that shares the memory pool."""
         self.graph.replay()
         return self.logits
 
 
-def _changing(packed: PackedStep) -> list[Tensor]:
-    """Every tensor that differs between steps: all but the caches."""
-    step = packed.step
-    metadata = [step.slot_mapping, step.cu_seqlens, step.seq_lens, step.block_table]
-    return [packed.input_ids, packed.position_ids, packed.logits_to_keep, *metadata]
+def _bucket(size: int, buckets: tuple[int, ...]) -> int:
+    return next((bucket for bucket in buckets if size <= bucket), size)
 
 
-def _bucket(packed: PackedStep) -> int | None:
-    """The smallest bucket that holds the step's tokens, sequences and logits."""
-    size = max(packed.input_ids.shape[1], len(packed.step.seq_lens), len(packed.logits_to_keep))
-    return next((bucket for bucket in TOKEN_BUCKETS if size <= bucket), None)

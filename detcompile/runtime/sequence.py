@@ -1,24 +1,26 @@
-"""One request: its tokens, how many of them the cache holds, and where."""
+"""One sequence: its tokens, how many of them the cache holds, and where."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.sampling import SamplingParams
+from detcompile.runtime.sampling_params import SamplingParams
 
 __all__ = ["FinishReason", "Sequence"]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    ``token_ids[:num_computed]`` have their keys and values in the cache, in the blocks of ``block_table``.
-    ``position_ids`` overrides the positions 0, 1, 2… that the model sees (one an element of ``token_ids``); the
-    place in the cache is the index in ``token_ids`` all the same. ``sampling`` always has a seed: one is drawn here
-    if the caller gave none, and it stays readable in ``seed``, so that the request can be repeated.
+    The first ``num_computed`` tokens have their keys and values in the cache, or in a step that was launched; group g's
+    are in the blocks of ``block_tables[g]``. ``num_pending`` (0 or 1) tokens more than ``token_ids`` were drawn on the
+    device and not read back yet. ``position_ids`` overrides the positions 0, 1, 2… that the model sees (one an element
+    of ``token_ids``); the place in the cache is the index in ``token_ids`` all the same. ``sampling`` always has a
+    seed: one is drawn here if the caller gave none, and it stays readable in ``seed``, so that the request can be
+    repeated.
 
     Raises:
         InvalidInput: no token, or not one position a token.
@@ -27,9 +29,17 @@ class Sequence:
     token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     position_ids: list[int] | None = None
+    sample_index: int = 0  # which of a request's n samples this is
+    priority: int = 0  # lower is more urgent
+    arrival: int = 0  # counts requests
+    max_length: int = 1 << 62  # tokens that the context has room for
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    num_pending: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    last_step: int = -1  # the last step that this sequence had a part in
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended it
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,9 +59,31 @@ class Sequence:
         return self.sampling.seed
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, also those that were not read back yet."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens whose keys are not in the cache yet."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token is left to compute."""
+        return self.num_uncomputed == 1 and self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens drawn after the prompt, pending ones included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that this sequence can ever hold."""
+        if self.sampling.max_tokens is None:
+            return self.max_length
+        return min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
 
     @property
     def generated_ids(self) -> list[int]:
@@ -65,6 +97,6 @@ class Sequence:
         if self.position_ids is not None:
             self.position_ids.append(self.position_ids[-1] + 1)
         if token_id in self.sampling.stop_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) - self.num_prompt_tokens >= self.sampling.max_tokens:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif len(self.token_ids) >= self.most_tokens:
             self.finish_reason = "length"

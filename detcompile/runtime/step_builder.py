@@ -1,135 +1,159 @@
-"""From sequences to the packed tensors of one step, and from padded batches to rows and back.
+"""From sequences to the arrays of one step, on the host.
 
-Legend: B rows and C columns of a padded batch, T tokens of a step, S sequences, R rows of logits, V vocabulary size.
+Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width of the block tables.
 """
 
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.block_pool import BlockPool
-from detcompile.runtime.runner import KVCache, PackedStep
+from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
-from detcompile.step import StepInputs
 
-__all__ = ["UnpaddedBatch", "build_step", "keep_columns", "repad", "unpad"]
+__all__ = ["BlockTables", "NOT_PENDING", "StepArrays", "StepEntry", "build_arrays", "build_step"]
+
+NOT_PENDING = -1  # a token that the host knows
 
 
-class UnpaddedBatch(NamedTuple):
-    """A padded batch without its padding."""
+class StepEntry(NamedTuple):
+    """A sequence's part in a step: ``num_tokens`` tokens from index ``start`` on."""
 
-    token_ids: list[list[int]]  # one list a row
-    position_ids: list[list[int]]  # the same lengths
-    mask: Tensor  # [B, C] bool, on the CPU: where the tokens stood
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+
+class StepArrays(NamedTuple):
+    """A step as the host knows it; what it holds can be sent to another process."""
+
+    input_ids: NDArray[np.int64]  # [T]; where pending, anything
+    position_ids: NDArray[np.int64]  # [T]
+    pending: NDArray[np.int64]  # [T]: row of the previous step's sampled tokens that is this token, or NOT_PENDING
+    logits_to_keep: NDArray[np.int64]  # [R] indices of packed tokens
+    slot_mappings: NDArray[np.int64]  # [G, T]
+    cu_seqlens: NDArray[np.int32]  # [S + 1]
+    seq_lens: NDArray[np.int32]  # [S]
+    block_tables: NDArray[np.int32]  # [G, S, W]
+
+
+class BlockTables:
+    """The block tables of running sequences as one array, [G, seats, W] int32: a step gathers its rows at once.
+
+    A sequence takes a seat when it is first seen and keeps it until ``leave``; only blocks new since then are written.
+    """
+
+    def __init__(self, num_groups: int, num_seats: int, width: int) -> None:
+        self._array = np.zeros((num_groups, num_seats, width), np.int32)
+        self._free = list(reversed(range(num_seats)))
+        self._seats: dict[Sequence, tuple[int, list[int]]] = {}  # seat, blocks written of each group
+
+    def leave(self, sequence: Sequence) -> None:
+        """Give the sequence's seat back, if it has one; its blocks are no longer known."""
+        seat = self._seats.pop(sequence, None)
+        if seat is not None:
+            self._free.append(seat[0])
+
+    def rows(self, sequences: SequenceOf[Sequence], width: int) -> NDArray[np.int32]:
+        """[G, S, width]; what stands behind a sequence's own blocks is any block."""
+        return self._array[:, [self._seat(sequence) for sequence in sequences], :width]
+
+    def _seat(self, sequence: Sequence) -> int:
+        found = self._seats.get(sequence)
+        if found is None:
+            found = self._seats[sequence] = (self._free.pop(), [0] * len(sequence.block_tables))
+        seat, written = found
+        for group, table in enumerate(sequence.block_tables):
+            done = written[group]
+            if len(table) != done:
+                self._array[group, seat, done : len(table)] = table[done:]
+                written[group] = len(table)
+        return seat
 
 
 def build_step(
-    sequences: SequenceOf[tuple[Sequence, int]],
-    pool: BlockPool,
-    kv_cache: KVCache,
-    device: torch.device | str,
-    all_logits: bool = False,
-) -> PackedStep:
-    """Pack the next n tokens of each sequence, in the order given; blocks that they lack come from ``pool``.
+    sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks, all_logits: bool = False
+) -> StepArrays:
+    """The next n tokens of each sequence, in the order given, each computed; blocks they lack come from ``blocks``.
 
     The caller adds n to ``num_computed`` once the step has run.
 
     Args:
-        sequences: (sequence, n) with 1 <= n <= sequence.num_uncomputed, each sequence once.
+        sequences: (sequence, n) with 1 <= n <= sequence.num_uncomputed, each sequence once, no token pending.
         all_logits: logits of every token, packed like the tokens; otherwise of the last token of each sequence.
-
-    Returns:
-        PackedStep on ``device``.
 
     Raises:
         InvalidInput: no sequence, an n out of range, or too few free blocks; no sequence has changed then.
     """
-    _check_plan(sequences, pool, kv_cache)
-    _allocate_missing_blocks(sequences, pool)
-    lengths = [n for _, n in sequences]
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    logits_to_keep = torch.arange(sum(lengths)) if all_logits else cu_seqlens[1:].long() - 1
-    token_ids: list[int] = []
-    position_ids: list[int] = []
-    for sequence, n in sequences:
-        start, stop = sequence.num_computed, sequence.num_computed + n
-        token_ids += sequence.token_ids[start:stop]
-        position_ids += sequence.position_ids[start:stop] if sequence.position_ids is not None else range(start, stop)
-    step = StepInputs(
-        slot_mapping=torch.cat([_slots(sequence, n, pool.block_size) for sequence, n in sequences]).to(device),
-        cu_seqlens=cu_seqlens.to(device),
-        seq_lens=torch.tensor([s.num_computed + n for s, n in sequences], dtype=torch.int32, device=device),
-        block_table=_padded_block_table(sequences).to(device),
-        k_caches=kv_cache.k_caches,
-        v_caches=kv_cache.v_caches,
-    )
-    input_ids = torch.tensor([token_ids], dtype=torch.int64, device=device)
-    return PackedStep(
-        input_ids, torch.tensor([position_ids], dtype=torch.int64, device=device), step, logits_to_keep.to(device)
-    )
+    _check_plan(sequences)
+    _allocate_missing_blocks(sequences, blocks)
+    entries = [StepEntry(sequence, sequence.num_computed, n) for sequence, n in sequences]
+    width = max(len(table) for sequence, _ in sequences for table in sequence.block_tables)
+    tables = np.zeros((len(blocks.groups), len(sequences), width), np.int32)
+    for row, (sequence, _) in enumerate(sequences):
+        for group, table in enumerate(sequence.block_tables):
+            tables[group, row, : len(table)] = table
+    arrays = build_arrays(entries, tables, blocks.pool.block_size, {})
+    return arrays._replace(logits_to_keep=np.arange(len(arrays.input_ids))) if all_logits else arrays
 
 
-def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> UnpaddedBatch:
-    """Token ids and positions of each row, without padding on the left, on the right, or on both sides.
+def build_arrays(
+    entries: SequenceOf[StepEntry], tables: NDArray[np.int32], block_size: int, pending: dict[Sequence, int]
+) -> StepArrays:
+    """Pack the entries, in their order; logits of the last token of each.
 
     Args:
-        input_ids: [B, C] integers.
-        attention_mask: [B, C] of zeros and ones; None is all ones.
-        position_ids: [B, C] or [1, C]; by default a token's position is the number of its row's tokens before it.
-
-    Raises:
-        InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
+        tables: [G, S, W], blocks of each entry's sequence.
+        pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
     """
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
-        raise InvalidInput(
-            f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
-        )
-    mask = _checked_mask(attention_mask, input_ids)
-    positions = mask.long().cumsum(dim=1) - 1
-    if position_ids is not None:
-        positions = _checked_positions(position_ids, mask)
-    tokens = input_ids.cpu()
-    return UnpaddedBatch(
-        [row[kept].tolist() for row, kept in zip(tokens, mask)],
-        [row[kept].tolist() for row, kept in zip(positions, mask)],
-        mask,
+    starts = np.array([entry.start for entry in entries], np.int64)
+    counts = np.array([entry.num_tokens for entry in entries], np.int64)
+    cu_seqlens = np.zeros(len(entries) + 1, np.int64)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    row = np.repeat(np.arange(len(entries)), counts)
+    place = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row]  # index in its own sequence
+    slots = tables[:, row, place // block_size].astype(np.int64) * block_size + place % block_size
+    input_ids, pending_rows = _input_ids(entries, cu_seqlens, pending)
+    return StepArrays(
+        input_ids=input_ids,
+        position_ids=_position_ids(entries, place),
+        pending=pending_rows,
+        logits_to_keep=cu_seqlens[1:] - 1,
+        slot_mappings=slots,
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        seq_lens=(starts + counts).astype(np.int32),
+        block_tables=tables,
     )
 
 
-def keep_columns(mask: Tensor, logits_to_keep: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Hugging Face's ``logits_to_keep`` of a padded batch, said of the packed tokens.
-
-    Args:
-        mask: [B, C] bool, from ``unpad``.
-        logits_to_keep: the last so many columns; 0 keeps all; or a tensor [K] of column indices.
-
-    Returns:
-        Packed token indices [R] int64 whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
-    """
-    if isinstance(logits_to_keep, Tensor):
-        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()]
-    else:
-        columns = torch.arange(mask.shape[1])[-logits_to_keep if logits_to_keep else 0 :]
-    packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
-    kept = mask[:, columns]
-    return packed_index[:, columns][kept], kept
+def _input_ids(
+    entries: SequenceOf[StepEntry], cu_seqlens: NDArray[np.int64], pending: dict[Sequence, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    known: list[int] = []
+    rows = np.full(cu_seqlens[-1], NOT_PENDING, np.int64)
+    for index, (sequence, start, n) in enumerate(entries):
+        tokens = sequence.token_ids[start : start + n]
+        if len(tokens) < n:
+            assert len(tokens) == n - 1, "only the newest token of a sequence may be pending"
+            rows[cu_seqlens[index + 1] - 1] = pending[sequence]
+            tokens.append(0)
+        known += tokens
+    return np.array(known, np.int64), rows
 
 
-def repad(logits: Tensor, mask: Tensor) -> Tensor:
-    """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
-    if int(mask.sum()) != logits.shape[0]:
-        raise InvalidInput(f"{logits.shape[0]} rows of logits for {int(mask.sum())} tokens: give one a token")
-    if mask.all():
-        return logits.view(*mask.shape, logits.shape[-1])
-    padded = logits.new_zeros(*mask.shape, logits.shape[-1])
-    padded[mask.to(logits.device)] = logits
-    return padded
+def _position_ids(entries: SequenceOf[StepEntry], place: NDArray[np.int64]) -> NDArray[np.int64]:
+    if all(entry.sequence.position_ids is None for entry in entries):
+        return place
+    positions: list[int] = []
+    for sequence, start, n in entries:
+        stop = start + n
+        positions += range(start, stop) if sequence.position_ids is None else sequence.position_ids[start:stop]
+    return np.array(positions, np.int64)
 
 
-def _check_plan(sequences: SequenceOf[tuple[Sequence, int]], pool: BlockPool, kv_cache: KVCache) -> None:
+def _check_plan(sequences: SequenceOf[tuple[Sequence, int]]) -> None:
     if not sequences:
         raise InvalidInput("a step needs at least one sequence")
     for index, (sequence, n) in enumerate(sequences):
@@ -139,68 +163,22 @@ def _check_plan(sequences: SequenceOf[tuple[Sequence, int]], pool: BlockPool, kv
             )
     if len({id(sequence) for sequence, _ in sequences}) != len(sequences):
         raise InvalidInput("a sequence stands twice in a step: give all its new tokens at once")
-    if (pool.num_blocks, pool.block_size) != (kv_cache.num_blocks, kv_cache.block_size):
+
+
+def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], blocks: KVBlocks) -> None:
+    """All or nothing, so that a full cache leaves every sequence as it was."""
+    pool = blocks.pool
+    missing = 0
+    for sequence, n in sequences:
+        tables = sequence.block_tables or [[] for _ in blocks.groups]
+        missing += sum(max(0, pool.blocks_for(sequence.num_computed + n) - len(table)) for table in tables)
+    if missing > pool.num_free:
         raise InvalidInput(
-            f"the pool has {pool.num_blocks} blocks of {pool.block_size} tokens, the cache {kv_cache.num_blocks} of"
-            f" {kv_cache.block_size}: make them alike"
+            f"the KV cache is full: {missing} blocks of {pool.block_size} tokens asked for, {pool.num_free} of"
+            f" {pool.num_usable} free. Give the cache more blocks, or run fewer or shorter sequences at a time"
         )
-
-
-def _allocate_missing_blocks(sequences: SequenceOf[tuple[Sequence, int]], pool: BlockPool) -> None:
-    """One allocation for all, so that a full cache leaves every sequence as it was."""
-    missing = [pool.blocks_for(s.num_computed + n) - len(s.block_table) for s, n in sequences]
-    blocks = iter(pool.allocate(sum(max(0, count) for count in missing)))
-    for (sequence, _), count in zip(sequences, missing):
-        sequence.block_table += [next(blocks) for _ in range(count)]
-
-
-def _slots(sequence: Sequence, n: int, block_size: int) -> Tensor:
-    """[n] int64: the slots of the next n tokens."""
-    place = torch.arange(sequence.num_computed, sequence.num_computed + n)
-    return torch.tensor(sequence.block_table)[place // block_size] * block_size + place % block_size
-
-
-def _padded_block_table(sequences: SequenceOf[tuple[Sequence, int]]) -> Tensor:
-    """[S, longest table] int32, zeros behind each sequence's own blocks."""
-    width = max(len(s.block_table) for s, _ in sequences)
-    rows = [s.block_table + [0] * (width - len(s.block_table)) for s, _ in sequences]
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:
-    """[B, C] bool on the CPU, each row one run of tokens."""
-    if attention_mask is None:
-        return torch.ones(input_ids.shape, dtype=torch.bool)
-    if attention_mask.shape != input_ids.shape:
-        raise InvalidInput(
-            f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
-            " masks of another kind are the model's business, not the caller's"
-        )
-    numbers = attention_mask.cpu()
-    mask = numbers == 1
-    if not (mask | (numbers == 0)).all():
-        raise InvalidInput("attention_mask must hold zeros (padding) and ones (tokens) only")
-    for row, is_token in enumerate(mask):
-        places = is_token.nonzero().flatten()
-        if len(places) == 0:
-            raise InvalidInput(f"row {row} of attention_mask is all padding: a row needs at least one token")
-        if int(places[-1] - places[0]) + 1 != len(places):
-            raise InvalidInput(
-                f"row {row} of attention_mask has padding between two tokens: remove those tokens from input_ids"
-                " and pad on the left or on the right"
-            )
-    return mask
-
-
-def _checked_positions(position_ids: Tensor, mask: Tensor) -> Tensor:
-    """[B, C] int64 on the CPU."""
-    batch_size, length = mask.shape
-    if position_ids.is_floating_point() or position_ids.shape not in {(batch_size, length), (1, length)}:
-        raise InvalidInput(
-            f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
-            f" got {position_ids.dtype} {list(position_ids.shape)}"
-        )
-    positions = position_ids.cpu().long().expand(batch_size, length)
-    if (positions[mask] < 0).any():
-        raise InvalidInput("position_ids of tokens must not be negative")
-    return positions
+    for sequence, n in sequences:
+        if not sequence.block_tables:
+            blocks.admit(sequence, n, reuse=False)
+        else:
+            blocks.grow(sequence, sequence.num_computed + n)

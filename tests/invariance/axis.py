@@ -75,7 +75,7 @@ def assert_axis_sees_a_swap(axis: str, device: str) -> None:
     target = tokens(65, 1)
 
     def differ(step: StepInputs) -> bool:
-        return step.slot_mapping.shape[0] != len(target) or step.k_caches[0].shape[1] != 64
+        return step.slot_mappings[0].shape[0] != len(target) or step.k_caches[0].shape[1] != 64
 
     with sabotaged(model, other, differ):
         alone = score(model, Configuration((target,)))

@@ -1,0 +1,66 @@
+"""EngineConfig: how an engine schedules, and how much memory it takes. None of it can change a bit of any result."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.block_pool import check_block_size
+from detcompile.runtime.runner import MOST_SEQUENCES
+
+__all__ = ["AllocationName", "EngineConfig", "SchedulerName"]
+
+SchedulerName = Literal["stall_free", "prefill_first", "simple_chunking"]
+AllocationName = Literal["lazy", "reserve"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Settings of ``CompiledModel.engine``.
+
+    Args:
+        scheduler: "stall_free": every decode in every step, prefill chunks in what the token budget leaves
+            (Sarathi-Serve, OSDI 2024); "prefill_first": whole prompts before any decode (vLLM's first scheduler);
+            "simple_chunking": steps of prefill chunks and steps of decodes in turn.
+        max_num_batched_tokens: the token budget of a step.
+        max_num_seqs: sequences that run at a time.
+        block_size: tokens a KV block, a multiple of 16.
+        num_blocks: blocks of the KV cache; None sizes it by memory_fraction.
+        memory_fraction: of the device's memory that weights, the worst step and the KV cache may take together. On a
+            CPU: of the memory available now, for the KV cache alone.
+        allocation: "lazy" takes blocks as a sequence grows and preempts the least urgent one where they run out;
+            "reserve" takes them for prompt and max_tokens together before a sequence starts.
+        prefix_caching: reuse the keys and values of prompts' common beginnings.
+        cuda_graphs: None: on a GPU.
+        overlap: plan and launch a step before the last one's tokens are read back; None: on a GPU.
+        aging: steps after which a waiting request counts as one priority more urgent.
+
+    Raises:
+        InvalidInput: a value that cannot be.
+    """
+
+    scheduler: SchedulerName = "stall_free"
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 1024
+    block_size: int = 64
+    num_blocks: int | None = None
+    memory_fraction: float = 0.9
+    allocation: AllocationName = "lazy"
+    prefix_caching: bool = True
+    cuda_graphs: bool | None = None
+    overlap: bool | None = None
+    aging: int = 1000
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        for name, known in (("scheduler", get_args(SchedulerName)), ("allocation", get_args(AllocationName))):
+            _require(getattr(self, name) in known, name, self, f"one of {', '.join(known)}")
+        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("aging", 1)):
+            _require(getattr(self, name) >= least, name, self, f"at least {least}")
+        _require(self.max_num_seqs <= MOST_SEQUENCES, "max_num_seqs", self, f"at most {MOST_SEQUENCES}")
+        _require(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", self, "None, or at least 2")
+        _require(0 < self.memory_fraction <= 1, "memory_fraction", self, "above 0 and at most 1")
+
+
+def _require(condition: bool, name: str, config: EngineConfig, wanted: str) -> None:
+    if not condition:
+        raise InvalidInput(f"EngineConfig: {name}={getattr(config, name)!r} must be {wanted}")

@@ -1,0 +1,100 @@
+"""From a compiled forward to an engine: how large the KV cache may be, and what is warmed up before serving."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.intake import Intake
+from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.runner import TOKEN_BUCKETS, Runner
+from detcompile.runtime.sampling import Sampler
+from detcompile.runtime.worker import Worker
+from detcompile.step import KVGroup
+
+__all__ = ["EngineModel", "new_engine"]
+
+GRAPH_BYTES = 2 << 30  # left free for CUDA graphs, whose memory no profile sees
+
+
+class EngineModel(NamedTuple):
+    """What an engine needs to know of a model."""
+
+    forward: Callable[..., Tensor]
+    kv_shapes: tuple[KVShape, ...]  # one a layer
+    kv_groups: tuple[KVGroup, ...]
+    dtype: torch.dtype  # of the KV cache
+    device: torch.device
+    max_context: int  # tokens a sequence may hold
+    num_token_ids: int  # ids that a prompt may hold
+    num_logits: int  # ids that may be drawn
+    eos_token_ids: tuple[int, ...]
+
+
+def new_engine(model: EngineModel, config: EngineConfig, tokenizer: Any | None) -> Engine:
+    """An engine with its KV cache, ready to serve.
+
+    Raises:
+        InvalidInput: the cache would not hold one block.
+    """
+    on_gpu = model.device.type == "cuda"
+    cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
+    num_blocks = config.num_blocks or _affordable_blocks(model, config)
+    runner = Runner(model.forward, _cache(model, config, num_blocks), cuda_graphs)
+    worker = Worker(runner, Sampler(model.num_logits, model.device))
+    if cuda_graphs:
+        most = min(config.max_num_seqs, config.max_num_batched_tokens)
+        worker.warm_up([size for size in reversed(TOKEN_BUCKETS) if size <= most])
+    pool = BlockPool(num_blocks, config.block_size)
+    blocks = KVBlocks(pool, model.kv_groups, prefix_caching=config.prefix_caching)
+    intake = Intake(
+        tokenizer,
+        max_context=model.max_context,
+        vocab_size=model.num_token_ids,
+        eos_token_ids=model.eos_token_ids,
+    )
+    overlap = on_gpu if config.overlap is None else config.overlap
+    return Engine(worker, blocks, intake, config, overlap=overlap, max_context=model.max_context)
+
+
+def _affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
+    """Blocks that memory_fraction leaves after the worst step, and no more than all seats can use."""
+    per_block = KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
+    useful = config.max_num_seqs * -(-model.max_context // config.block_size) * len(model.kv_groups) + 1
+    if model.device.type == "cuda":
+        probe = Worker(Runner(model.forward, _cache(model, config, 2), False), Sampler(model.num_logits, model.device))
+        tokens = config.max_num_batched_tokens
+        if config.scheduler == "prefill_first":
+            tokens = max(tokens, model.max_context)
+        step = probe.peak_bytes(tokens, config.max_num_seqs)
+        free, total = torch.cuda.mem_get_info(model.device)
+        reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        room = int(total * config.memory_fraction) - (total - free - reserved) - step - GRAPH_BYTES
+    else:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        room = int(available * config.memory_fraction)
+    affordable = room // per_block
+    if affordable < 2:
+        raise InvalidInput(
+            f"memory_fraction={config.memory_fraction} leaves {max(0, room) / 2**30:.2f} GiB for the KV cache, whose"
+            f" blocks take {per_block / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
+        )
+    return min(affordable, useful)
+
+
+def _cache(model: EngineModel, config: EngineConfig, num_blocks: int) -> KVCache:
+    return KVCache(
+        model.kv_shapes,
+        model.kv_groups,
+        dtype=model.dtype,
+        device=model.device,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+    )

@@ -1,0 +1,75 @@
+"""The tensors that hold keys and values, one block id space for all layers."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.block_pool import check_block_size
+from detcompile.step import KVGroup
+
+__all__ = ["KVCache", "KVShape"]
+
+
+class KVShape(NamedTuple):
+    """One layer's share of a cache slot."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+class KVCache:
+    """Keys and values of every layer: ``k_caches[layer]`` is [num_blocks, block_size, kv_heads, head_dim].
+
+    Layer i of every KV group is the same tensor: a block belongs to one group at a time, so that no two layers ever
+    use one place of it.
+
+    Args:
+        shapes: one a layer.
+        groups: of layers that share a block table (``step.kv_groups``).
+        num_blocks: with the reserved block 0. block_size: tokens a block, a multiple of 16.
+
+    Raises:
+        InvalidInput: a size that cannot be.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        groups: Sequence[KVGroup],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        check_block_size(block_size)
+        if num_blocks <= 0:
+            raise InvalidInput(f"a cache of {num_blocks} blocks can hold nothing: num_blocks must be positive")
+        self.groups = tuple(groups)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+
+        def unfilled(heads: int, dim: int) -> Tensor:
+            """What a slot holds before it is written does not matter: attention selects by position, NaN or not."""
+            return torch.empty(num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
+
+        place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+        widest = max(groups, key=lambda group: len(group.layers)).layers
+        keys = [unfilled(shapes[layer].kv_heads, shapes[layer].head_dim) for layer in widest]
+        values = [unfilled(shapes[layer].kv_heads, shapes[layer].v_head_dim) for layer in widest]
+        self.k_caches = tuple(keys[place[layer]] for layer in range(len(shapes)))
+        self.v_caches = tuple(values[place[layer]] for layer in range(len(shapes)))
+
+    @staticmethod
+    def bytes_per_block(
+        shapes: Sequence[KVShape], groups: Sequence[KVGroup], dtype: torch.dtype, block_size: int
+    ) -> int:
+        """Memory that one block takes in all tensors together."""
+        widest = max(groups, key=lambda group: len(group.layers)).layers
+        elements = sum(shapes[i].kv_heads * (shapes[i].head_dim + shapes[i].v_head_dim) for i in widest)
+        return elements * block_size * dtype.itemsize

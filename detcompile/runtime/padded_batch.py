@@ -1,0 +1,117 @@
+"""From padded batches to rows and back.
+
+Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["UnpaddedBatch", "keep_columns", "repad", "unpad"]
+
+
+class UnpaddedBatch(NamedTuple):
+    """A padded batch without its padding."""
+
+    token_ids: list[list[int]]  # one list a row
+    position_ids: list[list[int]]  # the same lengths
+    mask: Tensor  # [B, C] bool, on the CPU: where the tokens stood
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> UnpaddedBatch:
+    """Token ids and positions of each row, without padding on the left, on the right, or on both sides.
+
+    Args:
+        input_ids: [B, C] integers.
+        attention_mask: [B, C] of zeros and ones; None is all ones.
+        position_ids: [B, C] or [1, C]; by default a token's position is the number of its row's tokens before it.
+
+    Raises:
+        InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
+    """
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+        raise InvalidInput(
+            f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
+        )
+    mask = _checked_mask(attention_mask, input_ids)
+    positions = mask.long().cumsum(dim=1) - 1
+    if position_ids is not None:
+        positions = _checked_positions(position_ids, mask)
+    tokens = input_ids.cpu()
+    return UnpaddedBatch(
+        [row[kept].tolist() for row, kept in zip(tokens, mask)],
+        [row[kept].tolist() for row, kept in zip(positions, mask)],
+        mask,
+    )
+
+
+def keep_columns(mask: Tensor, logits_to_keep: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Hugging Face's ``logits_to_keep`` of a padded batch, said of the packed tokens.
+
+    Args:
+        mask: [B, C] bool, from ``unpad``.
+        logits_to_keep: the last so many columns; 0 keeps all; or a tensor [K] of column indices.
+
+    Returns:
+        Packed token indices [R] int64 whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
+    """
+    if isinstance(logits_to_keep, Tensor):
+        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()]
+    else:
+        columns = torch.arange(mask.shape[1])[-logits_to_keep if logits_to_keep else 0 :]
+    packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
+    kept = mask[:, columns]
+    return packed_index[:, columns][kept], kept
+
+
+def repad(logits: Tensor, mask: Tensor) -> Tensor:
+    """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
+    if int(mask.sum()) != logits.shape[0]:
+        raise InvalidInput(f"{logits.shape[0]} rows of logits for {int(mask.sum())} tokens: give one a token")
+    if mask.all():
+        return logits.view(*mask.shape, logits.shape[-1])
+    padded = logits.new_zeros(*mask.shape, logits.shape[-1])
+    padded[mask.to(logits.device)] = logits
+    return padded
+
+
+def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:
+    """[B, C] bool on the CPU, each row one run of tokens."""
+    if attention_mask is None:
+        return torch.ones(input_ids.shape, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise InvalidInput(
+            f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
+            " masks of another kind are the model's business, not the caller's"
+        )
+    numbers = attention_mask.cpu()
+    mask = numbers == 1
+    if not (mask | (numbers == 0)).all():
+        raise InvalidInput("attention_mask must hold zeros (padding) and ones (tokens) only")
+    for row, is_token in enumerate(mask):
+        places = is_token.nonzero().flatten()
+        if len(places) == 0:
+            raise InvalidInput(f"row {row} of attention_mask is all padding: a row needs at least one token")
+        if int(places[-1] - places[0]) + 1 != len(places):
+            raise InvalidInput(
+                f"row {row} of attention_mask has padding between two tokens: remove those tokens from input_ids"
+                " and pad on the left or on the right"
+            )
+    return mask
+
+
+def _checked_positions(position_ids: Tensor, mask: Tensor) -> Tensor:
+    """[B, C] int64 on the CPU."""
+    batch_size, length = mask.shape
+    if position_ids.is_floating_point() or position_ids.shape not in {(batch_size, length), (1, length)}:
+        raise InvalidInput(
+            f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
+            f" got {position_ids.dtype} {list(position_ids.shape)}"
+        )
+    positions = position_ids.cpu().long().expand(batch_size, length)
+    if (positions[mask] < 0).any():
+        raise InvalidInput("position_ids of tokens must not be negative")
+    return positions

@@ -1,0 +1,123 @@
+"""A request inside the engine: its samples' sequences, and the output that they add up to."""
+
+import time
+from typing import Any
+
+from detcompile.errors import DetcompileError
+from detcompile.runtime.detokenizer import Detokenizer
+from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.sequence import FinishReason, Sequence
+
+__all__ = ["Request"]
+
+
+class Request:
+    """One prompt and its n samples.
+
+    ``output`` is one object from the first token to the last, updated in place.
+
+    Args:
+        tokenizer: None for a model without one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Any | None,
+        *,
+        arrival: int,
+        priority: int,
+        max_length: int,
+        stream_text: bool,
+    ) -> None:
+        self.params = params.seeded()
+        self.sequences = [
+            Sequence(
+                list(token_ids),
+                self.params,
+                sample_index=index,
+                priority=priority,
+                arrival=arrival,
+                max_length=max_length,
+            )
+            for index in range(params.n)
+        ]
+        self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
+        with_text = tokenizer is not None
+        self._stream_text = stream_text or bool(params.stop)
+        self._detokenizers = [Detokenizer(tokenizer, self.params) for _ in self.sequences] if with_text else None
+        self._num_read = [0] * params.n  # tokens whose text is in the output
+        wants_logprobs = params.logprobs is not None
+        self.output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=list(token_ids),
+            seed=self.params.seed,
+            outputs=[CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(params.n)],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            metrics=RequestMetrics(time.monotonic()),
+        )
+
+    def add_token(self, index: int, token_id: int, logprobs: Logprobs | None) -> None:
+        """Sample ``index`` has drawn a token; may finish it."""
+        sequence, output = self.sequences[index], self.output.outputs[index]
+        sequence.append(token_id)
+        output.token_ids.append(token_id)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(logprobs)
+        if index == 0:
+            self._metrics.token_times.append(time.monotonic())
+        if self._stream_text:
+            self._detokenize(index)
+        if sequence.finish_reason is not None:
+            self._close(index)
+
+    def add_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
+        """Logprobs of the prompt tokens from ``start`` on; those known already are left as they are."""
+        known = self.output.prompt_logprobs
+        assert known is not None and start <= len(known), "prompt logprobs come in the order of the prompt"
+        known += entries[len(known) - start :]
+
+    def end(self, index: int, reason: FinishReason, error: DetcompileError | None = None) -> None:
+        """End a sample early."""
+        self.sequences[index].finish_reason = reason
+        self.output.error = self.output.error or error
+        self._close(index)
+
+    def fail(self, error: DetcompileError) -> None:
+        """End every sample that still runs."""
+        for index, sequence in enumerate(self.sequences):
+            if sequence.finish_reason is None:
+                self.end(index, "error", error)
+
+    @property
+    def _metrics(self) -> RequestMetrics:
+        assert self.output.metrics is not None
+        return self.output.metrics
+
+    def _detokenize(self, index: int) -> None:
+        """Text of the tokens that are new; a token that ended the sample is not read."""
+        if self._detokenizers is None:
+            return
+        sequence, output, detokenizer = self.sequences[index], self.output.outputs[index], self._detokenizers[index]
+        ended = isinstance(sequence.stop_reason, int)
+        output.text += detokenizer.append(output.token_ids[self._num_read[index] : len(output.token_ids) - ended])
+        self._num_read[index] = len(output.token_ids)
+        if detokenizer.stopped_by is not None and sequence.finish_reason in (None, "length"):
+            sequence.finish_reason, sequence.stop_reason = "stop", detokenizer.stopped_by
+
+    def _close(self, index: int) -> None:
+        sequence, output = self.sequences[index], self.output.outputs[index]
+        self._detokenize(index)
+        if self._detokenizers is not None:
+            output.text += self._detokenizers[index].finish()
+            if self._detokenizers[index].stopped_by is not None and sequence.finish_reason == "length":
+                sequence.finish_reason, sequence.stop_reason = "stop", self._detokenizers[index].stopped_by
+        output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
+        if all(s.finish_reason is not None for s in self.sequences):
+            self.output.finished = True
+            self._metrics.finished = time.monotonic()

@@ -1,0 +1,173 @@
+"""Worker: one rank of the model. It launches steps and reads their tokens back; it decides nothing.
+
+What goes in (StepWork) and what comes out (StepResult) are plain data, so that a worker may live in another process.
+
+Legend: R rows of logits.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from detcompile.runtime.outputs import Logprobs
+from detcompile.runtime.runner import Runner
+from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
+from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
+
+__all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker"]
+
+
+class PromptRows(NamedTuple):
+    """Rows of logits that are wanted for the logprobs of prompt tokens."""
+
+    start: int  # the first row
+    targets: tuple[int, ...]  # the token that follows each row's own
+    num_top: int
+
+
+class StepWork(NamedTuple):
+    """All that a worker needs to run a step."""
+
+    arrays: StepArrays
+    rows: tuple[SampleRow, ...]  # one a token to draw: the first rows of the logits
+    prompts: tuple[PromptRows, ...]
+
+
+class StepResult(NamedTuple):
+    """What a step drew, one entry a SampleRow."""
+
+    tokens: list[int]
+    invalid: list[bool]  # the row's logits were no numbers
+    logprobs: list[Logprobs | None]
+    prompt_logprobs: list[list[Logprobs]]  # one entry a PromptRows
+
+
+class LaunchedStep(NamedTuple):
+    """A step that runs on the device."""
+
+    host: Any  # tensors on the host, good once ``done`` has happened
+    done: torch.cuda.Event | None
+    work: StepWork
+
+
+class Worker:
+    """Runs steps and draws tokens on one device.
+
+    Args:
+        runner: of this rank's model.
+        sampler: of its vocabulary.
+    """
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self.runner = runner
+        self.sampler = sampler
+        self.device = runner.kv_cache.device
+
+    @torch.no_grad()
+    def launch(self, work: StepWork) -> LaunchedStep:
+        """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
+        plan = self.sampler.prepare(work.rows) if work.rows else None
+        logits = self.runner.launch(work.arrays)
+        sampled = None
+        if plan is not None:
+            sampled = self.sampler(logits, plan)
+            self.runner.sampled[: len(work.rows)].copy_(sampled.tokens)
+        prompts = [
+            token_logprobs(
+                logits[p.start : p.start + len(p.targets)], self._to_device(np.array(p.targets)), p.num_top
+            )
+            for p in work.prompts
+        ]
+        host = _to_host((sampled, prompts))
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return LaunchedStep(host, done, work)
+
+    def collect(self, launched: LaunchedStep) -> StepResult:
+        """Wait for a step and read what it drew."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        sampled, prompts = launched.host
+        prompt_logprobs = [
+            _logprobs(list(p.targets), found) for p, found in zip(launched.work.prompts, prompts, strict=True)
+        ]
+        if sampled is None:
+            return StepResult([], [], [], prompt_logprobs)
+        tokens = sampled.tokens.tolist()
+        logprobs = _row_logprobs(launched.work.rows, tokens, sampled)
+        return StepResult(tokens, sampled.invalid.tolist(), logprobs, prompt_logprobs)
+
+    def warm_up(self, sizes: SequenceOf[int]) -> None:
+        """Run steps of these numbers of decoding sequences over no cached keys, so that serving compiles nothing."""
+        for size in sizes:
+            self.runner.launch(idle_arrays(size, size, len(self.runner.kv_cache.groups)))
+
+    @torch.no_grad()
+    def peak_bytes(self, num_tokens: int, num_sequences: int) -> int:
+        """Device memory that the largest step takes beside weights and caches."""
+        arrays = idle_arrays(num_tokens, min(num_sequences, num_tokens), len(self.runner.kv_cache.groups))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logits = self.runner.launch(arrays)
+        logits.float().argmax(-1)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int) -> StepArrays:
+    """A step whose tokens write nothing and see whatever stands in block 0; only its cost is real."""
+    counts = np.full(num_sequences, num_tokens // num_sequences)
+    counts[: num_tokens % num_sequences] += 1
+    cu_seqlens = np.concatenate([[0], np.cumsum(counts)])
+    zeros = np.zeros(num_tokens, np.int64)
+    return StepArrays(
+        input_ids=zeros,
+        position_ids=zeros,
+        pending=np.full(num_tokens, NOT_PENDING),
+        logits_to_keep=cu_seqlens[1:] - 1,
+        slot_mappings=np.full((num_groups, num_tokens), -1),
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        seq_lens=counts.astype(np.int32),
+        block_tables=np.zeros((num_groups, num_sequences, -(-int(counts.max()) // 16)), np.int32),
+    )
+
+
+def _to_host(value: Any) -> Any:
+    """Every tensor in a nest of tuples and lists, copied into pinned memory without waiting."""
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu":
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    if isinstance(value, (list, tuple)):
+        parts = [_to_host(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _logprobs(tokens: list[int], found: TokenLogprobs) -> list[Logprobs]:
+    rows = zip(tokens, found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
+    return [Logprobs(token, chosen, dict(zip(ids, values))) for token, chosen, ids, values in rows]
+
+
+def _row_logprobs(rows: tuple[SampleRow, ...], tokens: list[int], sampled: Sampled) -> list[Logprobs | None]:
+    """Those of the rows that asked, cut to the number of likeliest tokens that each asked for."""
+    out: list[Logprobs | None] = [None] * len(rows)
+    if sampled.logprobs is None:
+        return out
+    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    for index, entry in zip(wanted, _logprobs([tokens[i] for i in wanted], sampled.logprobs), strict=True):
+        most = rows[index].params.logprobs or 0
+        out[index] = entry._replace(top=dict(list(entry.top.items())[:most]))
+    return out

@@ -207,8 +207,7 @@ def test_the_tail_of_every_group_is_evicted_before_any_head():
     kv_blocks.release(serve(kv_blocks, range(48)))
     assert kv_blocks.admit(Sequence([7]), 1) == 0
     assert kv_blocks.statistics.num_evictions == 2
-    probe = Sequence([*range(48), 9])
-    assert kv_blocks.admit(probe, 1) == 32
+    assert kv_blocks.admit(Sequence([*range(48), 9]), 1) == 32
 
 
 @given(window=st.integers(1, 99), chunk=st.integers(1, 70), size=st.sampled_from([16, 32]), length=st.integers(1, 300))

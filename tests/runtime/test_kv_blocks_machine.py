@@ -235,7 +235,7 @@ class KVMachine(RuleBasedStateMachine):
         self.running.remove(row)
         self.prompts.append(list(row.sequence.token_ids))  # the next turn of a dialogue begins with it
         self.kv_blocks.release(row.sequence)
-        assert row.sequence.block_tables == [] and row.sequence.num_computed == 0
+        assert row.sequence.block_tables == row.sequence.block_digests == [] and row.sequence.num_computed == 0
         if data.draw(st.booleans()):  # preempted
             self.waiting.append(row)
 

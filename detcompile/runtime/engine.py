@@ -5,32 +5,32 @@ the device, where that step will have drawn them. A sequence that turns out to h
 which nobody reads.
 """
 
+import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from typing import NamedTuple
 
-import numpy as np
 from rich.progress import track
 
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_loop import EngineLoop, OutputQueue, finishing
 from detcompile.runtime.intake import Intake, Prompt
 from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.metrics import EngineStats, StepRecord
+from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
 from detcompile.runtime.outputs import Logprobs, RequestOutput
 from detcompile.runtime.request import Request
-from detcompile.runtime.sampling import SampleRow, SamplingParams
+from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import BlockTables, StepEntry, build_arrays
-from detcompile.runtime.worker import LaunchedStep, PromptRows, StepWork, Worker
+from detcompile.runtime.step_builder import BlockTables, StepEntry
+from detcompile.runtime.step_work import build_work
+from detcompile.runtime.worker import LaunchedStep, Worker
 
 __all__ = ["Engine"]
-
-NUM_RECORDS = 4096  # steps kept in the statistics
 
 
 class _InFlight(NamedTuple):
@@ -72,9 +72,8 @@ class Engine:
         self._undelivered: dict[str, RequestOutput] = {}
         self._failure: BaseException | None = None
         self._arrivals = count()
-        self._records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
-        self._totals = dict.fromkeys(("steps", "prefill", "generated", "preemptions"), 0)
-        self._host_seconds = 0.0
+        self._tally = Tally()
+        self._loop: EngineLoop | None = None  # the thread that steps this engine, once somebody streams
 
     def add_request(
         self,
@@ -99,7 +98,7 @@ class Engine:
             InvalidInput: a prompt or parameters that cannot be served; nothing is queued then.
         """
         arrival = next(self._arrivals)
-        name = str(arrival) if request_id is None else request_id
+        name = f"request-{arrival}" if request_id is None else request_id
         request = self._intake.request(
             name, prompt, params, arrival=arrival, priority=priority, stream_text=stream_text
         )
@@ -122,8 +121,16 @@ class Engine:
 
         Raises:
             EngineError: a step failed on the device. Every request has ended then, and the engine serves no more.
+            InvalidInput: the engine steps itself, since somebody streams.
         """
-        self._check_alive()
+        if self._loop is not None:
+            raise InvalidInput("this engine streams, so a thread of its own steps it: use stream() or generate()")
+        return self.advance()
+
+    def advance(self) -> list[RequestOutput]:
+        """``step``, for whoever drives the engine."""
+        if self._failure is not None:
+            raise EngineError(f"this engine failed before: {self._failure}. Make a new one")
         try:
             touched = self._advance()
         except Exception as error:
@@ -133,6 +140,25 @@ class Engine:
             ) from error
         delivered, self._undelivered = self._undelivered, {}
         return list((delivered | {request.output.request_id: request.output for request in touched}).values())
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """``async for output in engine.stream(prompt, params)``: the request's output after each of its steps.
+
+        From the first call on, a thread steps the engine. Leaving the iteration cancels the request.
+
+        Raises:
+            InvalidInput: as ``add_request``. EngineError: the engine failed.
+        """
+        if self._loop is None:
+            self._loop = EngineLoop(self)
+        name = f"stream-{next(self._arrivals)}"
+        add = functools.partial(
+            self.add_request, prompt, params, request_id=name, priority=priority, stream_text=True
+        )
+        async for output in self._loop.stream(name, add):
+            yield output
 
     def generate(
         self,
@@ -155,56 +181,41 @@ class Engine:
         Raises:
             InvalidInput: not one params a prompt.
         """
-        asked = self._intake.pairs(prompts, params)
-        outputs: list[RequestOutput] = []
-        waiting: set[str] = set()
-        for prompt, own in asked:
+        results: list[RequestOutput] = []
+        finished = OutputQueue()
+        for prompt, own in self._intake.pairs(prompts, params):
+            name = f"generate-{next(self._arrivals)}"
+            add = functools.partial(self.add_request, prompt, own, request_id=name)
             try:
-                waiting.add(name := self.add_request(prompt, own))
-                outputs.append(RequestOutput(name, None, [], None, []))
+                add() if self._loop is None else self._loop.listen(name, finished.put, add)
+                results.append(RequestOutput(name, None, [], None, []))
             except InvalidInput as error:
-                outputs.append(self._intake.refusal(prompt, error))
-        finished = {output.request_id: output for output in self._finishing(waiting, progress)}
-        return [finished.get(output.request_id, output) for output in outputs]
+                results.append(self._intake.refusal(prompt, error))
+        left = {output.request_id for output in results if output.error is None}
+        ended = self._finishing(left) if self._loop is None else finishing(finished, left)
+        shown = track(ended, "generating", total=len(left), disable=not progress, transient=True)
+        found = {output.request_id: output for output in shown}
+        return [found.get(output.request_id, output) for output in results]
 
     @property
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
-        found, pool = self._blocks.statistics, self._blocks.pool
-        return EngineStats(
-            num_steps=self._totals["steps"],
-            num_prefill_tokens=self._totals["prefill"],
-            num_generated_tokens=self._totals["generated"],
-            num_preemptions=self._totals["preemptions"],
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_queried_tokens=found.num_queried_tokens,
-            num_cached_tokens=found.num_hit_tokens,
-            num_evicted_blocks=found.num_evictions,
-            host_seconds=self._host_seconds,
-            recent=tuple(self._records),
-        )
+        return self._tally.stats(self.scheduler, self._blocks)
 
     def check(self) -> None:
         """Assert that no block is lost and none counted twice; between steps, at any time."""
         self._blocks.check(self.scheduler.running)
 
-    def _finishing(self, names: set[str], progress: bool) -> Iterator[RequestOutput]:
+    def _finishing(self, names: set[str]) -> Iterator[RequestOutput]:
         """Steps until these requests have ended; what others got meanwhile waits for the next ``step``."""
-
-        def ended() -> Iterator[RequestOutput]:
-            left = set(names)
-            while left:
-                for output in self.step():
-                    if output.request_id not in names:
-                        self._undelivered[output.request_id] = output
-                    elif output.finished:
-                        left.remove(output.request_id)
-                        yield output
-
-        return iter(track(ended(), "generating", total=len(names), disable=not progress, transient=True))
+        left = set(names)
+        while left:
+            for output in self.step():
+                if output.request_id not in names:
+                    self._undelivered[output.request_id] = output
+                elif output.finished:
+                    left.remove(output.request_id)
+                    yield output
 
     def _advance(self) -> list[Request]:
         while self._inbox:
@@ -223,34 +234,20 @@ class Engine:
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             self._tables.leave(sequence)
-            self._totals["preemptions"] += 1
+            self._tally.num_preemptions += 1
         for sequence in plan.admitted:
             self._note_admission(sequence)
         if not plan.entries:
             return None
         samples = tuple(e.sequence for e in plan.entries if e.start + e.num_tokens == e.sequence.num_tokens)
         prompts = tuple(entry for entry in plan.entries if self._wants_prompt_logprobs(entry))
-        launched = self._worker.launch(self._work(plan, samples, prompts, before))
+        pending = {} if before is None else {sequence: row for row, sequence in enumerate(before.samples)}
+        work = build_work(plan.entries, samples, prompts, self._tables, self._blocks.pool.block_size, pending)
+        launched = self._worker.launch(work)
         for sequence in samples:
             sequence.num_pending += 1
         host_seconds = time.perf_counter() - started
         return _InFlight(launched, plan, samples, prompts, time.monotonic(), host_seconds, len(self.scheduler.waiting))
-
-    def _work(
-        self, plan: StepPlan, samples: tuple[Sequence, ...], prompts: tuple[StepEntry, ...], before: _InFlight | None
-    ) -> StepWork:
-        sequences = [entry.sequence for entry in plan.entries]
-        width = max(len(table) for sequence in sequences for table in sequence.block_tables)
-        pending = {} if before is None else {sequence: row for row, sequence in enumerate(before.samples)}
-        arrays = build_arrays(plan.entries, self._tables.rows(sequences, width), self._blocks.pool.block_size, pending)
-        if len(samples) < len(sequences) or prompts:
-            place = dict(zip(sequences, arrays.cu_seqlens[:-1].tolist()))
-            last = dict(zip(sequences, arrays.logits_to_keep.tolist()))
-            kept = [last[sequence] for sequence in samples]
-            for entry in prompts:
-                kept += range(place[entry.sequence], place[entry.sequence] + entry.num_tokens)
-            arrays = arrays._replace(logits_to_keep=np.array(kept or [0], np.int64))  # a graph gives one row at least
-        return StepWork(arrays, tuple(map(_sample_row, samples)), _prompt_rows(prompts, len(samples)))
 
     def _finish(self, step: _InFlight) -> dict[Request, None]:
         """Read a step's tokens back; returns the requests that it moved on."""
@@ -338,10 +335,6 @@ class Engine:
         for request in self._requests.values():
             request.fail(EngineError(f"the engine failed: {error}"))
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"this engine failed before: {self._failure}. Make a new one")
-
     def _check_fits(self, sequence: Sequence) -> None:
         needed, there = self.scheduler.most_blocks(sequence), self._blocks.pool.num_usable
         if needed > there:
@@ -366,31 +359,12 @@ class Engine:
     def _record(self, step: _InFlight, num_tokens: int, finish_seconds: float) -> None:
         total = sum(entry.num_tokens for entry in step.plan.entries)
         decodes = sum(entry.start >= entry.sequence.num_prompt_tokens for entry in step.plan.entries)
-        host_seconds = step.host_seconds + finish_seconds
-        self._host_seconds += host_seconds
-        for name, amount in (("steps", 1), ("prefill", total - decodes), ("generated", num_tokens)):
-            self._totals[name] += amount
-        self._records.append(
-            StepRecord(step.started, time.monotonic(), host_seconds, total - decodes, decodes, step.num_waiting)
+        record = StepRecord(
+            launched=step.started,
+            finished=time.monotonic(),
+            host_seconds=step.host_seconds + finish_seconds,
+            num_prefill_tokens=total - decodes,
+            num_decodes=decodes,
+            num_waiting=step.num_waiting,
         )
-
-
-def _sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(
-        params=sequence.sampling,
-        position=sequence.num_tokens,
-        num_generated=sequence.num_generated,
-        sample_index=sequence.sample_index,
-        key=sequence,
-        token_ids=sequence.token_ids,
-    )
-
-
-def _prompt_rows(entries: tuple[StepEntry, ...], start: int) -> tuple[PromptRows, ...]:
-    rows = []
-    for sequence, first, num_tokens in entries:
-        most = min(num_tokens, sequence.num_prompt_tokens - 1 - first)
-        targets = tuple(sequence.token_ids[first + 1 : first + 1 + most])
-        rows.append(PromptRows(start, targets, sequence.sampling.prompt_logprobs or 0))
-        start += num_tokens
-    return tuple(rows)
+        self._tally.add(record, num_tokens)

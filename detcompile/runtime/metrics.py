@@ -1,9 +1,15 @@
 """What an engine has done, and how long its steps took."""
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["EngineStats", "StepRecord"]
+from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.scheduler import Scheduler
+
+__all__ = ["EngineStats", "StepRecord", "Tally"]
+
+NUM_RECORDS = 4096  # steps kept
 
 
 class StepRecord(NamedTuple):
@@ -48,3 +54,40 @@ class EngineStats:
     def cache_hit_rate(self) -> float:
         """Share of looked-up prompt tokens that were cached."""
         return self.num_cached_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+class Tally:
+    """Counts of an engine that runs."""
+
+    def __init__(self) -> None:
+        self.num_preemptions = 0
+        self._num_steps = self._num_prefill_tokens = self._num_generated_tokens = 0
+        self._host_seconds = 0.0
+        self._records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
+
+    def add(self, record: StepRecord, num_generated_tokens: int) -> None:
+        """One more step has finished."""
+        self._num_steps += 1
+        self._num_prefill_tokens += record.num_prefill_tokens
+        self._num_generated_tokens += num_generated_tokens
+        self._host_seconds += record.host_seconds
+        self._records.append(record)
+
+    def stats(self, scheduler: Scheduler, blocks: KVBlocks) -> EngineStats:
+        """The counts, and the state of the engine's parts now."""
+        found, pool = blocks.statistics, blocks.pool
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_preemptions=self.num_preemptions,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_queried_tokens=found.num_queried_tokens,
+            num_cached_tokens=found.num_hit_tokens,
+            num_evicted_blocks=found.num_evictions,
+            host_seconds=self._host_seconds,
+            recent=tuple(self._records),
+        )

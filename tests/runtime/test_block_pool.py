@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import NULL_BLOCK, BlockPool
 
-NUM_USABLE = 13
+NUM_USABLE = 6
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -60,11 +61,9 @@ class PoolMachine(RuleBasedStateMachine):
             if block not in self.held:
                 (self.cached if block in self.keys else self.empty).append(block)
 
-    @rule(data=st.data(), key=st.integers(0, 9))
-    def publish(self, data, key):
-        blocks = sorted(self.held - self.keys.keys())
-        if blocks:
-            block = data.draw(st.sampled_from(blocks))
+    @rule(keys=st.permutations(range(10)), most=st.integers(1, NUM_USABLE))
+    def publish(self, keys, most):
+        for block, key in zip(sorted(self.held - self.keys.keys())[:most], keys):
             self.pool.publish(block, key)
             if key not in self.keys.values():
                 self.keys[block] = key
@@ -111,6 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=4 * settings().max_examples)
 
 
 @pytest.mark.parametrize("block_size", [-16, 0, 1, 8, 17, 24])

@@ -1,0 +1,200 @@
+"""The engine on one GPU: three offline workloads, the price of determinism, and equality by bytes at size.
+
+    python -m benchmarks.serve --commit $(git rev-parse --short HEAD) [--layers 36] [--parts ours,plain,equal,repeat]
+
+The model is Qwen3-8B's shape with random weights in bf16. Workloads: (a) one sequence, prompt 16, 128 tokens out;
+(b) 1000 requests, prompt 16, 90 to 110 out; (c) 64 requests, prompt 2048, 16 out; greedy, end tokens ignored, no prefix
+cache. "plain" is the same engine, scheduler and attention with aten.mm (cuBLAS) and Inductor's own reductions. Writes
+benchmarks/results/serve-<device>-<commit>.json after each part. Each workload runs twice; the second run counts.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch._inductor.decomposition import select_decomp_table
+
+import detcompile
+from benchmarks.model import QWEN3_8B, build
+from detcompile import CompiledModel, Numerics
+from detcompile.passes import backend, lowering
+from detcompile.passes.certificate import Certificate
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.sampling import SamplingParams, sample, token_logprobs
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.step_builder import build_step
+
+CONFIG = EngineConfig(prefix_caching=False, max_num_seqs=1024, max_num_batched_tokens=8192)
+NUM_EQUAL = 512  # requests compared with the plain forward
+
+
+def prompts(rng: random.Random, lengths: list[int]) -> list[list[int]]:
+    return [[rng.randrange(QWEN3_8B["vocab_size"]) for _ in range(length)] for length in lengths]
+
+
+def workload(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and parameters; the same at every call."""
+    rng = random.Random(name)
+    lengths, outs = {
+        "a": ([16], [128]),
+        "b": ([16] * 1000, [rng.randint(90, 110) for _ in range(1000)]),
+        "c": ([2048] * 64, [16] * 64),
+    }[name]
+    return prompts(rng, lengths), [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in outs]
+
+
+def measure(engine: Engine, name: str) -> dict[str, float]:
+    """Seconds of a workload, and of the host in its steps."""
+    seconds = []
+    for _ in range(2):
+        given, params = workload(name)
+        torch.cuda.synchronize()
+        before, start = engine.stats, time.perf_counter()
+        engine.generate(given, params, progress=False)
+        seconds.append(time.perf_counter() - start)
+        after = engine.stats
+    steps = after.num_steps - before.num_steps
+    host = [record.host_seconds for record in after.recent[-steps:]]
+    found = {"seconds": seconds[-1], "first run": seconds[0], "steps": steps, "host ms a step": 1e3 * sum(host) / steps}
+    if name == "a":
+        found["ms a token"] = 1e3 * seconds[-1] / 128
+    return found
+
+
+def host_milliseconds(engine: Engine, running: int) -> dict[str, float]:
+    """Host time of decode steps of so many sequences, and the time between steps."""
+    rng = random.Random(running)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    before = engine.stats.num_steps
+    engine.generate(prompts(rng, [16] * running), params, progress=False)
+    records = [r for r in engine.stats.recent[before - engine.stats.num_steps :] if r.num_decodes == running]
+    gaps = [b.finished - a.finished for a, b in itertools.pairwise(records)]
+    return {
+        "host ms": 1e3 * statistics.median(r.host_seconds for r in records),
+        "step ms": 1e3 * statistics.median(gaps),
+    }
+
+
+def serve(model: CompiledModel) -> dict[str, object]:
+    start = time.perf_counter()
+    engine = model.engine(CONFIG)
+    found: dict[str, object] = {"engine seconds": time.perf_counter() - start, "blocks": engine.stats.num_blocks}
+    for name in "abc":
+        found[name] = measure(engine, name)
+    for running in (256, 1000):
+        found[f"{running} running"] = host_milliseconds(engine, running)
+    engine.check()
+    return found
+
+
+@contextlib.contextmanager
+def plain_lowering() -> Iterator[None]:
+    """compile() without our passes, orders and proof: cuBLAS and Inductor's reductions around the same attention."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (backend, "rewrite", lambda gm: gm),
+            (backend, "decompositions", select_decomp_table),
+            (backend, "ROUNDING", {"aggressive_fusion": True}),
+            (backend, "certify", lambda *_: mock.create_autospec(Certificate, instance=True)),
+            (lowering, "pin_row_parallel", lambda model, numerics: None),
+            (lowering, "_certify_batches", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+@torch.no_grad()
+def equal(model: CompiledModel) -> dict[str, object]:
+    """Random requests, with preemptions and prefix hits, against each alone by the plain forward."""
+    rng = random.Random(0)
+    stems = prompts(rng, [rng.randint(1, 900) for _ in range(12)])
+    given, params = [], []
+    for index in range(NUM_EQUAL):
+        stem = rng.choice(stems)
+        given.append(stem[: rng.randint(1, len(stem))] + prompts(rng, [rng.randint(1, 60)])[0])
+        kind = rng.choice([{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}])
+        length = rng.randint(1, 100)
+        params.append(SamplingParams(max_tokens=length, seed=index, logprobs=0, ignore_eos=True, **kind))
+    config = EngineConfig(num_blocks=1500, block_size=32, max_num_batched_tokens=1000, max_num_seqs=200)
+    engine = model.engine(config)
+    outputs = engine.generate(given, params, progress=False)
+    engine.check()
+    wrong = 0
+    for tokens, one, output in zip(given, params, outputs):
+        wrong += not _equals_alone(model, tokens, one, output)
+    stats = engine.stats
+    return {
+        "requests": NUM_EQUAL,
+        "different": wrong,
+        "preemptions": stats.num_preemptions,
+        "cached tokens": stats.num_cached_tokens,
+        "steps": stats.num_steps,
+    }
+
+
+def _equals_alone(model: CompiledModel, tokens: list[int], params: SamplingParams, output) -> bool:  # type: ignore[no-untyped-def]
+    """One forward of the whole sequence: row t sees what comes before it alone."""
+    drawn = output.outputs[0]
+    whole = tokens + drawn.token_ids
+    runner, blocks = model.new_runner(len(whole) + 64)
+    arrays = build_step([(Sequence(whole[:-1]), len(whole) - 1)], blocks, all_logits=True)
+    logits = runner.run(arrays)[len(tokens) - 1 :]
+    count = len(drawn.token_ids)
+    chosen = sample(logits, [params] * count, list(range(len(tokens), len(tokens) + count)))
+    logprobs = token_logprobs(logits, chosen).chosen.tolist()
+    return chosen.tolist() == drawn.token_ids and logprobs == [entry.logprob for entry in drawn.logprobs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--parts", default="ours,equal,plain,tree")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    name = torch.cuda.get_device_name().replace(" ", "-").lower()
+    path = arguments.out / f"serve-{name}-{arguments.commit}.json"
+    report: dict[str, object] = {
+        "commit": arguments.commit,
+        "hardware": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": f"Qwen3-8B shape, {arguments.layers} layers, bf16, random weights",
+    }
+    started = time.monotonic()
+
+    def keep(part: str, value: object) -> None:
+        report[part] = value
+        path.write_text(json.dumps(report, indent=1))
+        print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    parts = arguments.parts.split(",")
+    if "ours" in parts or "equal" in parts:
+        model = detcompile.compile(build(arguments.layers), numerics=Numerics(tp_sizes=(1,)))
+        if "ours" in parts:
+            keep("tp_sizes=(1,)", serve(model))
+        if "equal" in parts:
+            keep("equal to the plain forward", equal(model))
+        del model
+        torch.cuda.empty_cache()
+    if "plain" in parts:
+        with plain_lowering():
+            model = detcompile.compile(build(arguments.layers), numerics=Numerics(tp_sizes=(1,)))
+        keep("plain", serve(model))
+        del model
+        torch.cuda.empty_cache()
+    if "tree" in parts:
+        keep("tp_sizes=(1, 2, 4, 8)", serve(detcompile.compile(build(arguments.layers))))
+
+
+if __name__ == "__main__":
+    main()

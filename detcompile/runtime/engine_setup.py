@@ -14,7 +14,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.intake import Intake
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
-from detcompile.runtime.runner import TOKEN_BUCKETS, Runner
+from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler
 from detcompile.runtime.worker import Worker
 from detcompile.step import KVGroup
@@ -50,8 +50,7 @@ def new_engine(model: EngineModel, config: EngineConfig, tokenizer: Any | None) 
     runner = Runner(model.forward, _cache(model, config, num_blocks), cuda_graphs)
     worker = Worker(runner, Sampler(model.num_logits, model.device))
     if cuda_graphs:
-        most = min(config.max_num_seqs, config.max_num_batched_tokens)
-        worker.warm_up([size for size in reversed(TOKEN_BUCKETS) if size <= most])
+        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
     pool = BlockPool(num_blocks, config.block_size)
     blocks = KVBlocks(pool, model.kv_groups, prefix_caching=config.prefix_caching)
     intake = Intake(

@@ -16,10 +16,11 @@ from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.step import PADDING_SLOT, StepInputs
 
-__all__ = ["Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS"]
+__all__ = ["Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts"]
 
 TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
 MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
+FEWEST_MIXED = 8  # sequences
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
 MOST_SEQUENCES = 4096  # of a step
@@ -158,7 +159,7 @@ class Runner:
         if exact.tokens > MIXED_BUCKETS[-1] or exact.rows > exact.tokens:
             return exact._replace(blocks=blocks)
         tokens = _bucket(exact.tokens, MIXED_BUCKETS)
-        sequences = min(tokens, 1 << (max(exact.sequences, exact.rows, 8) - 1).bit_length())
+        sequences = min(tokens, 1 << (max(exact.sequences, exact.rows, FEWEST_MIXED) - 1).bit_length())
         return exact._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks)
 
     def _worth_a_graph(self, layout: StepLayout) -> bool:
@@ -222,6 +223,15 @@ class _Graph:
         """Logits of the layout, overwritten by the next replay of any graph that shares the memory pool."""
         self.graph.replay()
         return self.logits
+
+
+def mixed_layouts() -> list[tuple[int, int]]:
+    """Tokens and sequences of the buckets of mixed steps."""
+    return [
+        (tokens, FEWEST_MIXED << shift)
+        for tokens in MIXED_BUCKETS
+        for shift in range((tokens // FEWEST_MIXED).bit_length() - 1)
+    ]
 
 
 def _bucket(size: int, buckets: tuple[int, ...]) -> int:

@@ -5,7 +5,6 @@ What goes in (StepWork) and what comes out (StepResult) are plain data, so that 
 Legend: R rows of logits.
 """
 
-from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from detcompile.runtime.outputs import Logprobs
-from detcompile.runtime.runner import Runner
+from detcompile.runtime.runner import TOKEN_BUCKETS, Runner, mixed_layouts
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 
@@ -102,10 +101,16 @@ class Worker:
         logprobs = _row_logprobs(launched.work.rows, tokens, sampled)
         return StepResult(tokens, sampled.invalid.tolist(), logprobs, prompt_logprobs)
 
-    def warm_up(self, sizes: SequenceOf[int]) -> None:
-        """Run steps of these numbers of decoding sequences over no cached keys, so that serving compiles nothing."""
-        for size in sizes:
-            self.runner.launch(idle_arrays(size, size, len(self.runner.kv_cache.groups)))
+    def warm_up(self, most_sequences: int, most_tokens: int) -> None:
+        """Capture the graphs of every bucket of steps up to these sizes, over short sequences."""
+        num_groups = len(self.runner.kv_cache.groups)
+        for size in reversed(TOKEN_BUCKETS):
+            if size <= min(most_sequences, most_tokens):
+                self.runner.launch(idle_arrays(size, size, num_groups))
+        for tokens, sequences in mixed_layouts():
+            if tokens <= most_tokens and sequences < 2 * most_sequences:
+                for _ in range(2):  # a mixed step is captured at second sight
+                    self.runner.launch(idle_arrays(tokens, sequences, num_groups))
 
     @torch.no_grad()
     def peak_bytes(self, num_tokens: int, num_sequences: int) -> int:

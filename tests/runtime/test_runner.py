@@ -220,6 +220,7 @@ def test_replayed_steps_equal_plain_ones():
         cache = KVCache(
             [KVShape(1, 1, 1)], ONE_GROUP, dtype=torch.float64, device="cuda", num_blocks=64, block_size=BLOCK_SIZE
         )
+        cache.k_caches[0].zero_()  # compared whole
         runner, blocks = Runner(cuda_forward, cache, cuda_graphs), make_blocks(64)
         sequences = [Sequence([10 * i + t for t in range(90)]) for i in range(9)]
         logits = []

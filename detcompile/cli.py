@@ -1,4 +1,4 @@
-"""The command line: detcompile demo | verify | check. Results go to standard output, progress to standard error."""
+"""The command line: detcompile demo | generate | verify | check. Results on standard output, progress on error."""
 
 import json
 import sys
@@ -19,6 +19,11 @@ from detcompile.axes import AxisResult
 from detcompile.compiled import CompiledModel
 from detcompile.demo import DEMO_AXES, Comparison, compare_with_torch
 from detcompile.errors import DetcompileError
+from detcompile.generate_command import answer, read_prompts, show, summary, with_own_seeds
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
+from detcompile.runtime.outputs import RequestOutput
+from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.verification import ModelSpec, available_axes, verify
 
 __all__ = ["app", "main"]
@@ -113,6 +118,78 @@ def check(
 
 
 @app.command()
+def generate(
+    model: Model,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Text as it is, without a chat template.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts, one a line; without prompts: standard input.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="Nothing ends the answer up to this many tokens.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this many times as likely as the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the first prompt; the next ones take seed + 1, ….")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be repeated.")] = None,
+    n: Annotated[int, typer.Option(help="Answers a prompt.")] = 1,
+    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens reported with each; with --json.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen become less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="In [-2, 2].")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2].")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, a line each.")] = False,
+    scheduler: Annotated[SchedulerName, typer.Option(help="How steps are made up; changes no bit.")] = "stall_free",
+    allocation: Annotated[AllocationName, typer.Option(help="When KV blocks are taken.")] = "lazy",
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at a time; default: all, up to 1024.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64,
+    num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None,
+    random: Random = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    tp_sizes: TpSizes = "1,2,4,8",
+) -> None:
+    """Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."""
+    if logprobs is not None and not json_output:
+        raise typer.BadParameter("log-probabilities are printed as JSON only: add --json", param_hint="--logprobs")
+    asked = read_prompts(prompts or [], file)
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        logprobs=logprobs,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        ignore_eos=ignore_eos,
+    )
+    config = EngineConfig(
+        scheduler=scheduler,
+        allocation=allocation,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=min(n * len(asked), 1024) if max_num_seqs is None else max_num_seqs,
+        block_size=block_size,
+        num_blocks=num_blocks,
+    )
+    compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)))
+    engine = compiled.engine(config)
+    stream = len(asked) == 1 and n == 1 and not json_output and sys.stdout.isatty()
+    each = with_own_seeds(params, len(asked))
+    outputs = _stream(engine, asked, each) if stream else _answer(engine, asked, each)
+    if not stream:
+        show(outputs, compiled.fingerprint if json_output else "", json_output=json_output)
+    for number, output in enumerate(outputs, 1):
+        logs.print(summary(number, output), markup=False, highlight=False, soft_wrap=True)
+    if any(output.error is not None for output in outputs):
+        raise typer.Exit(2)
+
+
+@app.command()
 def demo(
     configurations: Annotated[int, typer.Option(min=2, help="Configurations an axis, for each of two prompts.")] = 5,
     device: Device = None,
@@ -135,6 +212,28 @@ def demo(
     console.print(_comparison_table(found, compiled.dtype))
     if not all(comparison.ours.holds for comparison in found):
         raise typer.Exit(1)
+
+
+def _answer(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    with _progress(total=True) as progress:
+        task = progress.add_task("generating", total=len(prompts))
+        return answer(engine, prompts, params, tick=lambda output: progress.advance(task, int(output.finished)))
+
+
+def _stream(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    """One prompt into a terminal: its text as it comes."""
+    console, shown = Console(), 0
+    console.print(prompts[0], style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+
+    def write(output: RequestOutput) -> None:
+        nonlocal shown
+        text = output.outputs[0].text if output.outputs else ""
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+
+    outputs = answer(engine, prompts, params, stream_text=True, tick=write)
+    print()
+    return outputs
 
 
 def _show_completion(compiled: CompiledModel, console: Console) -> None:

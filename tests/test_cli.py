@@ -1,21 +1,38 @@
 """The command line as a user runs it: results, logs and exit codes."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from detcompile.axes import AXES
+from detcompile.errors import InvalidInput
+from detcompile.generate_command import read_prompts, with_own_seeds
+from detcompile.runtime.sampling_params import SamplingParams
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+PROMPTS = ["def mean(values):", "import json", "class Point:"]
+SAMPLED = ("--device", "cpu", "--max-tokens", "24", "--temperature", "0.9", "--top-p", "0.95")
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "detcompile.cli", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "detcompile.cli", *arguments], input=stdin, capture_output=True, text=True, check=False
     )
+
+
+@pytest.fixture(scope="module")
+def answered() -> subprocess.CompletedProcess[str]:
+    """Three prompts and one that is too long, a line each, on standard input."""
+    lines = [PROMPTS[0], "", "x = 1 + " * 1000, *PROMPTS[1:], ""]
+    return run("generate", "tiny", *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
 
 
 def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
@@ -52,6 +69,92 @@ def test_the_demo_compares_with_torch_within_its_time() -> None:
     assert seconds < 240
 
 
+def test_generate_prints_one_json_object_a_prompt(answered: subprocess.CompletedProcess[str]) -> None:
+    found = [json.loads(line) for line in answered.stdout.splitlines()]
+    assert [entry["prompt"] for entry in found if entry["error"] is None] == PROMPTS
+    assert [entry["seed"] for entry in found] == [7, 8, 9, 10]
+    for entry in found:
+        assert len(entry["fingerprint"]) == 64
+        for part in entry["outputs"]:
+            assert part["finish_reason"] in ("length", "stop")
+            assert part["text"]
+            assert 1 <= len(part["token_ids"]) <= 24
+            assert [step["token_id"] for step in part["logprobs"]] == part["token_ids"]
+            assert all(len(step["top"]) == 2 and step["logprob"] <= 0 for step in part["logprobs"])
+
+
+def test_a_prompt_that_is_refused_leaves_the_others_answered(answered: subprocess.CompletedProcess[str]) -> None:
+    assert answered.returncode == 2
+    refused = [entry for entry in map(json.loads, answered.stdout.splitlines()) if entry["error"] is not None]
+    assert len(refused) == 1 and refused[0]["outputs"] == [] and "compiled for 2048" in refused[0]["error"]
+    assert "prompt 2: InvalidInput" in answered.stderr and "Traceback" not in answered.stderr
+    assert "prompt 1: 24 tokens (length); seed 7" in answered.stderr
+
+
+def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_scheduled(
+    answered: subprocess.CompletedProcess[str], tmp_path: Path
+) -> None:
+    before = json.loads(answered.stdout.splitlines()[3])
+    file = tmp_path / "prompts"
+    file.write_text(before["prompt"])
+    other = ("--scheduler", "simple_chunking", "--max-num-batched-tokens", "2", "--block-size", "16")
+    done = run(
+        "generate", "tiny", "--file", str(file), *SAMPLED, "--seed", str(before["seed"]), "--logprobs", "2", "--json",
+        *other, "--num-blocks", "20", "--allocation", "reserve", "--max-num-seqs", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == before
+
+
+def test_generate_streams_a_prompt_into_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "detcompile.cli", "generate", "tiny", PROMPTS[0], *SAMPLED, "--ignore-eos"]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    pieces = []
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the terminal was closed
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    assert child.stderr is not None
+    said = child.stderr.read()
+    child.stderr.close()
+    assert child.wait() == 0, said
+    os.close(ours)
+    assert "def mean(values):" in b"".join(pieces).decode()
+    assert len(pieces) >= 3, "the text came at once"
+    assert "24 tokens (length); seed" in said
+
+
+def test_texts_of_several_answers_have_headings() -> None:
+    done = run("generate", "tiny", PROMPTS[1], *SAMPLED, "--n", "2", "--seed", "1", "--stop", "\n\n")
+    assert done.returncode == 0, done.stderr
+    assert "== 1, sample 0: 'import json'" in done.stdout and "== 1, sample 1: 'import json'" in done.stdout
+    assert "seed 1" in done.stderr
+
+
+def test_prompts_come_from_one_place(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("one\n\n  \n two \n")
+    assert read_prompts([], file) == ["one", " two "]
+    assert read_prompts(["a", "b"], None) == ["a", "b"]
+    with pytest.raises(InvalidInput, match="one or the other"):
+        read_prompts(["a"], file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="UTF-8"):
+        read_prompts([], file)
+
+
+def test_no_two_prompts_share_a_seed() -> None:
+    given = with_own_seeds(SamplingParams(seed=2**64 - 1), 3)
+    assert [params.seed for params in given] == [2**64 - 1, 0, 1]
+    assert [params.seed for params in with_own_seeds(SamplingParams(), 2)] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -59,6 +162,13 @@ def test_the_demo_compares_with_torch_within_its_time() -> None:
         (("verify", "tiny", "--axes", "nonsense"), "no axis 'nonsense'"),
         (("check", "tiny", "--tp-sizes", "1,5"), "does not split into 5 equal leaves"),
         (("check", "tiny", "--dtype", "int7"), "no dtype of a model"),
+        (("generate", "no/such/model", "x"), "no such folder"),
+        (("generate", "tiny"), "no prompt in the arguments or on standard input"),
+        (("generate", "tiny", "x", "--temperature", "-1"), "temperature -1.0 must be 0"),
+        (("generate", "tiny", "x", "--block-size", "7"), "block_size"),
+        (("generate", "tiny", "x", "--file", "y"), "give one or the other"),
+        (("generate", "tiny", "--file", "no/such/file"), "no/such/file cannot be read"),
+        (("generate", "tiny", "x", "--logprobs", "1"), "add --json"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str) -> None:

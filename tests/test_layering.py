@@ -17,7 +17,7 @@ MAX_LINES = 400
 
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
-    {"detcompile", "detcompile.cli", "detcompile.demo"},
+    {"detcompile", "detcompile.cli", "detcompile.demo", "detcompile.generate_command"},
     {"detcompile.api", "detcompile.axes", "detcompile.verification"},
     {"detcompile.compiled", "detcompile.fingerprints"},
     {"detcompile.passes", "detcompile.runtime"},

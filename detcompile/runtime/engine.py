@@ -65,6 +65,7 @@ class Engine:
         self._overlap = overlap
         width = blocks.pool.blocks_for(max_context + 1)
         self._tables = BlockTables(len(blocks.groups), config.max_num_seqs, width)
+        self._names: set[str] = set()  # of requests queued or running
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads ask for, done between steps
@@ -99,11 +100,14 @@ class Engine:
         """
         arrival = next(self._arrivals)
         name = f"request-{arrival}" if request_id is None else request_id
+        if name in self._names:
+            raise InvalidInput(f"request_id {name!r} is in use: give every request its own")
         request = self._intake.request(
             name, prompt, params, arrival=arrival, priority=priority, stream_text=stream_text
         )
         for sequence in request.sequences:
             self._check_fits(sequence)
+        self._names.add(name)
         self._inbox.append(lambda: self._start(request))
         return name
 
@@ -194,7 +198,13 @@ class Engine:
         left = {output.request_id for output in results if output.error is None}
         ended = self._finishing(left) if self._loop is None else finishing(finished, left)
         shown = track(ended, "generating", total=len(left), disable=not progress, transient=True)
-        found = {output.request_id: output for output in shown}
+        found: dict[str, RequestOutput] = {}
+        try:
+            found |= {output.request_id: output for output in shown}
+        except BaseException:  # an interrupt, above all: do not go on with what nobody waits for
+            for name in left - found.keys():
+                self.cancel(name)
+            raise
         return [found.get(output.request_id, output) for output in results]
 
     @property
@@ -294,15 +304,14 @@ class Engine:
                 self._let_go(sequence)
         self._start_held(request)
         if request.output.finished:
-            self._requests.pop(request.output.request_id, None)
+            self._forget(request.output.request_id)
+
+    def _forget(self, request_id: str) -> Request | None:
+        self._names.discard(request_id)
+        return self._requests.pop(request_id, None)
 
     def _start(self, request: Request) -> None:
-        name = request.output.request_id
-        if name in self._requests:
-            request.fail(InvalidInput(f"request_id {name!r} is in use: give every request its own"))
-            self._undelivered[name] = request.output
-            return
-        self._requests[name] = request
+        self._requests[request.output.request_id] = request
         self._owner |= dict.fromkeys(request.sequences, request)
         self.scheduler.add(request.sequences[0])
         if not self._blocks.prefix_caching:
@@ -315,12 +324,15 @@ class Engine:
         request.held = []
 
     def _cancel(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
+        request = self._forget(request_id)
         if request is None:
             return
+        for sequence in request.held:
+            del self._owner[sequence]
         for sequence in request.sequences:
-            if sequence in self._owner:
+            if sequence.finish_reason is None:
                 request.end(sequence.sample_index, "abort")
+            if sequence in self._owner:
                 self._let_go(sequence)
         self._undelivered[request_id] = request.output
 

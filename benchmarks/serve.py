@@ -70,10 +70,19 @@ def measure(engine: Engine, name: str) -> dict[str, float]:
     return found
 
 
-def host_milliseconds(engine: Engine, running: int) -> dict[str, float]:
+SAMPLING = {
+    "sampled": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "top_k": {"temperature": 1.0, "top_k": 50},
+    "penalties": {"temperature": 1.0, "presence_penalty": 0.5},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+}
+
+
+def host_milliseconds(engine: Engine, running: int, **kind: float) -> dict[str, float]:
     """Host time of decode steps of so many sequences, and the time between steps."""
     rng = random.Random(running)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True} | kind)
     before = engine.stats.num_steps
     engine.generate(prompts(rng, [16] * running), params, progress=False)
     records = [r for r in engine.stats.recent[before - engine.stats.num_steps :] if r.num_decodes == running]
@@ -92,6 +101,8 @@ def serve(model: CompiledModel) -> dict[str, object]:
         found[name] = measure(engine, name)
     for running in (256, 1000):
         found[f"{running} running"] = host_milliseconds(engine, running)
+    for name, kind in SAMPLING.items():
+        found[f"256 running, {name}"] = host_milliseconds(engine, 256, **kind)
     engine.check()
     return found
 

@@ -260,7 +260,7 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         if chunk != numerics.kv_chunk:
             raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
         order = kv_order(numerics)
-    elif target in TEMPLATES and target is not ours.embedding.default:
+    elif target in TEMPLATES and target not in (ours.embedding.default, ours.silu_mul.default):  # they sum nothing
         value = args[0].meta["val"]
         radices = args[1] if target is ours.logsumexp.default else args[2] if "softmax" in str(target) else ()
         length = _static(shape_of(args[0])[-1])

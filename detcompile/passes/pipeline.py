@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 
 from detcompile.passes.canonicalize import canonicalize
+from detcompile.passes.gates import fuse_gates
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
@@ -26,6 +27,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     pin_reductions,
     pin_matmuls,
     fuse_residuals,
+    fuse_gates,
     fuse_rope,
 )
 

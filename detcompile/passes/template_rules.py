@@ -26,7 +26,7 @@ from detcompile.passes.provenance import (
     require_weight,
     sympy_size,
 )
-from detcompile.passes.rules import embedding
+from detcompile.passes.rules import embedding, pointwise
 
 __all__ = ["ATTENTION", "TEMPLATES"]
 
@@ -69,6 +69,7 @@ TEMPLATES: Mapping[Any, Rule] = {
     ours.rms_norm.default: _last_dim(keep=True),
     ours.layer_norm.default: _last_dim(keep=True),
     ours.embedding.default: embedding,
+    ours.silu_mul.default: pointwise,
 }
 
 METADATA = ("slot_mapping", "cu_seqlens", "seq_lens", "block_table")

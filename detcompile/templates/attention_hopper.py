@@ -24,9 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.attention_hopper_tile import KEYS, LANES, SUMS, attend_tile
+from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.tuning import multiprocessors
 
-__all__ = ["hopper_attention_kernel", "launch", "supports"]
+__all__ = [
+    "descriptor",
+    "fetch_tile",
+    "hopper_attention_kernel",
+    "launch",
+    "row_of",
+    "row_steps",
+    "sequence_of",
+    "supports",
+]
 
 ROWS = 64
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -42,7 +52,7 @@ def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
     d, page = k.shape[3], k.shape[1]
     if d not in (64, 128) or v.shape[3] != d or (paged and page % 64 and page not in (16, 32)):
         return False
-    return all(_has_rows(t) for t in (k, v)) and _row_steps(k) == _row_steps(v)
+    return all(_has_rows(t) for t in (k, v)) and row_steps(k) == row_steps(v)
 
 
 def _has_rows(t: Tensor) -> bool:
@@ -53,7 +63,7 @@ def _has_rows(t: Tensor) -> bool:
     return batch % token == 0 and (head % token == 0 or head < token)
 
 
-def _row_steps(t: Tensor) -> tuple[int, int, int]:
+def row_steps(t: Tensor) -> tuple[int, int, int]:
     """Rows from one batch (or page) to the next, rows and columns from one head to the next."""
     batch, token, head, _ = t.stride()
     return (batch // token, head // token, 0) if head >= token else (batch // token, 0, head)
@@ -73,7 +83,7 @@ def launch(
     """Run the kernel; `supports(k, v)` holds."""
     page, consumers, kv_heads = constants["PAGE"], constants["CONSUMERS"], k.shape[2]
     piece = min(page, 64) if page else 64
-    batch_rows, head_rows, head_columns = _row_steps(k)
+    batch_rows, head_rows, head_columns = row_steps(k)
     groups = kv_heads * -(-constants["G"] // constants["HEADS"])
     # Programs of one warpgroup walk through many pieces of work, two programs a multiprocessor. Those of two attend
     # one tile each: the hardware hands the tiles out, and balances their unequal lengths better.
@@ -81,39 +91,41 @@ def launch(
     if consumers == 1:
         programs = min(programs, 2 * multiprocessors(q.device))
     hopper_attention_kernel[(programs,)](
-        q, _descriptor(k, piece), _descriptor(v, piece), target, stat, *metadata, **numbers,
+        q, descriptor(k, piece), descriptor(v, piece), target, stat, *metadata, **numbers,
         q_batch=0 if page else q.stride(0), q_token=q.stride(1), q_head=q.stride(2),
         batch_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
         out_batch=0 if page else strides[0], out_token=strides[1], out_head=strides[2],
         table_row=metadata[2].stride(0) if page else 0,
         **constants, KV_HEADS=kv_heads, num_warps=4, maxnreg=_REGISTERS[consumers], enable_fp_fusion=False,
+        **launch_options(q.device),
     )  # fmt: skip
 
 
-def _descriptor(t: Tensor, piece: int) -> TensorDescriptor:
-    outer, token = t.shape[0], t.stride(1)
-    batch_rows, head_rows, head_columns = _row_steps(t)
+def descriptor(t: Tensor, piece: int) -> TensorDescriptor:
+    """Of t, [pages, page, KV heads, D] or dense: the rows that `row_steps` counts, by pieces of 64 columns."""
+    batch_rows, head_rows, head_columns = row_steps(t)
     last = t.shape[2] - 1
-    shape = [(outer - 1) * batch_rows + last * head_rows + t.shape[1], last * head_columns + t.shape[3]]
-    return TensorDescriptor(t, shape, [token, 1], [piece, 64], _SHARED)
+    shape = [(t.shape[0] - 1) * batch_rows + last * head_rows + t.shape[1], last * head_columns + t.shape[3]]
+    return TensorDescriptor(t, shape, [t.stride(1), 1], [piece, 64], _SHARED)
 
 
 @gluon.jit
-def _sequence_of(tile, cu_ptr, S, BQ: gl.constexpr):
+def sequence_of(tile, cu_ptr, S, BQ: gl.constexpr, WARPS: gl.constexpr):
     """Largest s in 0..S with cu[s] // BQ + s <= tile: each sequence may end inside a tile. S is the padding."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     low = 0
     high = S + 1
-    while low < high:
-        middle = (low + high) // 2
-        if gl.load(cu_ptr + middle) // BQ + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+    while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
+        step = (high - low + 31) // 32
+        place = low + (1 + lane) * step
+        before = gl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place <= tile
+        low += gl.sum(((place < high) & before).to(gl.int32), 0) * step
+        high = gl.minimum(low + step, high)
+    return low
 
 
 @gluon.jit
-def _row_of(table_ptr, n, last, page_rows, PAGE: gl.constexpr, I: gl.constexpr):
+def row_of(table_ptr, n, last, page_rows, PAGE: gl.constexpr, I: gl.constexpr):
     """Row where piece I of the block at key n starts. A piece past the last key repeats that key's page."""
     if PAGE == 0:
         row = n
@@ -125,7 +137,7 @@ def _row_of(table_ptr, n, last, page_rows, PAGE: gl.constexpr, I: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
+def fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
     """Block of 64 rows x D into tile, 64 columns and a piece of rows at a time; `full` completes with the last."""
     HALVES: gl.constexpr = D // 64
     pieces = tile._reinterpret(desc.dtype, [HALVES * PIECES, 64 // PIECES, 64], desc.layout)
@@ -144,6 +156,7 @@ def _fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECE
 def _task(
     work, cu_ptr, lens_ptr, window, T, S, tiles, G: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr,
     CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, KV_HEADS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """What piece of work this is. KV heads come first, then tiles (the longest causal rows first), then chunks.
 
@@ -164,7 +177,7 @@ def _task(
         length = T
         past = T * 0
     else:
-        sequence = _sequence_of(tile, cu_ptr, S, BQ)
+        sequence = sequence_of(tile, cu_ptr, S, BQ, WARPS)
         start = gl.load(cu_ptr + sequence)
         local = (tile - (start // BQ + sequence)) * BQ
         length = gl.load(cu_ptr + sequence + 1, mask=sequence < S, other=T) - start
@@ -197,7 +210,7 @@ def _fetch(
     filled = 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         first, last, sequence, _, _, _, _, kv_head, _, _ = _task(
-            work, cu_ptr, lens_ptr, window, T, S, tiles, G, HEADS, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS
+            work, cu_ptr, lens_ptr, window, T, S, tiles, G, HEADS, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS, 1,
         )
         row = kv_head * head_rows
         table_ptr = tables_ptr
@@ -206,15 +219,15 @@ def _fetch(
         else:
             table_ptr += sequence.to(gl.int64) * table_row
         if last > first:
-            r0 = _row_of(table_ptr, first, last, batch_rows, PAGE, 0)
+            r0 = row_of(table_ptr, first, last, batch_rows, PAGE, 0)
             r1 = r0
             r2 = r0
             r3 = r0
             if PIECES > 1:
-                r1 = _row_of(table_ptr, first, last, batch_rows, PAGE, 1)
+                r1 = row_of(table_ptr, first, last, batch_rows, PAGE, 1)
             if PIECES > 2:
-                r2 = _row_of(table_ptr, first, last, batch_rows, PAGE, 2)
-                r3 = _row_of(table_ptr, first, last, batch_rows, PAGE, 3)
+                r2 = row_of(table_ptr, first, last, batch_rows, PAGE, 2)
+                r3 = row_of(table_ptr, first, last, batch_rows, PAGE, 3)
             for n in range(first, last, KEYS):
                 stage = filled % STAGES
                 phase = (filled // STAGES) & 1
@@ -223,17 +236,17 @@ def _fetch(
                 a2 = row + r2
                 a3 = row + r3
                 following = gl.minimum(n + KEYS, (last - 1) // KEYS * KEYS)
-                r0 = _row_of(table_ptr, following, last, batch_rows, PAGE, 0)
+                r0 = row_of(table_ptr, following, last, batch_rows, PAGE, 0)
                 if PIECES > 1:
-                    r1 = _row_of(table_ptr, following, last, batch_rows, PAGE, 1)
+                    r1 = row_of(table_ptr, following, last, batch_rows, PAGE, 1)
                 if PIECES > 2:
-                    r2 = _row_of(table_ptr, following, last, batch_rows, PAGE, 2)
-                    r3 = _row_of(table_ptr, following, last, batch_rows, PAGE, 3)
+                    r2 = row_of(table_ptr, following, last, batch_rows, PAGE, 2)
+                    r3 = row_of(table_ptr, following, last, batch_rows, PAGE, 3)
                 column = kv_head * head_columns
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
-                _fetch_tile(k_desc, a0, a1, a2, a3, column, k_full.index(stage), k_tiles.index(stage), D, PIECES)
+                fetch_tile(k_desc, a0, a1, a2, a3, column, k_full.index(stage), k_tiles.index(stage), D, PIECES)
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
-                _fetch_tile(v_desc, a0, a1, a2, a3, column, v_full.index(stage), v_tiles.index(stage), D, PIECES)
+                fetch_tile(v_desc, a0, a1, a2, a3, column, v_full.index(stage), v_tiles.index(stage), D, PIECES)
                 filled += 1
 
 
@@ -249,7 +262,7 @@ def _attend(
     taken = 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         first, last, sequence, start, past, length, local, kv_head, member0, chunk = _task(
-            work, cu_ptr, lens_ptr, window, T, S, tiles, G, HEADS, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS
+            work, cu_ptr, lens_ptr, window, T, S, tiles, G, HEADS, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS, 4,
         )
         if (last > first) | ((not SPLIT) & (local < length)):
             base = local + W * (64 // HEADS)
@@ -277,9 +290,12 @@ def hopper_attention_kernel(
     q_batch, q_token, q_head, batch_rows, head_rows, head_columns, out_batch, out_token, out_head, table_row,
     G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
     WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, KV_HEADS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs. Arguments, tiles and results as in attention_kernels.attention_kernel; padding rows get
     zeros (SPLIT: nothing)."""
+    gluon_let_next_start(PDL)
+    gluon_wait_for_earlier(PDL)
     works = tiles * (KV_HEADS * ((G + HEADS - 1) // HEADS))
     if SPLIT:
         works = works * ((_longest(lens_ptr, S) + CHUNK - 1) // CHUNK)

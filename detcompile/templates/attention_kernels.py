@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from detcompile.templates.attention_scores import join_sink, shaped
+from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
-__all__ = ["attention_kernel", "merge_kernel", "write_kv_kernel"]
+__all__ = ["KEYS", "attention_kernel", "merge_kernel", "sequence_of", "write_kv_kernel"]
 
 KEYS = tl.constexpr(64)  # keys of a block
 
@@ -53,20 +54,20 @@ def _quotient(O, L_R, dtype: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
+def sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
     """Largest s in 0..S with cu[s] // BQ + s * PER_SEQUENCE <= index. Sequence S is the padding past cu[S].
 
     With PER_SEQUENCE = 1 index counts tiles (each sequence may end inside one), with BQ = 1 and 0 it is a token.
     """
     low = 0
     high = S + 1
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_ptr + middle) // BQ + middle * PER_SEQUENCE <= index:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+    while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
+        step = (high - low + 31) // 32
+        place = low + (1 + tl.arange(0, 32)) * step
+        before = tl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place * PER_SEQUENCE <= index
+        low += tl.sum(((place < high) & before).to(tl.int32), 0) * step
+        high = tl.minimum(low + step, high)
+    return low
 
 
 @triton.jit
@@ -135,12 +136,15 @@ def attention_kernel(
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of tokens, axis 1: KV heads x groups of HEADS, axis 2: chunks if SPLIT.
 
     PAGE = 0: dense, S batches of T tokens; k_page and v_page are the batch strides. SPLIT: out [T, H, chunks, DV] and
     stat [T, H, chunks, 2] take the chunk's o and (m, l), fp32. sinks and slopes [H], read where SINKS and ALIBI.
     """
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     BQ: tl.constexpr = BM // HEADS
     GROUPS: tl.constexpr = (G + HEADS - 1) // HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
@@ -152,7 +156,7 @@ def attention_kernel(
         length = T
         past = 0
     else:
-        sequence = _sequence_of(tile, cu_ptr, S, BQ, 1)
+        sequence = sequence_of(tile, cu_ptr, S, BQ, 1)
         start = tl.load(cu_ptr + sequence)
         local = tile - (start // BQ + sequence)
         real = sequence < S
@@ -254,13 +258,15 @@ def _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV: tl.constexpr):
 def merge_kernel(
     part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, sinks_ptr, c, inner, window, S, chunks, out_token, out_head,
     DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chunk partials of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were written."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     t = tl.program_id(0)
     head = tl.program_id(1)
     dv = tl.arange(0, DVP)
-    sequence = _sequence_of(t, cu_ptr, S, 1, 0)
+    sequence = sequence_of(t, cu_ptr, S, 1, 0)
     out_row = out_ptr + t.to(tl.int64) * out_token + head * out_head
     if sequence == S:
         tl.store(out_row + dv, tl.zeros((DVP,), out_ptr.dtype.element_ty), mask=dv < DV)
@@ -295,9 +301,11 @@ def write_kv_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_token, k_head, v_token, v_head,
     k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head,
     HEADS: tl.constexpr, HEADS_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
-    DVP: tl.constexpr, PAGE: tl.constexpr,
+    DVP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K and V rows go to slots[t]; a negative slot takes none."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot < 0:

@@ -7,15 +7,29 @@ table alone, so that a launch can be captured in a CUDA graph; which sequence a 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates import attention_hopper, attention_hopper_tile, attention_kernels, attention_scores
+from detcompile.templates import (
+    attention_hopper,
+    attention_hopper_tile,
+    attention_kernels,
+    attention_scores,
+    attention_turned,
+    dependent_launch,
+)
+from detcompile.templates.attention_schedules import (
+    AttentionProblem,
+    AttentionSchedule,
+    attention_candidates,
+    reference_attention_schedule,
+)
 from detcompile.templates.attention_scores import Scores
+from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.tuning import Tuner, capturing, multiprocessors, template_tuner
 
 __all__ = [
@@ -29,55 +43,6 @@ __all__ = [
 ]
 
 _MOST_PARTIAL_BYTES = 1 << 28  # of fp32 chunk outputs
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSchedule:
-    """block_m: rows (tokens x heads of one KV head) of a program; split: one program a chunk, then a merge; hopper:
-    the kernel of attention_hopper (block_m 64 or 128, warps as that kernel has them)."""
-
-    block_m: int
-    warps: int
-    stages: int
-    split: bool = False
-    hopper: bool = False
-
-    def __str__(self) -> str:
-        name = "hopper" if self.hopper else "attention"
-        return f"{name}-{self.block_m}-w{self.warps}s{self.stages}{'-split' if self.split else ''}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionProblem:
-    """All that a choice of schedule may depend on.
-
-    page 0 means dense; few: mostly one token a sequence; split: tiles alone leave multiprocessors idle; hopper:
-    attention_hopper can read the keys and values.
-    """
-
-    dtype: str
-    heads: int
-    kv_heads: int
-    d: int
-    dv: int
-    page: int
-    chunk: int
-    windowed: bool
-    few: bool
-    split: bool
-    hopper: bool = False
-    scaled: bool = False  # these four: see attention_scores
-    capped: bool = False
-    alibi: bool = False
-    sinks: bool = False
-
-    def __str__(self) -> str:
-        kind = f"page={self.page}" if self.page else "dense"
-        regime = ("decode" if self.few else "prefill") + ("-split" if self.split else "")
-        window = " window" if self.windowed else ""
-        heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
-        words = [word for word in ("hopper", "scaled", "capped", "alibi", "sinks") if getattr(self, word)]
-        return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
 
 
 def paged_attention_cuda(
@@ -156,30 +121,10 @@ def dense_attention_cuda(
     return out
 
 
-def reference_attention_schedule(problem: AttentionProblem) -> AttentionSchedule:
-    """The schedule whose bits the gate asks of all others."""
-    return AttentionSchedule(16, 4, 1)
-
-
-@functools.cache
-def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, ...]:
-    """Schedules for this problem, the likely fastest first."""
-    if problem.dtype == "float32":
-        rows = [(16, 4, 2), (16, 4, 1)] if problem.few else [(32, 4, 2), (32, 8, 1), (16, 4, 2), (16, 4, 1)]
-    elif problem.few:
-        rows = [(16, 2, 3), (16, 1, 3), (16, 4, 2), (16, 4, 5), (16, 4, 3), (32, 4, 2), (16, 4, 1)]
-    else:
-        rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
-    plain = [AttentionSchedule(*row, split=problem.split) for row in rows]
-    if not problem.hopper or problem.scaled or problem.sinks:
-        return tuple(plain)
-    rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
-    return tuple([AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows] + plain)
-
-
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of attention schedules on this device."""
-    sources = (attention_kernels, attention_hopper, attention_hopper_tile, attention_scores)
+    kernels = (attention_kernels, attention_hopper, attention_hopper_tile, attention_turned)
+    sources = (*kernels, attention_scores, dependent_launch)
     return template_tuner("attention", (*(module.__file__ for module in sources), __file__), device)
 
 
@@ -321,7 +266,7 @@ def _attend(
     sinks, slopes = (out if t is None else t.contiguous() for t in (scores.sinks, scores.alibi_slopes))
     shared = {
         "DV": problem.dv, "DVP": padded["DVP"], "CHUNK": problem.chunk, "WINDOWED": problem.windowed,
-        "SCALED": problem.scaled, "SINKS": problem.sinks,
+        "SCALED": problem.scaled, "SINKS": problem.sinks, **launch_options(q.device),
     }  # fmt: skip
     if schedule.hopper:
         numbers = {"c": scores.c, "window": window, "T": T, "S": S, "tiles": tiles, "H": problem.heads}
@@ -330,6 +275,12 @@ def _attend(
         constants |= {"WINDOWED": problem.windowed, "SPLIT": split, "STAGES": schedule.stages}
         constants |= {"CONSUMERS": schedule.block_m // attention_hopper.ROWS}
         attention_hopper.launch(q, k, v, target, stat, (cu, lens, table), numbers, strides, constants)
+    elif schedule.turned:
+        assert metadata is not None and problem.hopper, f"{schedule} reads pages through descriptors"
+        numbers = {"c": scores.c, "window": window, "T": T, "S": S, "H": problem.heads, "chunks": chunks}
+        constants = {"G": group, "HEADS": heads, "D": problem.d, "PAGE": problem.page, "CHUNK": problem.chunk}
+        constants |= {"WINDOWED": problem.windowed, "SPLIT": split, "BM": schedule.block_m, "STAGES": schedule.stages}
+        attention_turned.launch(q[0], k, v, target, stat, (cu, lens, table), numbers, tiles, strides[1:], constants)
     else:
         grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
         attention_kernels.attention_kernel[grid](
@@ -355,7 +306,7 @@ def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappi
     attention_kernels.write_kv_kernel[(T,)](
         k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
         *v_cache.stride()[:3], HEADS=heads, HEADS_P=triton.next_power_of_2(heads), D=D, DV=DV, DP=_padded(D),
-        DVP=_padded(DV), PAGE=k_cache.shape[1], num_warps=4,
+        DVP=_padded(DV), PAGE=k_cache.shape[1], num_warps=4, **launch_options(k.device),
     )  # fmt: skip
 
 

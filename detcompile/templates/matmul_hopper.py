@@ -22,10 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from detcompile.templates.dependent_launch import (
+    fetch_ahead,
+    gluon_let_next_start,
+    gluon_wait_for_earlier,
+    launch_options,
+)
+
 __all__ = ["hopper_matmul_kernel", "launch", "supports"]
 
 ROWS = 64
-_REGISTERS = {1: 128, 2: 168}  # a thread, by CONSUMERS: the warpgroups then get 232 or 240 of them
+_AHEAD_BYTES = 16 << 20  # of weights, brought into the L2 cache while the kernel before ends
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
@@ -61,17 +68,26 @@ def launch(
     block_b -= block_c
     b_desc = c_desc = _descriptor(b, [block_b, block_k])
     out_desc = rest_desc = _descriptor(out, [ROWS, block_b]) if stored else out
+    ahead = min(K, _AHEAD_BYTES // (programs * block_a * 2) // 64 * 64) if swapped else 0
     if block_c:
         c_desc = _descriptor(b, [block_c, block_k])
         rest_desc = _descriptor(out, [ROWS, block_c]) if stored else out
     hopper_matmul_kernel[(programs,)](
         _descriptor(a, [ROWS, block_k]), b_desc, c_desc, out_desc, rest_desc, out,
-        out if bias is None else bias, out if residual is None else residual,
+        out if bias is None else bias, out if residual is None else residual, a, a.stride(0), ahead * 2,
         M, N, leaf_k, K // leaf_k, 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, STORED=stored, **radices,
         BB=block_b, BC=block_c, BK=block_k, GROUP=group, SWAP=swapped, CONSUMERS=consumers, STAGES=stages,
-        num_warps=4, maxnreg=_REGISTERS[consumers], enable_fp_fusion=False,
+        num_warps=4, maxnreg=_registers(consumers, block_b + block_c), enable_fp_fusion=False,
+        **launch_options(x.device),
     )  # fmt: skip
+
+
+def _registers(consumers: int, width: int) -> int:
+    """A thread's share, which the warpgroups exceed at the fetching warp's cost. Little is left to kernels beside."""
+    if consumers == 2:
+        return 168
+    return 168 if width > 128 else 128 if width > 64 else 80
 
 
 def _descriptor(rows: Tensor, block: list[int]) -> TensorDescriptor:
@@ -89,10 +105,17 @@ def _tile_of(work, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    a_desc, b_desc, c_desc, ring, tiles_m, tiles_n, leaf_k, leaves, BB: gl.constexpr, BC: gl.constexpr,
+    a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves, BB: gl.constexpr, BC: gl.constexpr,
     BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     a_tiles, b_tiles, c_tiles, full, free = ring
+    if PDL and SWAP:
+        a_ptr, a_pitch, ahead, N = weights
+        _, tile_n = _tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP)
+        row = tile_n * (64 * CONSUMERS) + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        fetch_ahead(a_ptr + row.to(gl.int64) * a_pitch, ahead, row < N)
+    gluon_wait_for_earlier(PDL)
     groups = (leaf_k + BK - 1) // BK * leaves
     i = 0
     for work in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -118,6 +141,7 @@ def _fetch(
                     a_tiles.index(stage * CONSUMERS + consumer),
                 )  # fmt: skip
             i += 1
+    gluon_let_next_start(PDL)  # not before: what the next kernel fetches ahead would be gone when it is wanted
 
 
 @gluon.jit
@@ -158,13 +182,14 @@ def _multiply(
     W: gl.constexpr, ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
     R2: gl.constexpr, R3: gl.constexpr, LEVELS: gl.constexpr, BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, SWAP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SWAP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: 64 rows of A times the tile of B, for each output tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BB, 16])
     REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BC if BC > 0 else 8, 16])
     a_tiles, b_tiles, c_tiles, full, free = ring
     out_tiles, out_desc, rest_tiles, rest_desc = outs
+    gluon_wait_for_earlier(PDL)
     groups = (leaf_k + BK - 1) // BK
     i = 0
     for work in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -245,13 +270,14 @@ def _finish(
         gl.store(out_ptr + m.to(gl.int64) * N + n, y, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "ahead"])
 def hopper_matmul_kernel(
-    a_desc, b_desc, c_desc, out_desc, rest_desc, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k, leaves, residual_stride,
+    a_desc, b_desc, c_desc, out_desc, rest_desc, out_ptr, bias_ptr, residual_ptr, a_ptr, a_pitch, ahead,
+    M, N, leaf_k, leaves, residual_stride,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr,
     BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs walk the output tiles."""
     BM: gl.constexpr = BB if SWAP else 64 * CONSUMERS
@@ -285,22 +311,23 @@ def hopper_matmul_kernel(
     outs = (out_tiles, out_desc, rest_tiles, rest_desc)
     pointers = (out_ptr, bias_ptr, residual_ptr)
     sizes = (M, N, residual_stride)
+    weights = (a_ptr, a_pitch, ahead, N)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_multiply, (gl.constexpr(0), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
                          HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, CONSUMERS, STAGES)),
-            (_fetch, (a_desc, b_desc, c_desc, ring, tiles_m, tiles_n, leaf_k, leaves,
-                      BB, BC, BK, GROUP, SWAP, CONSUMERS, STAGES)),
+                         GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+            (_fetch, (a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves,
+                      BB, BC, BK, GROUP, SWAP, CONSUMERS, STAGES, PDL)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (gl.constexpr(0), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
                          HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, CONSUMERS, STAGES)),
+                         GROUP, SWAP, CONSUMERS, STAGES, PDL)),
             (_multiply, (gl.constexpr(1), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
                          HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, CONSUMERS, STAGES)),
-            (_fetch, (a_desc, b_desc, c_desc, ring, tiles_m, tiles_n, leaf_k, leaves,
-                      BB, BC, BK, GROUP, SWAP, CONSUMERS, STAGES)),
+                         GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+            (_fetch, (a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves,
+                      BB, BC, BK, GROUP, SWAP, CONSUMERS, STAGES, PDL)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -19,6 +19,8 @@ tree in registers. Rounding, bias and residual happen inside the kernels (`_stor
 import triton
 import triton.language as tl
 
+from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
+
 __all__ = ["combine_kernel", "tile_kernel", "tma_kernel"]
 
 FP32_BLOCK = tl.constexpr(128)
@@ -153,9 +155,10 @@ def tile_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCKED: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile; with SPLIT one leaf of it (axis 1), into an fp32 partial out[leaf, M, N] without an epilogue."""
+    wait_for_earlier(PDL)
     tile_m, tile_n = _grouped(tl.program_id(0), M, N, BM, BN, GROUP)
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
@@ -180,6 +183,7 @@ def tile_kernel(
             )
             t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
         acc = _root(t0, t1, t2, t3, R0, R1, R2)
+    let_next_start(PDL)
     if SWAP:
         m, n = m[None, :], n[:, None]
     else:
@@ -214,10 +218,11 @@ def tma_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    W_NK: tl.constexpr, SPLIT: tl.constexpr,
+    W_NK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs walk the tiles (with SPLIT, those of every leaf). Descriptors fill with zeros past M, N and
     K, but not past a leaf: with a tree leaf_k must be a multiple of BK."""
+    wait_for_earlier(PDL)
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for work in tl.range(tl.program_id(0), tiles * (leaves if SPLIT else 1), tl.num_programs(0), flatten=R3 == 1):
         tile_m, tile_n = _grouped(work % tiles, M, N, BM, BN, GROUP)
@@ -248,8 +253,11 @@ def combine_kernel(
     partial_ptr, out_ptr, bias_ptr, residual_ptr, M, N, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LEAVES: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to four levels of the tree: partial [nodes * LEAVES, M, N] -> out [nodes, M, N]; axis 2 is the node."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     m = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     node = tl.program_id(2).to(tl.int64)

@@ -122,6 +122,7 @@ _FLOAT32: dict[int, _Rows] = {
 }
 # An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
+_MANY_TOKENS = 2048
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
 
 
@@ -150,7 +151,9 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     bucket = problem.bucket
     hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
     tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
-    return tma[:1] + _schedules("pointers", True, _POINTERS_FEW[bucket]) + tma[1:] + hopper
+    plain = tma[:1] + _schedules("pointers", True, _POINTERS_FEW[bucket]) + tma[1:]
+    # The weights that it fetches ahead, while the kernel before ends, count where there is little else to fetch.
+    return hopper + plain if bucket <= 16 else plain + hopper
 
 
 def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
@@ -160,12 +163,18 @@ def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     return sorted(found, key=functools.partial(_cycles, problem))
 
 
-def _cycles(problem: GemmProblem, schedule: GemmSchedule) -> float:
-    """Expected for one k, over all waves of tiles: whichever of arithmetic and loads takes longer."""
+def _cycles(problem: GemmProblem, schedule: GemmSchedule) -> tuple[float, int, bool]:
+    """Expected for one k, over all waves of tiles: whichever of arithmetic and loads takes longer.
+
+    Of many tokens the last wave does not count: the bucket says little about it. Equals: the larger tile, then the
+    kernel whose loads run ahead over the end of a tile.
+    """
     m, n = schedule.block_m, schedule.block_n
     tiles = math.ceil(problem.bucket / m) * math.ceil(problem.n / n)
-    waves = math.ceil(tiles / (_MULTIPROCESSORS * schedule.ctas)) * schedule.ctas
-    return waves * max(m * n / _MULTIPLY_ADDS, 2 * (m + n) / _BYTES)
+    waves = tiles / (_MULTIPROCESSORS * schedule.ctas)
+    waves = (waves if problem.bucket >= _MANY_TOKENS else math.ceil(waves)) * schedule.ctas
+    cycles = waves * max(m * n / _MULTIPLY_ADDS, 2 * (m + n) / _BYTES)
+    return round(cycles, 3), -m * n, schedule.kind != "hopper"
 
 
 def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:

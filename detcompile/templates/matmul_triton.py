@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
-from detcompile.templates import matmul_hopper, matmul_kernels
+from detcompile.templates import dependent_launch, matmul_hopper, matmul_kernels
+from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
 
@@ -147,7 +148,8 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of GEMM schedules on this device."""
-    return template_tuner("matmul", (matmul_kernels.__file__, matmul_hopper.__file__, __file__), device)
+    sources = (matmul_kernels, matmul_hopper, dependent_launch)
+    return template_tuner("matmul", (*(module.__file__ for module in sources), __file__), device)
 
 
 @functools.cache
@@ -224,6 +226,7 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
         **_radices(() if split else o.radices),
+        **launch_options(o.x.device),
     }
     residual_stride = 0 if o.residual is None else o.residual.stride(0)
     epilogue = (o.out, o.out if o.bias is None else o.bias, o.out if o.residual is None else o.residual)
@@ -271,6 +274,7 @@ def _combine(partial: Tensor, o: _Operands) -> None:
             num_warps=4,
             enable_fp_fusion=False,
             **_radices(lowest),
+            **launch_options(partial.device),
         )
         partial = out
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.numerics import row_order
+from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.row_tiles import aligned, rms_scale, row_plan, row_total
 
 __all__ = ["MOST_FEATURES", "rope_cache_cuda"]
@@ -86,8 +87,10 @@ def _rope_cache_kernel(
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, UNIT: tl.constexpr,
     V_UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     program = tl.program_id(0)
     index = tl.arange(0, ROWS)
     column = tl.arange(0, W)
@@ -168,7 +171,7 @@ def rope_cache_cuda(
         HQ=HQ, HK=HK, D=D, DV=DV, E=cos.shape[1], PAGE=k_cache.shape[1], HAS_NORM=eps is not None,
         HAS_WEIGHT=q_weight is not None, ROUND_FIRST=round_before_weight, UNIT=order.vector, V_UNIT=v_unit,
         ROWS=plan.rows, W=plan.width, WV=triton.next_power_of_2(DV), LANES=order.lanes, VECTOR=order.vector,
-        SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
+        SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False, **launch_options(q.device),
     )  # fmt: skip
     return out
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.numerics import Row, row_order
+from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.row_tiles import (
     CALLERS,
     RowLayout,
@@ -54,8 +55,11 @@ def _chunks_kernel(
     x_ptr, mean_ptr, partial_ptr, T, heads, outer, inner,
     TERM: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of TERM over each chunk: partial [T, CHUNKS]. mean_ptr: sums of the chunks, for a centred term."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row, column = rows_at(CHUNKS, ROWS, W)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if TERM == SQUARE:
@@ -72,7 +76,10 @@ def _row_sum_kernel(
     x_ptr, partial_ptr, out_ptr, T, heads, outer, inner,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row, column = rows_at(1, ROWS, W)
     if CHUNKS == 1:
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
@@ -87,7 +94,10 @@ def _row_var_mean_kernel(
     x_ptr, partial_ptr, squares_ptr, var_ptr, mean_ptr, T, heads, outer, inner, denominator,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row, column = rows_at(1, ROWS, W)
     if CHUNKS == 1:
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
@@ -106,7 +116,10 @@ def _rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row, column = rows_at(CHUNKS, ROWS, W)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
@@ -129,7 +142,10 @@ def _layer_norm_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row, column = rows_at(CHUNKS, ROWS, W)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
@@ -249,5 +265,6 @@ def _launch(
         SHUFFLE=rows.start.is_cuda,
         num_warps=plan.warps,
         enable_fp_fusion=False,
+        **launch_options(rows.start.device),
         **flags,
     )

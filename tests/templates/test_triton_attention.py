@@ -30,6 +30,8 @@ HOPPER_SCHEDULES = [
     AttentionSchedule(128, 8, 3, hopper=True),
     AttentionSchedule(64, 4, 2, hopper=True),
     AttentionSchedule(64, 4, 3, split=True, hopper=True),
+    AttentionSchedule(8, 4, 2, turned=True),
+    AttentionSchedule(8, 4, 1, split=True, turned=True),
 ]
 
 SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72), (20, 1, 64, 64)]
@@ -147,7 +149,8 @@ class TestOnTheGpu:
         v[cut - 3, 0, 5], v[n - 2, 1, 7] = torch.nan, torch.inf
         for s in (a, Sequence(a.q, a.k, v)):
             whole = dense(s, window)
-            assert_bitwise_equal(dense(s, window, schedule), whole, "dense")
+            if not schedule.turned:  # which is for pages
+                assert_bitwise_equal(dense(s, window, schedule), whole, "dense")
             for page in (16, 32, 64, 128):
                 first, other = paged([(s, 0, cut), (b, 3, 5)], page, window, schedule, padding=3)
                 assert_bitwise_equal(first, whole[:cut], f"prefill, pages of {page}")

@@ -1,0 +1,61 @@
+"""The gate of an MLP becomes one operation: in Inductor's kernel every element divides in 64 bits to find its row."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.canonicalize import insert
+from detcompile.passes.provenance import shape_of
+
+__all__ = ["fuse_gates"]
+
+aten, ours = torch.ops.aten, torch.ops.detcompile
+convert = torch.ops.prims.convert_element_type.default
+DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
+
+
+def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
+    """mul(round(g / (exp(-g) + 1)), u)  ->  silu_mul(g, u)          g and u of one shape and dtype
+
+    A silu that something else reads too, or whose product broadcasts, keeps its operations. The bits are the same.
+    """
+    for mul in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        if mul.kwargs or mul.meta["val"].device.type not in DEVICES:
+            continue
+        for silu, up in (mul.args, mul.args[::-1]):
+            gate = _match_silu(silu)
+            if gate is not None and isinstance(up, fx.Node) and _is_like(gate, mul) and _is_like(up, mul):
+                mul.replace_all_uses_with(insert(gm.graph, ours.silu_mul.default, (gate, up), mul))
+                gm.graph.erase_node(mul)
+                break
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _is_like(x: fx.Node, mul: fx.Node) -> bool:
+    return shape_of(x) == shape_of(mul) and x.meta["val"].dtype == mul.meta["val"].dtype
+
+
+def _match_silu(node: Any) -> fx.Node | None:
+    """g of round(float32(g) / (exp(-float32(g)) + 1)), the decomposition of aten.silu."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return None
+    rounded = node.meta["val"].dtype
+    quotient = node.args[0] if node.target is convert else node
+    if not _is(quotient, aten.div.Tensor):
+        return None
+    g, total = quotient.args
+    if not _is(total, aten.add.Tensor) or total.args[1] != 1 or not _is(total.args[0], aten.exp.default):
+        return None
+    negative = total.args[0].args[0]
+    if not _is(negative, aten.neg.default) or negative.args[0] is not g or not isinstance(g, fx.Node):
+        return None
+    if rounded is torch.float32:
+        return g
+    return g.args[0] if g.target is convert and g.meta["val"].dtype is torch.float32 else None
+
+
+def _is(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is target and not node.kwargs

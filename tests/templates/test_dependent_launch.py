@@ -1,0 +1,87 @@
+"""Kernels that start while the one before still ends give the bytes of kernels that follow each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile.templates import dependent_launch
+from detcompile.templates.gates_triton import silu_mul_cuda
+from detcompile.templates.matmul_triton import matmul_cuda
+from detcompile.templates.rows_triton import rms_norm_cuda
+from tests.bits import assert_bitwise_equal
+from tests.templates.triton_interpreter import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+WIDTH, INNER, DEPTH = 1024, 4096, 12
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device="cuda") * shape[-1] ** -0.5).bfloat16()
+
+    return [(draw(2 * INNER, WIDTH), draw(WIDTH, INNER), 1 + draw(WIDTH)) for _ in range(DEPTH)]
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Kernels that follow each other."""
+    with mock.patch.object(dependent_launch, "overlaps", lambda device: False):
+        yield
+
+
+def chain(x: Tensor, weights: list[tuple[Tensor, ...]], radices: tuple[int, ...]) -> Tensor:
+    """Each kernel reads what the one before wrote, and the allocator hands the same memory out again and again."""
+    for w_in, w_out, scale in weights:
+        both = matmul_cuda(rms_norm_cuda(x, scale, 1e-6, True), w_in, None, None, ())
+        x = matmul_cuda(silu_mul_cuda(both[:, :INNER], both[:, INNER:]), w_out, None, x, radices)
+    return x
+
+
+@pytest.mark.parametrize("radices", [(), (2, 2)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 16, 40, 200, 1100])
+def test_a_chain_has_the_bytes_of_kernels_apart(
+    tokens: int, radices: tuple[int, ...], weights: list[tuple[Tensor, ...]]
+) -> None:
+    xs = [torch.randn(tokens, WIDTH, device="cuda").bfloat16() for _ in range(4)]
+    with apart():
+        expected = [chain(x, weights, radices) for x in xs]
+    for _ in range(5):
+        for x, wanted in zip(xs, expected):
+            assert_bitwise_equal(chain(x, weights, radices), wanted, "eager")
+    static = xs[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(static, weights, radices)
+    for x, wanted in zip(xs * 5, expected * 5):
+        static.copy_(x)
+        graph.replay()
+        assert_bitwise_equal(out, wanted, "replayed")
+
+
+def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:
+    """What is fetched ahead is fetched into the L2 cache, where the new values arrive too."""
+    x = torch.randn(1, WIDTH, device="cuda").bfloat16()
+    wanted, sources = [], [torch.randn(2 * INNER, WIDTH, device="cuda").bfloat16() for _ in range(3)]
+    for source in sources:
+        wanted.append(matmul_cuda(x, source, None, None, ()))
+        torch.cuda.synchronize()
+    w = torch.empty_like(sources[0])
+    for _ in range(20):
+        for source, expected in zip(sources, wanted):
+            w.copy_(source)
+            assert_bitwise_equal(matmul_cuda(x, w, None, None, ()), expected, "after a copy")
+            rms_norm_cuda(x, None, 1e-6, True)
+    made = [rms_norm_cuda(source, None, 1e-6, True) for source in sources]
+    torch.cuda.synchronize()
+    expected = [matmul_cuda(x, w, None, None, ()) for w in made]
+    for _ in range(20):
+        for source, value in zip(sources, expected):  # our own kernel writes them, and lets the next start early
+            out = matmul_cuda(x, rms_norm_cuda(source, None, 1e-6, True), None, None, ())
+            assert_bitwise_equal(out, value, "after a kernel of ours")

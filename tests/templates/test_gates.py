@@ -1,0 +1,65 @@
+"""silu_mul: the bytes of the operations it stands for, whatever the rows beside and the strides."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.gates import reference_silu_mul
+from tests.bits import assert_bitwise_equal
+from tests.templates.cases import DTYPES, KINDS, assert_as_accurate, sample
+
+silu_mul = torch.ops.detcompile.silu_mul
+
+
+def gate_and_up(kind: str, rows: int, features: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Two halves of the columns of one tensor, as a joined product leaves them."""
+    both = sample(kind, (rows, 2 * features), dtype).to(device)
+    return both[:, :features], both[:, features:]
+
+
+@given(rows=st.integers(1, 40), features=st.integers(1, 700), row=st.integers(0, 39))
+def test_a_row_ignores_its_neighbours(rows: int, features: int, row: int) -> None:
+    gate, up = gate_and_up("heavy", rows, features, torch.bfloat16, "cpu")
+    row %= rows
+    assert_bitwise_equal(silu_mul(gate, up)[row : row + 1], silu_mul(gate[row : row + 1].clone(), up[row : row + 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_as_accurate_as_torch(dtype: torch.dtype, kind: str, device: str) -> None:
+    gate, up = gate_and_up(kind, 60, 1500, dtype, device)
+    expected = reference_silu_mul(gate, up)
+    assert_as_accurate(silu_mul(gate, up), torch.nn.functional.silu(gate) * up, expected, f"{dtype} {kind}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_alone_and_together_have_the_same_bytes(dtype: torch.dtype, device: str) -> None:
+    """Both tiles of the GPU's kernel, infinities and NaN among the values."""
+    gate, up = gate_and_up("heavy", 700, 1537, dtype, device)
+    gate[3, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    whole = silu_mul(gate, up)
+    assert whole.is_contiguous()
+    for row in (0, 3, 699):
+        assert_bitwise_equal(silu_mul(gate[row : row + 1], up[row : row + 1].clone()), whole[row : row + 1], f"{row}")
+    assert_bitwise_equal(silu_mul(gate.view(7, 100, 1537), up.view(7, 100, 1537)).flatten(0, 1), whole, "three dims")
+    g = gate.float()
+    quotient = (g / (1 + g.neg().exp())).to(dtype)
+    where = whole.isfinite() & (quotient.abs() > 0)
+    assert where.sum() > whole.numel() // 2
+    relative = (whole.float() / (quotient * up).float() - 1)[where & (up != 0)].abs()
+    assert relative.nanmean() < torch.finfo(dtype).eps
+
+
+def test_no_rows_are_no_rows(device: str) -> None:
+    empty = torch.empty(0, 8, device=device)
+    assert silu_mul(empty, empty).shape == (0, 8)
+
+
+def test_shapes_and_dtypes_must_agree() -> None:
+    with pytest.raises(InvalidInput, match="of one shape and dtype"):
+        silu_mul(torch.zeros(2, 8), torch.zeros(1, 8))
+    with pytest.raises(InvalidInput, match="of one shape and dtype"):
+        silu_mul(torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16))

@@ -1,0 +1,233 @@
+"""What the engine tests share: engines of one tiny model, requests, and what each request gives when it runs alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from detcompile.compiled import CompiledModel
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import EngineModel, new_engine
+from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.sampling import SamplingParams, sample, token_logprobs
+from detcompile.step import KVGroup
+from tests.models import VOCAB_SIZE, compiled
+
+__all__ = [
+    "LetterTokenizer",
+    "assert_as_alone",
+    "engine_of",
+    "letters",
+    "run",
+    "sampling_params",
+    "tiny_model",
+]
+
+NUM_LETTERS = 5
+
+
+def tiny_model(device: str) -> CompiledModel:
+    """Four layers: one sees everything, three see 70 tokens; each is a KV group."""
+    return compiled("granite_swa", torch.bfloat16 if device == "cuda" else torch.float32, device)
+
+
+class LetterTokenizer:
+    """Token t is a letter; there are few, so that stop strings are met. It also reads text, a token a letter."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
+
+    def decode(self, token_ids: list[int], **_options: bool) -> str:
+        return letters(token_ids)
+
+
+def letters(token_ids: list[int]) -> str:
+    """The text of LetterTokenizer."""
+    return "".join(chr(ord("a") + token % NUM_LETTERS) for token in token_ids)
+
+
+def engine_of(
+    model: CompiledModel,
+    config: EngineConfig,
+    *,
+    one_group: bool = False,
+    forward: Callable[..., Tensor] | None = None,
+    max_context: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+    with_text: bool = True,
+) -> Engine:
+    """As ``model.engine``, with other parts.
+
+    Args:
+        one_group: all layers share a block table and no block is freed before the end, as in a model without windows.
+        forward: in place of the model's.
+    """
+    run_model = forward or model.forward
+    groups, num_groups = model._kv_groups, len(model._kv_groups)
+    if one_group:
+        groups = (KVGroup(tuple(range(len(model._kv_shapes))), 0),)
+        inner = run_model
+
+        def run_model(input_ids, position_ids, step, logits_to_keep):
+            step = step._replace(
+                slot_mappings=step.slot_mappings * num_groups, block_tables=step.block_tables * num_groups
+            )
+            return inner(input_ids, position_ids, step, logits_to_keep)
+
+    parts = EngineModel(
+        forward=run_model,
+        kv_shapes=model._kv_shapes,
+        kv_groups=groups,
+        dtype=model.dtype,
+        device=model.device,
+        max_context=max_context or model.max_context,
+        num_token_ids=VOCAB_SIZE,
+        num_logits=VOCAB_SIZE,
+        eos_token_ids=eos_token_ids,
+    )
+    return new_engine(parts, config, LetterTokenizer() if with_text else None)
+
+
+def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:
+    """Step until nothing is left; the outputs that finished, in that order."""
+    finished = []
+    for _ in range(most_steps):
+        if not engine.has_unfinished_requests:
+            return finished
+        finished += [output for output in engine.step() if output.finished]
+        engine.check()
+    raise AssertionError(f"requests are left after {most_steps} steps")
+
+
+@st.composite
+def sampling_params(draw, most_tokens: int = 24) -> SamplingParams:
+    """Any parameters, seeded: half of the requests plain and greedy, the others with a few settings each."""
+    seed = draw(st.integers(0, 3) | st.integers(0, (1 << 64) - 1))
+    max_tokens = draw(st.sampled_from([most_tokens, most_tokens, 1, 2]) | st.integers(1, most_tokens))
+    num_samples = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    if draw(st.booleans()):
+        return SamplingParams(n=num_samples, temperature=0.0, seed=seed, max_tokens=max_tokens)
+    tokens = st.integers(0, VOCAB_SIZE - 1)
+    choices = {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        "top_p": st.floats(0.1, 1.0),
+        "top_k": st.integers(1, VOCAB_SIZE),
+        "min_p": st.floats(0.0, 0.5),
+        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "presence_penalty": st.sampled_from([-1.0, 1.5]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.7]),
+        "logit_bias": st.dictionaries(tokens, st.sampled_from([-float("inf"), -3.0, 4.0]), max_size=5),
+        "stop_token_ids": st.lists(tokens, min_size=5, max_size=9).map(tuple),
+        "stop": st.lists(st.text("abcde", min_size=2, max_size=4), min_size=1, max_size=2),
+        "include_stop_str_in_output": st.just(True),
+        "min_tokens": st.integers(0, max_tokens),
+        "logprobs": st.sampled_from([0, 1, 5, VOCAB_SIZE]),
+        "prompt_logprobs": st.sampled_from([0, 3]),
+    }
+    names = draw(st.lists(st.sampled_from(sorted(choices)), max_size=5, unique=True))
+    chosen = {name: draw(choices[name]) for name in names}
+    return SamplingParams(n=num_samples, seed=seed, max_tokens=max_tokens, **chosen)
+
+
+def assert_as_alone(
+    model: CompiledModel, output: RequestOutput, params: SamplingParams, eos_token_ids: tuple[int, ...] = ()
+) -> None:
+    """Fail unless an ended request holds what the plain forward says of it, bit for bit.
+
+    Row t of the plain forward depends on tokens 0 … t alone, so one forward over a sample's final tokens has the
+    logits that each of them was to be drawn from. A request that was cancelled holds a beginning of that.
+    """
+    assert output.finished and output.error is None, output
+    params = replace(params, seed=output.seed)
+    if not params.ignore_eos:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *eos_token_ids))
+    assert [sample.index for sample in output.outputs] == list(range(params.n))
+    prompt = output.prompt_token_ids
+    for completion in output.outputs:
+        tokens = prompt + completion.token_ids
+        logits = _plain_logits(model, tokens)
+        _assert_drawn_from(logits[len(prompt) - 1 : -1], completion, params, prompt)
+        _assert_ended_in_time(completion, params)
+    _assert_prompt_logprobs(logits[: len(prompt) - 1], output, params)
+
+
+def _plain_logits(model: CompiledModel, token_ids: list[int]) -> Tensor:
+    return model(torch.tensor([token_ids], device=model.device)).logits[0]
+
+
+def _assert_drawn_from(logits: Tensor, completion: CompletionOutput, params: SamplingParams, prompt: list[int]) -> None:
+    tokens = completion.token_ids
+    count = len(tokens)
+    if count:
+        places = range(len(prompt), len(prompt) + count)
+        expected = sample(
+            logits,
+            [params] * count,
+            places,
+            sample_indices=[completion.index] * count,
+            num_prompt_tokens=[len(prompt)] * count,
+            token_ids=[(prompt + tokens)[:place] for place in places],
+        )
+        assert tokens == expected.tolist()
+    if params.logprobs is None:
+        assert completion.logprobs is None
+    else:
+        assert_logprobs_equal(completion.logprobs, logits, tokens, params.logprobs)
+
+
+def _assert_prompt_logprobs(logits: Tensor, output: RequestOutput, params: SamplingParams) -> None:
+    found, targets = output.prompt_logprobs, output.prompt_token_ids[1:]
+    if params.prompt_logprobs is None:
+        assert found is None
+        return
+    assert found[0] is None
+    known = len(found) - 1
+    assert known == len(targets) or output.outputs[0].finish_reason == "abort"
+    assert_logprobs_equal(found[1:], logits[:known], targets[:known], params.prompt_logprobs)
+
+
+def assert_logprobs_equal(found: list[Logprobs], logits: Tensor, tokens: list[int], num_top: int) -> None:
+    """Fail unless ``found`` are the logprobs of ``tokens`` under ``logits``, alternatives in their order."""
+    assert len(found) == len(tokens)
+    if not tokens:
+        return
+    expected = token_logprobs(logits, torch.tensor(tokens, device=logits.device), num_top)
+    assert [entry.token_id for entry in found] == tokens
+    assert [entry.logprob for entry in found] == expected.chosen.tolist()
+    assert [list(entry.top) for entry in found] == expected.top_ids.tolist()
+    assert [list(entry.top.values()) for entry in found] == expected.top.tolist()
+
+
+def _assert_ended_in_time(completion: CompletionOutput, params: SamplingParams) -> None:
+    """Not before its first reason to end, not after it, and with the text that belongs to it."""
+    tokens = completion.token_ids
+    reasons = [_reason(tokens[: count + 1], params) for count in range(len(tokens))]
+    assert all(reason is None for reason in reasons[:-1]), f"went on after {reasons}"
+    ended = reasons[-1] if reasons else None
+    if completion.finish_reason == "abort":
+        assert ended is None
+    else:
+        assert (completion.finish_reason, completion.stop_reason) == ended
+    text = letters(tokens[:-1] if isinstance(completion.stop_reason, int) else tokens)
+    if isinstance(completion.stop_reason, str):
+        text = text[: text.index(completion.stop_reason, params.min_tokens)]
+        text += completion.stop_reason if params.include_stop_str_in_output else ""
+    assert completion.text == text
+
+
+def _reason(tokens: list[int], params: SamplingParams) -> tuple[str, int | str | None] | None:
+    """Why a sample ends with the last of these tokens, if it does."""
+    if tokens[-1] in params.stop_token_ids:
+        return "stop", tokens[-1]
+    text = letters(tokens[params.min_tokens :])  # a letter a token; what stands before is not looked at
+    found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in params.stop if stop in text]
+    if found:
+        return "stop", min(found)[2]
+    if len(tokens) == params.max_tokens:
+        return "length", None
+    return None

@@ -1,0 +1,28 @@
+"""The experiment of many equal requests, small enough for every run of the suite; it would see a difference."""
+
+import torch
+
+from benchmarks.repeat import Workload, agreement, repeat_ours, repeat_plain
+from tests.models import compiled, random_model
+
+PROMPT = list(range(40, 60))
+
+
+def test_forty_completions_under_random_load_are_one() -> None:
+    answers, sizes = repeat_ours(compiled("qwen3", torch.bfloat16), Workload(PROMPT, 40, 64, max_num_seqs=16))
+    found = agreement(answers, sizes)
+    assert found["unique"] == 1 and found["most_common"] == 40 and found["first_difference"] is None
+    assert len(answers[0]) == 64
+    assert found["batch_sizes"]["distinct"] >= 8, "the load did not vary"
+
+
+def test_the_plain_model_runs_in_batches_of_the_same_sizes() -> None:
+    work = Workload(PROMPT, 12, 8, max_num_seqs=4)
+    answers, sizes = repeat_plain(random_model("qwen3", torch.float32), work, [1, 3, 4, 4])
+    assert sum(sizes) == len(answers) == 12 and set(sizes) <= {1, 2, 3, 4}
+    assert {len(answer) for answer in answers} == {8}
+
+
+def test_a_difference_is_counted_and_placed() -> None:
+    found = agreement([(1, 2, 3), (1, 2, 3), (1, 5, 3), (1, 5, 4)], [2, 3])
+    assert found["unique"] == 3 and found["most_common"] == 2 and found["first_difference"] == 1

@@ -68,7 +68,7 @@ def launch(
     block_b -= block_c
     b_desc = c_desc = _descriptor(b, [block_b, block_k])
     out_desc = rest_desc = _descriptor(out, [ROWS, block_b]) if stored else out
-    ahead = min(K, _AHEAD_BYTES // (programs * block_a * 2) // 64 * 64) if swapped else 0
+    ahead = min(K, _AHEAD_BYTES // (programs * block_a * 2)) // 64 * 64 if swapped else 0  # of each row
     if block_c:
         c_desc = _descriptor(b, [block_c, block_k])
         rest_desc = _descriptor(out, [ROWS, block_c]) if stored else out
@@ -114,7 +114,7 @@ def _fetch(
         a_ptr, a_pitch, ahead, N = weights
         _, tile_n = _tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP)
         row = tile_n * (64 * CONSUMERS) + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        fetch_ahead(a_ptr + row.to(gl.int64) * a_pitch, ahead, row < N)
+        fetch_ahead(a_ptr + row.to(gl.int64) * a_pitch, ahead, (row < N) & (ahead > 0))
     gluon_wait_for_earlier(PDL)
     groups = (leaf_k + BK - 1) // BK * leaves
     i = 0

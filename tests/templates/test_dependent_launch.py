@@ -10,12 +10,14 @@ from torch import Tensor
 
 from detcompile.templates import dependent_launch
 from detcompile.templates.gates_triton import silu_mul_cuda
-from detcompile.templates.matmul_triton import matmul_cuda
+from detcompile.templates.matmul_schedules import GemmSchedule
+from detcompile.templates.matmul_triton import matmul_cuda, run_schedule
 from detcompile.templates.rows_triton import rms_norm_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 WIDTH, INNER, DEPTH = 1024, 4096, 12
 
 
@@ -85,3 +87,13 @@ def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:
         for source, value in zip(sources, expected):  # our own kernel writes them, and lets the next start early
             out = matmul_cuda(x, rms_norm_cuda(source, None, 1e-6, True), None, None, ())
             assert_bitwise_equal(out, value, "after a kernel of ours")
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+@pytest.mark.parametrize("k", [40, 4100])
+def test_rows_of_any_length_are_fetched_ahead(k: int) -> None:
+    """What is fetched comes in pieces of 16 bytes; a row may end inside one, or hold less than is worth it."""
+    x, w = (torch.randn(rows, 4104, device="cuda").bfloat16()[:, :k] for rows in (3, 200))
+    expected = run_schedule(GemmSchedule("pointers", 32, 64, 32, 4, 2), x, w)
+    out = run_schedule(GemmSchedule("hopper", 16, 64, 256, 4, 5, True), x, w)
+    assert_bitwise_equal(out, expected)

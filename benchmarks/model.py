@@ -36,9 +36,12 @@ QWEN3_8B = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-CONTEXT = 512  # keys of each sequence in the decode rows
+CONTEXT = 512  # keys of each sequence in the decode rows that have a peer
 DECODE_BATCHES = (1, 8, 64, 256)
+SHORT_CONTEXT = 96
+SHORT_DECODES = (1, 256, 1000)
 PREFILLS = (2048, 8192)
+PACKED_PREFILL = (4, 2048)  # sequences, tokens of each
 
 
 def build(layers: int) -> PreTrainedModel:
@@ -66,24 +69,26 @@ def random_tokens(count: int) -> list[int]:
     return torch.randint(0, QWEN3_8B["vocab_size"], (count,)).tolist()
 
 
-def decode_milliseconds(model: CompiledModel, batch: int) -> float:
-    """One step of ``batch`` sequences that hold CONTEXT keys each, replayed from a CUDA graph."""
-    runner, pool = model.new_runner(batch * (CONTEXT + 64), cuda_graphs=True)
-    sequences = [Sequence(random_tokens(CONTEXT)) for _ in range(batch)]
+def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT) -> float:
+    """One step of ``batch`` sequences that hold so many keys each, replayed from a CUDA graph."""
+    runner, blocks = model.new_runner(batch * (keys + 128), cuda_graphs=True)
+    sequences = [Sequence(random_tokens(keys)) for _ in range(batch)]
+    together = max(1, 8192 // keys)
+    for first in range(0, batch, together):
+        runner.run(build_step([(sequence, keys) for sequence in sequences[first : first + together]], blocks))
     for sequence in sequences:
-        runner.run(*build_step([(sequence, CONTEXT)], pool, runner.kv_cache, model.device))
-        sequence.num_computed = CONTEXT
+        sequence.num_computed = keys
         sequence.token_ids.append(1)
-    packed = build_step([(sequence, 1) for sequence in sequences], pool, runner.kv_cache, model.device)
-    runner.run(*packed)
-    (graph,) = [graph for (bucket, _), graph in runner._graphs.items() if bucket >= batch]
-    return milliseconds(graph.graph.replay)
+    arrays = build_step([(sequence, 1) for sequence in sequences], blocks)
+    runner.run(arrays)
+    return milliseconds(runner._graphs[runner.layout(arrays)].graph.replay)
 
 
-def prefill_milliseconds(model: CompiledModel, tokens: int) -> float:
-    runner, pool = model.new_runner(tokens)
-    packed = build_step([(Sequence(random_tokens(tokens)), tokens)], pool, runner.kv_cache, model.device)
-    return milliseconds(lambda: runner.run(*packed), 3)
+def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> float:
+    """One step of so many whole prompts of so many tokens each."""
+    runner, blocks = model.new_runner(count * tokens)
+    arrays = build_step([(Sequence(random_tokens(tokens)), tokens) for _ in range(count)], blocks)
+    return milliseconds(lambda: runner.run(arrays), 3)
 
 
 def measure_axes(model: CompiledModel) -> dict[str, object]:
@@ -94,8 +99,13 @@ def measure_axes(model: CompiledModel) -> dict[str, object]:
 
 
 def measure_ours(model: CompiledModel) -> dict[str, float]:
-    decode = {f"decode {batch}": decode_milliseconds(model, batch) for batch in DECODE_BATCHES}
-    return decode | {f"prefill {tokens}": prefill_milliseconds(model, tokens) for tokens in PREFILLS}
+    count, tokens = PACKED_PREFILL
+    found = {f"decode {batch}": decode_milliseconds(model, batch) for batch in DECODE_BATCHES}
+    for batch in SHORT_DECODES:
+        found[f"decode {batch} x {SHORT_CONTEXT} keys"] = decode_milliseconds(model, batch, SHORT_CONTEXT)
+        torch.cuda.empty_cache()
+    found |= {f"prefill {length}": prefill_milliseconds(model, length) for length in PREFILLS}
+    return found | {f"prefill {count} x {tokens}": prefill_milliseconds(model, tokens, count)}
 
 
 def measure_peers(layers: int, keep: Callable[[str, object], None], has: Callable[[float], bool]) -> None:

@@ -1,0 +1,196 @@
+"""The real Scheduler and KVBlocks over a trace, with a cost model in the place of the model.
+
+The cost of a step is that of an H200 with an 8B model, fitted to the six whole-model figures of docs/performance.md
+(commit 099064d, Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step
+was run. Nothing overlaps: a step is planned when the one before has ended, and the host takes no time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.scheduler import Scheduler
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.step_builder import StepEntry
+from detcompile.step import KVGroup
+
+__all__ = ["Arrival", "H200_8B", "Simulation", "StepCost", "log_normal_trace", "simulate", "summarise"]
+
+END = 1  # the token that ends an answer
+MAX_TOKENS = 2048  # that clients ask for: what "reserve" reserves
+NORMAL_P90 = 1.2815515655446004  # 90th percentile of the standard normal distribution
+
+
+class StepCost(NamedTuple):
+    """Seconds of a step: weights are read once; tokens beyond a few are compute; attention reads keys."""
+
+    base: float = 4.75e-3
+    free_tokens: int = 80  # whose products cost no more than reading the weights
+    per_token: float = 26e-6  # beyond them
+    per_decode_key: float = 50e-9  # a key that a decode reads
+    per_prefill_pair: float = 1.4e-9  # a query and a key that it sees, in a prefill
+
+    def seconds(self, num_tokens: int, decode_keys: int, prefill_pairs: float) -> float:
+        """Of one step."""
+        compute = self.per_token * max(0, num_tokens - self.free_tokens)
+        return self.base + compute + self.per_decode_key * decode_keys + self.per_prefill_pair * prefill_pairs
+
+    def of(self, entries: Iterable[StepEntry]) -> tuple[float, int]:
+        """Seconds of a planned step, and the keys that its decodes read."""
+        num_tokens = decode_keys = 0
+        pairs = 0.0
+        for sequence, start, count in entries:
+            num_tokens += count
+            if start >= sequence.num_prompt_tokens:
+                decode_keys += start + count
+            else:
+                pairs += count * (start + (count + 1) / 2)
+        return self.seconds(num_tokens, decode_keys, pairs), decode_keys
+
+
+H200_8B = StepCost()
+
+
+class Arrival(NamedTuple):
+    """A request of a trace: when it comes, in seconds, and its lengths in tokens."""
+
+    time: float
+    num_prompt: int
+    num_output: int
+
+
+def log_normal_trace(
+    count: int,
+    rate: float,
+    seed: int = 0,
+    *,
+    prompt: tuple[float, float, int] = (1730, 5696, 6144),
+    output: tuple[float, float, int] = (415, 834, MAX_TOKENS),
+) -> list[Arrival]:
+    """Poisson arrivals at ``rate`` a second, and log-normal lengths: (median, 90th percentile, most) each.
+
+    The defaults are those of the openchat_sharegpt4 trace of Sarathi-Serve (OSDI 2024, table 2), cut to 8192 tokens.
+    """
+    rng = np.random.Generator(np.random.Philox(seed))
+    times = np.cumsum(rng.exponential(1 / rate, count))
+    prompts, outputs = (_lengths(rng, count, *shape) for shape in (prompt, output))
+    return [Arrival(float(t), int(p), int(o)) for t, p, o in zip(times, prompts, outputs)]
+
+
+@dataclass(eq=False)
+class _Served:
+    """One request: when its tokens came, and in which steps."""
+
+    arrival: Arrival
+    times: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    preempted_before: set[int] = field(default_factory=set)  # indices of tokens
+
+
+@dataclass(eq=False)
+class Simulation:
+    """What happened."""
+
+    served: list[_Served]
+    step_tokens: list[int]
+    seconds: float = 0.0
+    num_preemptions: int = 0
+    most_decode_keys: int = 0
+
+    def gaps(self, *, preempted: bool = True) -> list[tuple[float, int]]:
+        """(seconds, steps) between any two tokens of an answer; without those that a preemption made, if so wished."""
+        return [
+            (request.times[i] - request.times[i - 1], request.steps[i] - request.steps[i - 1])
+            for request in self.served
+            for i in range(1, len(request.times))
+            if preempted or i not in request.preempted_before
+        ]
+
+
+def simulate(trace: list[Arrival], config: EngineConfig, num_blocks: int, cost: StepCost = H200_8B) -> Simulation:
+    """Serve a trace to its end."""
+    pool = BlockPool(num_blocks, config.block_size)
+    blocks = KVBlocks(pool, [KVGroup(tuple(range(36)), 0)], prefix_caching=False)
+    scheduler = Scheduler(config, blocks)
+    served = {_sequence(arrival, number): _Served(arrival) for number, arrival in enumerate(trace)}
+    simulation = Simulation(list(served.values()), [])
+    coming = list(served)[::-1]
+    now = 0.0
+    while coming or scheduler.num_unfinished:
+        while coming and served[coming[-1]].arrival.time <= now:
+            assert scheduler.most_blocks(coming[-1]) <= pool.num_usable, "a request that never fits"
+            scheduler.add(coming.pop())
+        plan = scheduler.plan()
+        for sequence in plan.preempted:
+            served[sequence].preempted_before.add(sequence.num_generated)
+            simulation.num_preemptions += 1
+        if not plan.entries:
+            assert coming, "sequences are left and none can run"
+            now = served[coming[-1]].arrival.time
+            continue
+        seconds, decode_keys = cost.of(plan.entries)
+        now += seconds
+        simulation.most_decode_keys = max(simulation.most_decode_keys, decode_keys)
+        _finish(plan.entries, scheduler, served, now, len(simulation.step_tokens))
+        simulation.step_tokens.append(sum(entry.num_tokens for entry in plan.entries))
+    simulation.seconds = now
+    return simulation
+
+
+def summarise(simulation: Simulation) -> dict[str, float]:
+    """Milliseconds to the first token and between tokens, throughput, stalls and preemptions.
+
+    A stall is a gap between two tokens of an answer that spans a step in which the answer had no part.
+    """
+    first = [1e3 * (request.times[0] - request.arrival.time) for request in simulation.served]
+    gaps = simulation.gaps()
+    between = [1e3 * seconds for seconds, _ in gaps]
+    tokens = sum(len(request.times) for request in simulation.served)
+    prompts = sum(request.arrival.num_prompt for request in simulation.served)
+    return {
+        "ttft_p50_ms": float(np.percentile(first, 50)),
+        "ttft_p99_ms": float(np.percentile(first, 99)),
+        "tbt_p50_ms": float(np.percentile(between, 50)),
+        "tbt_p99_ms": float(np.percentile(between, 99)),
+        "tbt_max_ms": max(between),
+        "stalls": sum(steps > 1 for _, steps in gaps),
+        "longest_stall_steps": max(steps for _, steps in gaps) - 1,
+        "output_tokens_per_s": tokens / simulation.seconds,
+        "prompt_tokens_per_s": prompts / simulation.seconds,
+        "seconds": simulation.seconds,
+        "steps": len(simulation.step_tokens),
+        "most_tokens_a_step": max(simulation.step_tokens),
+        "preemptions": simulation.num_preemptions,
+    }
+
+
+def _lengths(rng: np.random.Generator, count: int, median: float, p90: float, most: int) -> np.ndarray:
+    sigma = np.log(p90 / median) / NORMAL_P90
+    return np.clip(np.rint(rng.lognormal(np.log(median), sigma, count)), 1, most)
+
+
+def _sequence(arrival: Arrival, number: int) -> Sequence:
+    params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(END,), seed=number)
+    return Sequence([0] * arrival.num_prompt, params, arrival=number)
+
+
+def _finish(
+    entries: Iterable[StepEntry], scheduler: Scheduler, served: dict[Sequence, _Served], now: float, step: int
+) -> None:
+    """Tokens of the sequences whose last known token was computed; the ended ones leave."""
+    for sequence, start, count in entries:
+        if start + count == sequence.num_tokens:
+            request = served[sequence]
+            request.times.append(now)
+            request.steps.append(step)
+            sequence.append(END if len(request.times) == request.arrival.num_output else 0)
+    for sequence, _, _ in entries:
+        scheduler.blocks.settle(sequence)
+        if sequence.finish_reason is not None:
+            scheduler.remove(sequence)

@@ -21,7 +21,7 @@ from detcompile.runtime.engine_loop import EngineLoop, OutputQueue, finishing
 from detcompile.runtime.intake import Intake, Prompt
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
-from detcompile.runtime.outputs import Logprobs, RequestOutput
+from detcompile.runtime.outputs import Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.request import Request
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.scheduler import Scheduler, StepPlan
@@ -97,7 +97,9 @@ class Engine:
 
         Raises:
             InvalidInput: a prompt or parameters that cannot be served; nothing is queued then.
+            EngineError: the engine has failed before.
         """
+        self._check_alive()
         arrival = next(self._arrivals)
         name = f"request-{arrival}" if request_id is None else request_id
         if name in self._names:
@@ -133,8 +135,7 @@ class Engine:
 
     def advance(self) -> list[RequestOutput]:
         """``step``, for whoever drives the engine."""
-        if self._failure is not None:
-            raise EngineError(f"this engine failed before: {self._failure}. Make a new one")
+        self._check_alive()
         try:
             touched = self._advance()
         except Exception as error:
@@ -245,8 +246,9 @@ class Engine:
         for sequence in plan.preempted:
             self._tables.leave(sequence)
             self._tally.num_preemptions += 1
-        for sequence in plan.admitted:
-            self._note_admission(sequence)
+            self._metrics_of(sequence).num_preemptions += 1
+        for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
+            self._note_admission(entry)
         if not plan.entries:
             return None
         samples = tuple(e.sequence for e in plan.entries if e.start + e.num_tokens == e.sequence.num_tokens)
@@ -264,6 +266,7 @@ class Engine:
         result = self._worker.collect(step.launched)
         started = time.perf_counter()
         touched: dict[Request, None] = {}
+        num_generated = 0
         for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
             request = self._owner.get(entry.sequence)
             if request is not None:
@@ -276,12 +279,13 @@ class Engine:
             if request is not None:  # neither cancelled nor ended meanwhile
                 self._take(request, sequence, token, invalid, logprobs)
                 touched[request] = None
+                num_generated += not invalid
         for entry in step.plan.entries:
             if entry.sequence in self.scheduler.running:
                 self._blocks.settle(entry.sequence)
         for request in touched:
             self._after_tokens(request)
-        self._record(step, len(result.tokens), time.perf_counter() - started)
+        self._record(step, num_generated, time.perf_counter() - started)
         return touched
 
     def _take(
@@ -307,8 +311,10 @@ class Engine:
             self._forget(request.output.request_id)
 
     def _forget(self, request_id: str) -> Request | None:
-        self._names.discard(request_id)
-        return self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None:  # an id that nobody has yet may be queued behind this
+            self._names.discard(request_id)
+        return request
 
     def _start(self, request: Request) -> None:
         self._requests[request.output.request_id] = request
@@ -347,6 +353,10 @@ class Engine:
         for request in self._requests.values():
             request.fail(EngineError(f"the engine failed: {error}"))
 
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"this engine failed before: {self._failure}. Make a new one")
+
     def _check_fits(self, sequence: Sequence) -> None:
         needed, there = self.scheduler.most_blocks(sequence), self._blocks.pool.num_usable
         if needed > there:
@@ -356,11 +366,15 @@ class Engine:
                 " give the engine more memory"
             )
 
-    def _note_admission(self, sequence: Sequence) -> None:
+    def _note_admission(self, entry: StepEntry) -> None:
+        metrics = self._metrics_of(entry.sequence)
+        if metrics.first_scheduled is None:
+            metrics.first_scheduled, metrics.num_cached_tokens = time.monotonic(), entry.start
+
+    def _metrics_of(self, sequence: Sequence) -> RequestMetrics:
         metrics = self._owner[sequence].output.metrics
         assert metrics is not None
-        if metrics.first_scheduled is None:
-            metrics.first_scheduled = time.monotonic()
+        return metrics
 
     def _wants_prompt_logprobs(self, entry: StepEntry) -> bool:
         sequence = entry.sequence

@@ -1,5 +1,6 @@
 """What comes into an engine, checked: prompts, parameters, and the limits of the model that serves them."""
 
+import operator
 import threading
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -75,7 +76,7 @@ class Intake:
         Raises:
             InvalidInput: not one params a prompt.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        one = isinstance(prompts, str) or (len(prompts) > 0 and _is_number(prompts[0]))
         every: list[Any] = [prompts] if one else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             return [(prompt, params) for prompt in every]
@@ -86,7 +87,7 @@ class Intake:
     def refusal(self, prompt: Prompt, error: InvalidInput) -> RequestOutput:
         """The output of a prompt that could not be queued."""
         text = prompt if isinstance(prompt, str) else None
-        ids = [] if isinstance(prompt, str) else list(prompt)
+        ids: list[int] = [] if text is not None or not isinstance(prompt, SequenceOf) else list(prompt)
         return RequestOutput("", text, ids, None, [], finished=True, error=error)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -96,7 +97,13 @@ class Intake:
             with self._tokenizing:
                 token_ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         else:
-            token_ids = [int(token) for token in prompt]
+            values = getattr(prompt, "tolist", lambda: prompt)()
+            try:
+                token_ids = [operator.index(value) for value in values]
+            except TypeError as error:
+                raise InvalidInput(
+                    f"the prompt is neither text nor token ids, but {type(prompt).__name__}: give a string, or integers"
+                ) from error
         if not token_ids:
             raise InvalidInput("the prompt is empty: it needs at least one token, such as the model's BOS token")
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
@@ -118,3 +125,8 @@ class Intake:
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*params.stop_token_ids, *self.eos_token_ids)))
+
+
+def _is_number(value: Any) -> bool:
+    """Also one of numpy or torch; the rows of their matrices are none."""
+    return isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0

@@ -169,7 +169,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence) -> int:
         wanted = sequence.num_uncomputed
-        if sequence.sampling.prompt_logprobs is not None:
+        if _wants_prompt_logits(sequence):
             wanted = min(wanted, PROMPT_LOGPROBS_CHUNK)
         return wanted if self.whole_prompts else min(wanted, self._draft.budget)
 
@@ -179,7 +179,7 @@ class Scheduler:
         Without sliding windows it gets the blocks of its whole prompt; with them, those of a chunk, as it will free
         blocks on the way, once the pool has room for all that it will hold at a time.
         """
-        reuse = sequence.sampling.prompt_logprobs is None
+        reuse = not _wants_prompt_logits(sequence)
         windowed = any(group.window for group in self.blocks.groups)
         if self.config.allocation == "reserve":
             return self.blocks.admit(sequence, sequence.most_tokens, reuse=reuse) is not None
@@ -226,6 +226,11 @@ class Scheduler:
     def _urgency(self, sequence: Sequence) -> tuple[int, int, int]:
         waited = self.step - self._waiting_since[sequence]
         return sequence.priority - waited // self.config.aging, sequence.arrival, sequence.sample_index
+
+
+def _wants_prompt_logits(sequence: Sequence) -> bool:
+    """Prompt logprobs are asked for, and this is the sample that they are taken from."""
+    return sequence.sampling.prompt_logprobs is not None and sequence.sample_index == 0
 
 
 class _Draft:

@@ -1,0 +1,448 @@
+"""The engine: bad requests, failures, ends, samples, cancellation, statistics; the bits are those of a plain forward."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.sampling_params import SamplingParams
+from tests.models import VOCAB_SIZE
+from tests.runtime.engine_cases import assert_as_alone, engine_of, letters, run, tiny_model
+
+OVERLAP = pytest.mark.parametrize("overlap", [False, True])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+MARK = VOCAB_SIZE - 1  # a token that makes the forwards below fail
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(MARK), k=length)
+
+
+def config_of(**changes) -> EngineConfig:
+    return EngineConfig(**({"block_size": 16, "num_blocks": 161, "max_num_batched_tokens": 64} | changes))
+
+
+def poisoned(model):
+    """NaN logits in the rows of MARK."""
+
+    def forward(input_ids, position_ids, step, logits_to_keep):
+        logits = model.forward(input_ids, position_ids, step, logits_to_keep)
+        marked = input_ids[0, logits_to_keep] == MARK
+        return torch.where(marked[:, None], torch.full_like(logits, float("nan")), logits)
+
+    return forward
+
+
+# Requests that cannot be served
+
+BAD_REQUESTS = {
+    "prompt is empty": ([], GREEDY),
+    "compiled for 100": (prompt_of(100), GREEDY),
+    "min_tokens=60 exceed": (prompt_of(50), SamplingParams(max_tokens=60, min_tokens=60)),
+    "KV blocks of 16 tokens": (prompt_of(90), GREEDY),
+    "holds token 160": ([1, 160, 2], GREEDY),
+    "holds token -1": ([1, -1], GREEDY),
+    "logit_bias holds token": ([1], SamplingParams(logit_bias={VOCAB_SIZE: 1.0})),
+    "stop_token_ids holds token": ([1], SamplingParams(stop_token_ids=(VOCAB_SIZE,))),
+    "more than the model's": ([1], SamplingParams(prompt_logprobs=VOCAB_SIZE + 1)),
+    "has no tokenizer: give token ids": ("text", GREEDY),
+    "no tokenizer: use stop_token_ids": ([1], SamplingParams(stop="a")),
+    "prompt is neither text nor token ids": ([1.5, 2.0], GREEDY),
+    "is neither text nor token ids": (None, GREEDY),
+}
+
+
+@pytest.mark.parametrize("message", BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_the_others_are_served(message, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(num_blocks=22), max_context=100, with_text=False)
+    prompt, params = BAD_REQUESTS[message]
+    with pytest.raises(InvalidInput, match=message):
+        engine.add_request(prompt, params)
+    assert not engine.has_unfinished_requests
+    good = [prompt_of(9), prompt_of(20, 1)]
+    outputs = engine.generate([good[0], prompt, good[1]], [GREEDY, params, GREEDY], progress=False)
+    assert outputs[1].finished and isinstance(outputs[1].error, InvalidInput) and message in str(outputs[1].error)
+    assert [outputs[0].prompt_token_ids, outputs[2].prompt_token_ids] == good
+    assert all(outputs[i].error is None and len(outputs[i].outputs[0].token_ids) == 6 for i in (0, 2))
+
+
+def test_an_id_in_use_is_refused_and_may_be_used_again_afterwards(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of())
+    engine.cancel("mine")  # nobody's yet: it must not make the name free
+    engine.add_request(prompt_of(5), GREEDY, request_id="mine")
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="'mine' is in use"):
+            engine.add_request(prompt_of(6), GREEDY, request_id="mine")
+        engine.step()
+    [output] = run(engine)
+    assert_as_alone(model, output, GREEDY)
+    engine.add_request(prompt_of(6), GREEDY, request_id="mine")
+    engine.cancel("mine")
+    [output] = run(engine)
+    assert output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids == []
+    assert engine.add_request(prompt_of(6), GREEDY, request_id="mine") == "mine"
+    assert_as_alone(model, run(engine)[0], GREEDY)
+
+
+def test_generate_takes_one_prompt_or_a_list(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of())
+    prompt = prompt_of(7)
+    as_text = letters([token % 5 for token in prompt])
+    spellings = [prompt, tuple(prompt), [prompt], np.array(prompt), torch.tensor(prompt), [np.array(prompt)]]
+    for given in spellings:
+        [output] = engine.generate(given, GREEDY, progress=False)
+        assert output.prompt is None and output.prompt_token_ids == prompt
+        assert_as_alone(model, output, GREEDY)
+    for text in (as_text, [as_text]):
+        [output] = engine.generate(text, GREEDY, progress=False)
+        assert output.prompt == as_text and output.prompt_token_ids == [token % 5 for token in prompt]
+        assert_as_alone(model, output, GREEDY)
+    assert engine.generate([], GREEDY) == []
+    with pytest.raises(InvalidInput, match="2 prompts and 1 SamplingParams"):
+        engine.generate([prompt, prompt], [GREEDY])
+    assert not engine.has_unfinished_requests
+
+
+# Failures while they run
+
+
+@OVERLAP
+@pytest.mark.parametrize("later", [False, True])
+def test_logits_that_are_no_numbers_end_their_request_alone(later, overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap), forward=poisoned(model))
+    params = [
+        SamplingParams(max_tokens=12, seed=1, logprobs=2),
+        SamplingParams(max_tokens=12, temperature=0.0, logit_bias={MARK: 1e4} if later else None),
+        SamplingParams(max_tokens=12, seed=2, repetition_penalty=1.2),
+    ]
+    prompts = [prompt_of(30), prompt_of(30)[:25] if later else [*prompt_of(30)[:25], MARK], prompt_of(20, 2)]
+    for prompt, own in zip(prompts, params):
+        engine.add_request(prompt, own)
+    good, bad, other = sorted(run(engine), key=lambda output: int(output.request_id.split("-")[-1]))
+    assert isinstance(bad.error, EngineError) and "not numbers" in str(bad.error)
+    assert bad.finished and bad.outputs[0].finish_reason == "error"
+    assert bad.outputs[0].token_ids == [MARK] * later
+    assert_as_alone(model, good, params[0])
+    assert_as_alone(model, other, params[2])
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
+
+
+@OVERLAP
+@pytest.mark.parametrize("good_calls", [0, 1, 3])
+def test_a_forward_that_raises_ends_everything_and_says_why(good_calls, overlap, device) -> None:
+    model = tiny_model(device)
+    calls = []
+
+    def forward(*inputs):
+        calls.append(None)
+        if len(calls) > good_calls:
+            raise RuntimeError("the device is on fire")
+        return model.forward(*inputs)
+
+    engine = engine_of(model, config_of(overlap=overlap, cuda_graphs=False), forward=forward)
+    for seed in range(3):
+        engine.add_request(prompt_of(40, seed), GREEDY)
+    outputs = []
+    with pytest.raises(EngineError, match="on fire") as caught:
+        for _ in range(10):
+            outputs += engine.step()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert all(output.finished and isinstance(output.error, EngineError) for output in outputs)
+    for call in (
+        engine.step,
+        lambda: engine.add_request(prompt_of(3), GREEDY),
+        lambda: engine.generate(prompt_of(3), GREEDY, progress=False),
+    ):
+        with pytest.raises(EngineError, match="on fire"):
+            call()
+
+
+# Ends
+
+
+@OVERLAP
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_models_end_token(ignore_eos, overlap, device) -> None:
+    model = tiny_model(device)
+    free = engine_of(model, config_of()).generate(prompt_of(9), SamplingParams(max_tokens=30, seed=5), progress=False)
+    tokens = free[0].outputs[0].token_ids
+    eos = tokens[10]
+    engine = engine_of(model, config_of(overlap=overlap), eos_token_ids=(eos, MARK))
+    params = SamplingParams(max_tokens=30, seed=5, ignore_eos=ignore_eos)
+    [output] = engine.generate(prompt_of(9), params, progress=False)
+    assert output.outputs[0].token_ids == tokens[: None if ignore_eos else tokens.index(eos) + 1]
+    assert output.outputs[0].stop_reason == (None if ignore_eos else eos)
+    assert_as_alone(model, output, params, eos_token_ids=(eos, MARK))
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
+
+
+@OVERLAP
+@pytest.mark.parametrize("min_tokens", [0, 20])
+def test_a_stop_string_ends_a_sample_at_its_last_letter(overlap, min_tokens, device) -> None:
+    """With overlap the sample's next token is being computed by then."""
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap))
+    params = SamplingParams(max_tokens=60, min_tokens=min_tokens, seed=1, n=3, stop=["ab", "dd"], logprobs=1)
+    outputs = engine.generate([prompt_of(20, seed) for seed in range(6)], params, progress=False)
+    for output in outputs:
+        assert_as_alone(model, output, params)
+    reasons = {sample.stop_reason for output in outputs for sample in output.outputs}
+    assert {"ab", "dd"} <= reasons
+
+
+@OVERLAP
+def test_the_context_ends_a_sample_without_max_tokens(overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap), max_context=40)
+    params = SamplingParams(max_tokens=None, temperature=0.0)
+    for length in (1, 20, 39):
+        [output] = engine.generate(prompt_of(length), params, progress=False)
+        assert len(output.outputs[0].token_ids) == 40 - length
+        assert output.outputs[0].finish_reason == "length"
+
+
+@OVERLAP
+def test_text_is_up_to_date_while_it_streams(overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap))
+    engine.add_request(prompt_of(20), GREEDY, stream_text=True)
+    seen = []
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            assert output.outputs[0].text == letters(output.outputs[0].token_ids)
+            seen.append(len(output.outputs[0].token_ids))
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+# Samples and seeds
+
+
+@OVERLAP
+@pytest.mark.parametrize("caching", [False, True])
+def test_samples_have_streams_of_their_own_and_repeat_from_the_seed(caching, overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap, prefix_caching=caching))
+    prompt = prompt_of(40)
+    params = SamplingParams(n=4, max_tokens=10, logprobs=1, prompt_logprobs=2)
+    [output] = engine.generate(prompt, params, progress=False)
+    assert_as_alone(model, output, params)
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 4
+    again = SamplingParams(n=1, max_tokens=10, logprobs=1, prompt_logprobs=2, seed=output.seed)
+    [first] = engine.generate(prompt, again, progress=False)
+    assert first.outputs == output.outputs[:1] and first.prompt_logprobs == output.prompt_logprobs
+    [other] = engine.generate(prompt, params, progress=False)
+    assert other.seed != output.seed and other.outputs != output.outputs
+
+
+def test_samples_find_their_prompt_in_the_cache(device) -> None:
+    model = tiny_model(device)
+    for params in (SamplingParams(n=3, seed=1), SamplingParams(n=3, seed=1, prompt_logprobs=0)):
+        engine = engine_of(model, config_of(max_num_batched_tokens=4096))
+        [output] = engine.generate(prompt_of(50), params, progress=False)
+        assert_as_alone(model, output, params)
+        assert engine.stats.num_cached_tokens == 2 * 48
+
+
+# Cancelling
+
+
+@OVERLAP
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
+def test_cancelling_leaves_the_others_and_no_blocks(steps, overlap, device) -> None:
+    """Cancelled while queued, in its prompt, while its samples wait for the first one, and while it decodes."""
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap, max_num_batched_tokens=20))
+    params = SamplingParams(n=3, max_tokens=30, seed=3, logprobs=0, prompt_logprobs=1, frequency_penalty=0.5)
+    for name, seed in [("first", 1), ("second", 2), ("third", 3)]:
+        engine.add_request(prompt_of(25, seed), params, request_id=name)
+    finished = [output for _ in range(steps) for output in engine.step() if output.finished]
+    for _ in range(2):
+        engine.cancel("first")
+    engine.cancel("third")
+    engine.cancel("nobody")
+    finished += run(engine)
+    assert sorted(output.request_id for output in finished) == ["first", "second", "third"]
+    for output in finished:
+        assert_as_alone(model, output, params)
+        reason = "length" if output.request_id == "second" else "abort"
+        assert [sample.finish_reason for sample in output.outputs] == [reason] * 3
+    engine.cancel("second")
+    assert run(engine) == []
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
+
+
+@OVERLAP
+def test_requests_come_and_go_from_other_threads(overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap))
+
+    def ask(thread: int) -> None:
+        for index in range(5):
+            name = engine.add_request(prompt_of(10, thread), GREEDY, request_id=f"{thread}-{index}")
+            if index % 2:
+                engine.cancel(name)
+
+    threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    finished = []
+    while any(thread.is_alive() for thread in threads) or engine.has_unfinished_requests:
+        finished += [output for output in engine.step() if output.finished]
+    for output in finished:
+        assert_as_alone(model, output, GREEDY)
+    assert sorted(o.request_id for o in finished) == [f"{thread}-{index}" for thread in range(4) for index in range(5)]
+
+
+def test_generate_keeps_what_others_asked_for(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of())
+    engine.add_request(prompt_of(10), GREEDY, request_id="before")
+    [output] = engine.generate([prompt_of(10, 1)], SamplingParams(max_tokens=20, temperature=0.0), progress=False)
+    assert output.request_id != "before"
+    [before] = run(engine)
+    assert before.request_id == "before"
+    assert_as_alone(model, before, GREEDY)
+
+
+# Blocks
+
+
+@OVERLAP
+@pytest.mark.parametrize("one_group", [False, True])
+@pytest.mark.parametrize("scheduler", ["stall_free", "prefill_first", "simple_chunking"])
+def test_preemption_changes_no_bit(scheduler, one_group, overlap, device) -> None:
+    model = tiny_model(device)
+    num_blocks = 1 + 6 * (1 if one_group else 4)  # one of them needs that much at its end
+    config = config_of(
+        scheduler=scheduler, overlap=overlap, num_blocks=num_blocks, max_num_batched_tokens=16, prefix_caching=one_group
+    )
+    engine = engine_of(model, config, one_group=one_group)
+    params = [
+        SamplingParams(max_tokens=70, temperature=0.0, prompt_logprobs=2, logprobs=1),
+        SamplingParams(max_tokens=70, seed=1, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(max_tokens=70, seed=2, top_p=0.9, n=2),
+        SamplingParams(max_tokens=70, seed=3, prompt_logprobs=0, stop=["abab", "cdcd"]),
+    ]
+    names = [engine.add_request(prompt_of(25, seed), own) for seed, own in enumerate(params)]
+    finished = {output.request_id: output for output in run(engine)}
+    assert next(iter(finished)) == names[0] and engine.stats.num_preemptions > 0
+    for name, own in zip(names, params):
+        assert_as_alone(model, finished[name], own)
+    assert sum(output.metrics.num_preemptions for output in finished.values()) == engine.stats.num_preemptions
+
+
+@pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (64, 48), (65, 64), (120, 112)])
+def test_a_hit_ends_before_the_last_token(length, cached, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of())
+    for expected in (0, cached, cached):
+        before = engine.stats
+        [output] = engine.generate(prompt_of(length), GREEDY, progress=False)
+        after = engine.stats
+        assert_as_alone(model, output, GREEDY)
+        assert output.metrics.num_cached_tokens == expected
+        assert after.num_cached_tokens - before.num_cached_tokens == expected
+        assert after.num_prefill_tokens - before.num_prefill_tokens == length - expected
+        assert after.num_queried_tokens - before.num_queried_tokens == length
+
+
+def test_the_answer_is_cached_too_and_prompt_logprobs_look_nothing_up(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of())
+    [output] = engine.generate(prompt_of(20), SamplingParams(max_tokens=44, temperature=0.0), progress=False)
+    longer = output.prompt_token_ids + output.outputs[0].token_ids + [3]
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=1)
+    [computed] = engine.generate(longer, params, progress=False)
+    assert computed.metrics.num_cached_tokens == 0
+    assert_as_alone(model, computed, params)
+    [found] = engine.generate(longer, GREEDY, progress=False)
+    assert found.metrics.num_cached_tokens == 64
+    assert_as_alone(model, found, GREEDY)
+
+
+@OVERLAP
+def test_blocks_behind_the_window_are_freed(overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap, max_num_batched_tokens=16))
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    engine.add_request(prompt_of(150), params)
+    most = 0
+    while engine.has_unfinished_requests:
+        finished = engine.step()
+        stats = engine.stats
+        most = max(most, stats.num_blocks - stats.num_free_blocks)
+    full, windowed = -(-250 // 16), (70 + 2 * 16 - 2) // 16 + 2
+    assert full < most <= full + 3 * windowed < 4 * full
+    assert_as_alone(model, finished[0], params)
+
+
+# Numbers
+
+
+@OVERLAP
+def test_statistics(overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap, max_num_batched_tokens=30, max_num_seqs=2))
+    for seed, length in enumerate([20, 25, 10]):
+        engine.add_request(prompt_of(length, seed), SamplingParams(max_tokens=5, seed=1))
+    engine.step()
+    assert (engine.stats.num_running, engine.stats.num_waiting) == (2, 1)
+    outputs = run(engine)
+    stats = engine.stats
+    assert stats.num_generated_tokens == 15
+    assert stats.num_prefill_tokens == stats.num_queried_tokens == 55
+    assert (stats.num_cached_tokens, stats.cache_hit_rate, stats.num_preemptions) == (0, 0.0, 0)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_steps == len(stats.recent)
+    assert sum(record.num_prefill_tokens for record in stats.recent) == 55
+    assert sum(record.num_decodes for record in stats.recent) == 12
+    assert all(record.launched <= record.finished and record.host_seconds > 0 for record in stats.recent)
+    assert stats.host_seconds == pytest.approx(sum(record.host_seconds for record in stats.recent))
+    for output in outputs:
+        metrics = output.metrics
+        times = [metrics.arrival, metrics.first_scheduled, *metrics.token_times, metrics.finished]
+        assert times == sorted(times) and len(metrics.token_times) == 5
+        assert metrics.time_to_first_token == metrics.token_times[0] - metrics.arrival
+
+
+@OVERLAP
+def test_a_row_too_many_is_not_counted(overlap, device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap))
+    params = SamplingParams(max_tokens=60, seed=1, stop=["ab", "cd"])
+    [output] = engine.generate(prompt_of(9), params, progress=False)
+    assert output.outputs[0].stop_reason is not None
+    run(engine)
+    assert engine.stats.num_generated_tokens == len(output.outputs[0].token_ids)
+
+
+def test_the_urgent_request_is_served_first(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(max_num_seqs=1))
+    for name, priority in [("late", 5), ("usual", 0), ("urgent", -1), ("also usual", 0)]:
+        engine.add_request(prompt_of(5), GREEDY, request_id=name, priority=priority)
+    assert [output.request_id for output in run(engine)] == ["urgent", "usual", "also usual", "late"]
+
+
+def test_two_engines_of_one_model_do_not_meet(device) -> None:
+    model = tiny_model(device)
+    engines = [engine_of(model, config_of(block_size=size, num_blocks=161 * 16 // size)) for size in (16, 64)]
+    params = SamplingParams(max_tokens=20, seed=1, repetition_penalty=1.2)
+    for seed in range(3):
+        for index, engine in enumerate(engines):
+            engine.add_request(prompt_of(30, seed + 10 * index), params)
+    finished = []
+    while any(engine.has_unfinished_requests for engine in engines):
+        for engine in engines:
+            finished += [output for output in engine.step() if output.finished]
+    assert len(finished) == 6
+    for output in finished:
+        assert_as_alone(model, output, params)

@@ -87,7 +87,7 @@ class Intake:
     def refusal(self, prompt: Prompt, error: InvalidInput) -> RequestOutput:
         """The output of a prompt that could not be queued."""
         text = prompt if isinstance(prompt, str) else None
-        ids: list[int] = [] if text is not None or not isinstance(prompt, SequenceOf) else list(prompt)
+        ids = [] if isinstance(prompt, str) or not isinstance(prompt, SequenceOf) else list(prompt)
         return RequestOutput("", text, ids, None, [], finished=True, error=error)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:

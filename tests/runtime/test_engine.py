@@ -1,4 +1,4 @@
-"""The engine: bad requests, failures, ends, samples, cancellation, statistics; the bits are those of a plain forward."""
+"""The engine: bad requests, failures, ends, samples, cancellation, statistics; bits equal those of a plain forward."""
 
 import random
 import threading

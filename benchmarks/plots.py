@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md, as SVG files made from benchmarks/results: python -m benchmarks.plots.
+"""The plots of docs, as SVG files made from benchmarks/results: python -m benchmarks.plots.
 
 Bars are ratios, the peer's time over ours: above the line at 1 we are faster.
 """
@@ -7,6 +7,8 @@ import json
 import statistics
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+from benchmarks.scheduler_plots import scheduler_plots
 
 RESULTS = Path(__file__).parent / "results"
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
@@ -97,7 +99,8 @@ def plots() -> dict[str, str]:
     """File name -> SVG."""
     rows = json.loads((RESULTS / TEMPLATES).read_text())["rows"]
     report = json.loads((RESULTS / MODEL).read_text())
-    return {"gemm.svg": gemm(rows), "attention.svg": attention(rows), "model.svg": model(report)}
+    drawn = {"gemm.svg": gemm(rows), "attention.svg": attention(rows), "model.svg": model(report)}
+    return drawn | scheduler_plots(RESULTS)
 
 
 if __name__ == "__main__":

@@ -141,10 +141,10 @@ def _real(requests: int) -> dict[str, object]:
         about = "Qwen3-8B shape, random weights; the simulated trace at 4 requests a second"
     else:
         model, num_blocks = detcompile.compile(detcompile.load_model("tiny", device="cpu")), 2000
-        trace = log_normal_trace(min(requests, 80), 8, prompt=(200, 700, 1000), output=(48, 96, 200))
+        trace = log_normal_trace(min(requests, 80), 2, prompt=(200, 700, 1000), output=(48, 96, 200))
         small = {"stall_free": 128, "simple_chunking": 128, "prefill_first": 1024}
         policies = {f"{s} {b}": {"scheduler": s, "max_num_batched_tokens": b} for s, b in small.items()}
-        about = "embedded model; log-normal prompts 200 (P90 700), answers 48 (P90 96); 8 requests a second"
+        about = "embedded model; log-normal prompts 200 (P90 700), answers 48 (P90 96); 2 requests a second"
     rows = list(_shown(real_rows(model, trace, policies, num_blocks)))
     report = {"what": about, "torch": torch.__version__, "threads": torch.get_num_threads()}
     return report | {"answers equal": True, "rows": rows}

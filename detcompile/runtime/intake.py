@@ -87,7 +87,8 @@ class Intake:
     def refusal(self, prompt: Prompt, error: InvalidInput) -> RequestOutput:
         """The output of a prompt that could not be queued."""
         text = prompt if isinstance(prompt, str) else None
-        ids = [] if isinstance(prompt, str) or not isinstance(prompt, SequenceOf) else list(prompt)
+        known = () if text is not None or not isinstance(prompt, SequenceOf) else prompt
+        ids = [token for token in known if isinstance(token, int)]
         return RequestOutput("", text, ids, None, [], finished=True, error=error)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.detokenizer import Detokenizer
 from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
@@ -99,24 +99,30 @@ class Request:
         assert self.output.metrics is not None
         return self.output.metrics
 
-    def _detokenize(self, index: int) -> None:
-        """Text of the tokens that are new; a token that ended the sample is not read."""
+    def _detokenize(self, index: int, *, last: bool = False) -> None:
+        """Text of the tokens that are new, with ``last`` all of it; a token that ended the sample is not read."""
         if self._detokenizers is None:
             return
         sequence, output, detokenizer = self.sequences[index], self.output.outputs[index], self._detokenizers[index]
         ended = isinstance(sequence.stop_reason, int)
-        output.text += detokenizer.append(output.token_ids[self._num_read[index] : len(output.token_ids) - ended])
+        try:
+            output.text += detokenizer.append(output.token_ids[self._num_read[index] : len(output.token_ids) - ended])
+            output.text += detokenizer.finish() if last else ""
+        except Exception as error:  # some tokenizers raise at ids that they do not know: the others' requests go on
+            self._detokenizers = None
+            sequence.finish_reason = "error"
+            self.output.error = self.output.error or EngineError(
+                f"request {self.output.request_id}: the tokenizer cannot read what was generated: {error!r}. Forbid"
+                " the ids that it does not know with logit_bias, or serve without a tokenizer"
+            )
+            return
         self._num_read[index] = len(output.token_ids)
         if detokenizer.stopped_by is not None and sequence.finish_reason in (None, "length"):
             sequence.finish_reason, sequence.stop_reason = "stop", detokenizer.stopped_by
 
     def _close(self, index: int) -> None:
         sequence, output = self.sequences[index], self.output.outputs[index]
-        self._detokenize(index)
-        if self._detokenizers is not None:
-            output.text += self._detokenizers[index].finish()
-            if self._detokenizers[index].stopped_by is not None and sequence.finish_reason == "length":
-                sequence.finish_reason, sequence.stop_reason = "stop", self._detokenizers[index].stopped_by
+        self._detokenize(index, last=True)
         output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
         if all(s.finish_reason is not None for s in self.sequences):
             self.output.finished = True

@@ -46,6 +46,9 @@ class LetterTokenizer:
         return letters(token_ids)
 
 
+LETTERS = LetterTokenizer()
+
+
 def letters(token_ids: list[int]) -> str:
     """The text of LetterTokenizer."""
     return "".join(chr(ord("a") + token % NUM_LETTERS) for token in token_ids)
@@ -59,7 +62,7 @@ def engine_of(
     forward: Callable[..., Tensor] | None = None,
     max_context: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
-    with_text: bool = True,
+    tokenizer: LetterTokenizer | None = LETTERS,
 ) -> Engine:
     """As ``model.engine``, with other parts.
 
@@ -90,7 +93,7 @@ def engine_of(
         num_logits=VOCAB_SIZE,
         eos_token_ids=eos_token_ids,
     )
-    return new_engine(parts, config, LetterTokenizer() if with_text else None)
+    return new_engine(parts, config, tokenizer)
 
 
 def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling_params import SamplingParams
 from tests.models import VOCAB_SIZE
-from tests.runtime.engine_cases import assert_as_alone, engine_of, letters, run, tiny_model
+from tests.runtime.engine_cases import LetterTokenizer, assert_as_alone, engine_of, letters, run, tiny_model
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -59,7 +60,7 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("message", BAD_REQUESTS)
 def test_a_bad_request_is_refused_and_the_others_are_served(message, device) -> None:
     model = tiny_model(device)
-    engine = engine_of(model, config_of(num_blocks=22), max_context=100, with_text=False)
+    engine = engine_of(model, config_of(num_blocks=22), max_context=100, tokenizer=None)
     prompt, params = BAD_REQUESTS[message]
     with pytest.raises(InvalidInput, match=message):
         engine.add_request(prompt, params)
@@ -163,6 +164,32 @@ def test_a_forward_that_raises_ends_everything_and_says_why(good_calls, overlap,
     ):
         with pytest.raises(EngineError, match="on fire"):
             call()
+
+
+@OVERLAP
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_token_that_the_tokenizer_does_not_know_ends_its_request_alone(streams, overlap, device) -> None:
+    class Knows(LetterTokenizer):
+        def decode(self, token_ids, **options):
+            if MARK in token_ids:
+                raise IndexError("piece id is out of range")
+            return super().decode(token_ids, **options)
+
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(overlap=overlap), tokenizer=Knows())
+    marked = SamplingParams(n=2, max_tokens=3, temperature=0.0, logit_bias={MARK: 1e4})
+    cancelled = replace(marked, n=1, max_tokens=9)
+    for name, params in [("good", GREEDY), ("marked", marked), ("cancelled", cancelled)]:
+        engine.add_request(prompt_of(20), params, request_id=name, stream_text=streams)
+    early = [output for _ in range(3) for output in engine.step() if output.finished]
+    engine.cancel("cancelled")
+    finished = {output.request_id: output for output in [*early, *run(engine)]}
+    assert_as_alone(model, finished["good"], GREEDY)
+    for name in ("marked", "cancelled"):
+        output = finished[name]
+        assert isinstance(output.error, EngineError) and "out of range" in str(output.error)
+        assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids[0] == MARK
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
 
 
 # Ends

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import Numerics
+from detcompile.parallel import tensor_parallel
 from detcompile.passes.lowering import lower
 
 __all__ = ["TINY", "compile", "load_model"]
@@ -23,6 +25,8 @@ def compile(
     tp: int = 1,
     numerics: Numerics | None = None,
     max_context: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    replicate_attention: bool = False,
 ) -> CompiledModel:
     """Compile a causal LM so that each row's bits depend on the weights and on that row's own tokens.
 
@@ -30,10 +34,14 @@ def compile(
         model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in; or a local
             folder of one; or "tiny". A module is changed in place and belongs to the result afterwards, also if it is
             refused: load it again then.
-        tp: tensor-parallel size; only 1 in this version (docs/limits.md).
+        tp: tensor-parallel size. Above 1, each of so many processes calls compile() with the same whole model and
+            keeps its share of it; from then on all of them make the same calls (docs/tensor_parallel.md).
         numerics: the declared orders; part of the fingerprint.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. Rotary tables that
             look at the length are frozen to it, so it is part of the fingerprint.
+        tp_group: the processes that share the model, of torch.distributed; default: all of them.
+        replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
+            of a refusal.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -44,13 +52,14 @@ def compile(
     numerics = numerics or Numerics()
     if tp not in numerics.tp_sizes:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
-    if tp != 1:
-        raise InvalidInput(
-            f"tp={tp}: this version runs one rank; its sums already take the tree of {numerics.tp_sizes}"
-        )
+    ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     loaded = load_model(model) if isinstance(model, (str, Path)) else model
     context = _context(loaded, max_context)
-    return CompiledModel(loaded, lower(loaded, numerics, context), numerics, context)
+    lowered = lower(loaded, numerics, context, ranks, replicate_attention)
+    compiled = CompiledModel(loaded, lowered, numerics, context, ranks)
+    if ranks is not None:
+        ranks.require_equal(compiled.fingerprint_parts)
+    return compiled
 
 
 def _context(model: PreTrainedModel, max_context: int | None) -> int:

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from detcompile.errors import InvalidInput
 from detcompile.fingerprints import fingerprint, fingerprint_parts
 from detcompile.numerics import Numerics
+from detcompile.parallel import TensorParallel
 from detcompile.passes.certificate import Certificate
 from detcompile.passes.lowering import Lowered
 from detcompile.runtime.block_pool import BlockPool
@@ -24,6 +25,7 @@ from detcompile.runtime.padded_batch import keep_columns, repad, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.step_builder import build_step
 
 __all__ = ["CompiledModel"]
@@ -40,12 +42,25 @@ class CompiledModel:
         numerics: the declared orders.
         certificate: the proof; prints as a table.
         max_context: tokens a sequence may hold.
+        ranks: with whom this process shares the model, all of which have to make the same calls; None if with none.
+        vocab_size: ids are 0 … vocab_size - 1.
     """
 
-    def __init__(self, model: PreTrainedModel, lowered: Lowered, numerics: Numerics, max_context: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lowered: Lowered,
+        numerics: Numerics,
+        max_context: int,
+        ranks: TensorParallel | None = None,
+    ) -> None:
         self.model = model
         self.numerics = numerics
         self.max_context = max_context
+        self.ranks = ranks
+        self.vocab_size = lowered.num_token_ids
+        self._num_logits = lowered.num_logits
+        self._whole_weights = lowered.whole_weights
         self.certificate: Certificate = lowered.certificate
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
@@ -63,25 +78,19 @@ class CompiledModel:
         return self.model.dtype
 
     @cached_property
-    def vocab_size(self) -> int:
-        """Ids are 0 … vocab_size - 1."""
-        return self.model.get_input_embeddings().weight.shape[0]
-
-    @cached_property
-    def _num_logits(self) -> int:
-        """Ids that can be drawn; a head may be wider than the embedding."""
-        head = self.model.get_output_embeddings()
-        return self.vocab_size if head is None else head.weight.shape[0]
-
-    @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name."""
         config = self.model.config.to_dict()
-        return fingerprint_parts(self.model, config, self.numerics, self.certificate, self.max_context)
+        return fingerprint_parts(
+            self.model, config, self.numerics, self.certificate, self.max_context, self._whole_weights
+        )
 
     @property
     def fingerprint(self) -> str:
-        """sha256 in hex: equal fingerprints give equal bits. Reads every weight once, on first use."""
+        """sha256 in hex: equal fingerprints give equal bits. Reads every weight once, on first use.
+
+        It is the same at every tensor-parallel size; there the whole weights were read before the ranks took shares.
+        """
         return fingerprint(self.fingerprint_parts)
 
     @cached_property
@@ -92,11 +101,18 @@ class CompiledModel:
         except (OSError, ValueError):
             return None
 
-    def engine(self, config: EngineConfig | None = None, *, tokenizer: Any | None = None) -> Engine:
+    def engine(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Engine:
         """A serving engine over this model: paged KV cache, continuous batching, prefix cache.
 
         Args:
             tokenizer: of transformers; default: this model's own, if it has one.
+            speculation: verify guesses at the next tokens in each step; the same tokens and logprobs, sooner.
 
         Raises:
             InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory.
@@ -112,7 +128,8 @@ class CompiledModel:
             num_logits=self._num_logits,
             eos_token_ids=self._stop_tokens(None),
         )
-        return new_engine(model, config or EngineConfig(), self.tokenizer if tokenizer is None else tokenizer)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        return new_engine(model, config or EngineConfig(), tokenizer, speculation)
 
     def new_runner(
         self,
@@ -211,6 +228,8 @@ class CompiledModel:
             [B, C + n] int64: the input as it was, then each row's new tokens, then padding.
         """
         batch = unpad(input_ids, attention_mask)
+        if self.ranks is not None and do_sample and seed is None:
+            raise InvalidInput("ranks that share a model have to draw the same tokens: pass seed, the same to each")
         stop = self._stop_tokens(eos_token_id)
         params = [
             SamplingParams(
@@ -256,10 +275,9 @@ class CompiledModel:
                 f"row {row} needs {needed} tokens, the model was compiled for {self.max_context}: shorten it,"
                 " or compile with a larger max_context"
             )
-        size = self.vocab_size  # walks the module tree
-        bad = [token for token in token_ids if not 0 <= token < size]
+        bad = [token for token in token_ids if not 0 <= token < self.vocab_size]
         if bad:
-            raise InvalidInput(f"row {row} holds token {bad[0]}; ids are 0 to {size - 1}")
+            raise InvalidInput(f"row {row} holds token {bad[0]}; ids are 0 to {self.vocab_size - 1}")
         return token_ids
 
     def _check_positions(self, position_ids: list[list[int]]) -> None:

@@ -16,10 +16,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
 from detcompile.templates import cpu_library
+from detcompile.weights import weights_digest
 
-__all__ = ["fingerprint", "fingerprint_parts", "weights_digest"]
+__all__ = ["fingerprint", "fingerprint_parts"]
 
-CHUNK_BYTES = 1 << 26
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
 
@@ -29,13 +29,22 @@ def fingerprint(parts: Mapping[str, str]) -> str:
 
 
 def fingerprint_parts(
-    model: nn.Module, config: Mapping[str, object], numerics: Numerics, certificate: Certificate, max_context: int
+    model: nn.Module,
+    config: Mapping[str, object],
+    numerics: Numerics,
+    certificate: Certificate,
+    max_context: int,
+    weights: str = "",
 ) -> dict[str, str]:
-    """What the contract holds fixed, by name, so that two fingerprints that differ can be told apart."""
+    """What the contract holds fixed, by name, so that two fingerprints that differ can be told apart.
+
+    Args:
+        weights: digest of the whole weights, where ``model`` holds a share of them.
+    """
     device = next(model.parameters()).device
     fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
     return {
-        "weights": weights_digest(model),
+        "weights": weights or weights_digest(model),
         "config": hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest(),
         "numerics": str(numerics),
         "orders": "; ".join(certificate.orders),
@@ -47,17 +56,6 @@ def fingerprint_parts(
         "transformers": transformers.__version__,
         "device": _device(device),
     }
-
-
-def weights_digest(model: nn.Module) -> str:
-    """sha256 over names, shapes, dtypes and bytes of every parameter and buffer."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for chunk in flat.split(CHUNK_BYTES):
-            digest.update(chunk.cpu().numpy().data)
-    return digest.hexdigest()
 
 
 def source_digest() -> str:

@@ -61,6 +61,11 @@ class Numerics:
         """Children of a node at each level, from root to leaf: (1, 3, 6) gives (3, 2), and (1,) gives none."""
         return tuple(large // small for small, large in itertools.pairwise(self.tp_sizes))
 
+    def split_radices(self, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The radices above and below the level of the tree that has a node for each of ``tp`` ranks."""
+        level = self.tp_sizes.index(tp)
+        return self.radices[:level], self.radices[level:]
+
     def digest(self) -> str:
         """sha256, in hex, of every choice; the same in every process."""
         return hashlib.sha256(repr(self).encode()).hexdigest()

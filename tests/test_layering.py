@@ -22,7 +22,14 @@ LAYERS = [
     {"detcompile.compiled", "detcompile.fingerprints"},
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
-    {"detcompile.config", "detcompile.numerics", "detcompile.orders", "detcompile.step"},
+    {
+        "detcompile.config",
+        "detcompile.numerics",
+        "detcompile.orders",
+        "detcompile.parallel",
+        "detcompile.step",
+        "detcompile.weights",
+    },
     {"detcompile.float32", "detcompile.sum_order"},
     {"detcompile.errors"},
 ]

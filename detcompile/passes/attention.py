@@ -42,12 +42,15 @@ class AttentionCall:
     """What one attention layer asks for, seen while the model runs once.
 
     Attributes:
-        layer: index into the step's caches. shape: kv_heads, head_dim, v_head_dim: extents of a cached key and value.
+        module: that called. layer: index into the step's caches. num_heads: of the queries.
+        shape: kv_heads, head_dim, v_head_dim: extents of a cached key and value.
         window: sliding window in tokens, 0 for none.
     """
 
-    def __init__(self, module: Any, key: Tensor, value: Tensor, window: int) -> None:
+    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, window: int) -> None:
+        self.module = module
         self.layer = int(module.layer_idx)
+        self.num_heads = query.shape[1]
         self.shape = (key.shape[1], key.shape[3], value.shape[3])
         self.window = window
 

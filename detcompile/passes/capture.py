@@ -20,7 +20,7 @@ from detcompile.passes.adapters import adapt
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
-__all__ = ["DenseForward", "PackedForward", "freeze_rope", "probe_attention"]
+__all__ = ["DenseForward", "PackedForward", "freeze_rope", "observe_attention", "probe_attention"]
 
 MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask")
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
@@ -81,20 +81,31 @@ def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
 def probe_attention(
     model: PreTrainedModel, kv_chunk: int
 ) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
-    """The attention calls of one forward, in layer order, and the groups of layers that share a block table.
+    """Make the model call our attention; as observe_attention.
 
     Raises:
-        UnsupportedModel: a call means something unknown.
+        UnsupportedModel: it takes none from outside, or a call means something unknown.
     """
     _require_ready(model)
     register_attention(kv_chunk, ())  # before the model is told to use it
     if not adapt(model):
         _use_attention(model)
+    return observe_attention(model, kv_chunk)
+
+
+def observe_attention(
+    model: PreTrainedModel, kv_chunk: int
+) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
+    """The attention calls of one forward, in layer order, and the groups of layers that share a block table.
+
+    Raises:
+        UnsupportedModel: a call means something unknown.
+    """
     calls: list[AttentionCall] = []
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
         check_call(module, query, key, value, attention_mask, kwargs)
-        calls.append(AttentionCall(module, key, value, int(kwargs.get("sliding_window") or 0)))
+        calls.append(AttentionCall(module, query, key, value, int(kwargs.get("sliding_window") or 0)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(IMPLEMENTATION, record)

@@ -1,7 +1,8 @@
 """The certificate: every operation of a graph is of a proven class and keeps rows apart, or the graph is refused.
 
 Classes: *pointwise*, *movement*, *order-free* reductions (max, integer sums), *template* (its SumOrder is pinned and
-holds no symbol) and *attention* (sums over the row's own prefix, by its contract). Everything else is an UncertifiedOp.
+holds no symbol), *attention* (sums over the row's own prefix, by its contract) and *collective* (the ranks' values of
+one row meet, in the declared tree). Everything else is an UncertifiedOp.
 """
 
 import json
@@ -16,6 +17,7 @@ from torch import fx
 
 from detcompile.errors import UncertifiedOp
 from detcompile.numerics import Numerics, kv_order, matmul_order, row_order
+from detcompile.passes.collective_rules import COLLECTIVES, partial_order
 from detcompile.passes.context import Context, require_arguments, size_arithmetic
 from detcompile.passes.provenance import (
     LAYOUT,
@@ -199,6 +201,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
         ("order-free", ORDER_FREE),
         ("template", TEMPLATES),
         ("attention", ATTENTION),
+        ("collective", COLLECTIVES),
     ):
         if target in table:
             require_arguments(node, context)
@@ -232,6 +235,7 @@ REASONS = {
     "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
     "empty": "reads memory that nothing has written",
     "as_strided": "a view whose rows cannot be followed",
+    "c10d": "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model)",
 }
 
 
@@ -254,6 +258,11 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
             return None
         value = node.kwargs["q"].meta["val"]
         order = row_order(_static(shape_of(node.kwargs["q"])[-1]), value.device.type, (), value.dtype)
+    elif target in COLLECTIVES:
+        in_tree = partial_order(node, numerics)
+        if in_tree is None:
+            return None
+        order = in_tree
     elif target in ATTENTION:
         place = 8 if target is ours.cached_attention.default else 5
         chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[place]

@@ -13,13 +13,15 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.numerics import Numerics
+from detcompile.parallel import TensorParallel
 from detcompile.passes.attention import AttentionCall
 from detcompile.passes.backend import Backend, Program, cause
-from detcompile.passes.capture import DenseForward, PackedForward, freeze_rope, probe_attention
+from detcompile.passes.capture import DenseForward, PackedForward, freeze_rope, observe_attention, probe_attention
 from detcompile.passes.certificate import Certificate, Role
 from detcompile.passes.provenance import sympy_size
-from detcompile.passes.shard import pin_row_parallel
+from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StepInputs
+from detcompile.weights import weights_digest
 
 __all__ = ["Lowered", "lower"]
 
@@ -38,16 +40,29 @@ class Lowered(NamedTuple):
     certificate: Certificate
     kv_shapes: tuple[tuple[int, int, int], ...]  # one a layer: kv_heads, head_dim, v_head_dim
     kv_groups: tuple[KVGroup, ...]
+    num_token_ids: int  # that the embedding has rows for
+    num_logits: int  # of the head, which may be wider
+    whole_weights: str = ""  # digest of the weights of all ranks together, where this one holds a share
 
 
-def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lowered:
+def lower(
+    model: PreTrainedModel,
+    numerics: Numerics,
+    max_context: int,
+    ranks: TensorParallel | None = None,
+    replicate_attention: bool = False,
+) -> Lowered:
     """Rewrite, capture, certify and lower ``model``, which is changed in place (its bits under eager change with it).
+
+    Args:
+        ranks: with whom this process shares the model; every one of them has to call this with the same model.
+        replicate_attention: heads that do not divide among the ranks are computed by each.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
         UncertifiedOp: an operation could make a row's bits depend on other rows.
-        NumericsError: a row-parallel linear has no equal leaves.
-        InvalidInput: the model was compiled, or refused, before.
+        NumericsError: a row-parallel linear has no equal leaves, or what ranks share does not divide.
+        InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
     """
     if getattr(model, TAKEN, False):
         raise InvalidInput(
@@ -55,12 +70,29 @@ def lower(model: PreTrainedModel, numerics: Numerics, max_context: int) -> Lower
             "load it again"
         )
     setattr(model, TAKEN, True)
+    num_token_ids, num_logits = _vocabulary(model)
     freeze_rope(model, max_context)
     attention, groups = probe_attention(model, numerics.kv_chunk)
-    pin_row_parallel(model, numerics)
+    whole_weights = ""
+    if ranks is None:
+        pin_row_parallel(model, numerics)
+    else:
+        whole_weights = weights_digest(model)
+        ranks.require_equal(
+            {"weights": whole_weights, "numerics": str(numerics), "max_context": str(max_context)}
+        )  # before the first collective of the model: ranks that differ would wait for each other
+        shard(model, attention, numerics, ranks, replicate_attention)
+        attention, groups = observe_attention(model, numerics.kv_chunk)
     _certify_batches(model, numerics, len(attention))
     forward, certificate = _compile_packed(model, numerics, attention, len(groups))
-    return Lowered(forward, certificate, tuple(call.shape for call in attention), groups)
+    shapes = tuple(call.shape for call in attention)
+    return Lowered(forward, certificate, shapes, groups, num_token_ids, num_logits, whole_weights)
+
+
+def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
+    """Rows of the embedding, and of the head."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return embedding.weight.shape[0], (embedding if head is None else head).weight.shape[0]
 
 
 def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int) -> None:

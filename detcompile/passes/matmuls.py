@@ -3,12 +3,14 @@
 import torch
 from torch import fx
 
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.canonicalize import VIEWS, insert
 from detcompile.passes.provenance import shape_of
 
 __all__ = ["fuse_residuals", "pin_matmuls"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
+RESIDUAL_OF = {ours.matmul.default: 3, ours.tree_all_reduce.default: 2}  # the argument's position
 
 
 def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
@@ -36,7 +38,7 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def fuse_residuals(gm: fx.GraphModule) -> fx.GraphModule:
-    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))
+    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))          and of tree_all_reduce the same
 
     The template rounds the product before it adds, as the two operations did.
     """
@@ -53,8 +55,8 @@ def fuse_residuals(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _takes_residual(product: fx.Node, y: fx.Node, r: fx.Node, add: fx.Node) -> bool:
     return (
-        product.target is ours.matmul.default
-        and product.args[3] is None
+        product.target in RESIDUAL_OF
+        and product.args[RESIDUAL_OF[product.target]] is None
         and len(product.users) == 1
         and len(y.users) == 1
         and shape_of(r) == shape_of(add) == shape_of(y)
@@ -67,8 +69,8 @@ def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Nod
     flat = r
     if y is not product:  # [-1, N]: no symbolic size has to be threaded through
         flat = insert(graph, aten.reshape.default, (r, [-1, int(product.meta["val"].shape[1])]), add)
-    x, w, bias, _, radices = product.args[:5]
-    fused = insert(graph, ours.matmul.default, (x, w, bias, flat, radices), add)
+    place = RESIDUAL_OF[product.target]
+    fused = insert(graph, product.target, (*product.args[:place], flat, *product.args[place + 1 :]), add)
     fused.meta["stack_trace"] = product.meta.get("stack_trace", "")
     if y is not product:
         fused = insert(graph, y.target, (fused, *y.args[1:]), add)

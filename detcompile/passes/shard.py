@@ -1,47 +1,43 @@
-"""Row-parallel linears take the declared tree over K, at every tensor-parallel size including one."""
+"""Each rank keeps its share of a model's linears; row-parallel sums take the declared tree, on one rank too."""
 
-from fnmatch import fnmatch
+import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from detcompile.errors import NumericsError
+from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.numerics import Numerics, matmul_order
+from detcompile.parallel import TensorParallel
+from detcompile.passes.attention import AttentionCall
+from detcompile.passes.heads import HeadShare, features_of, head_share
+from detcompile.passes.parallel_modules import (
+    GatheredLinear,
+    NormAcrossHeads,
+    RowParallelLinear,
+    RowShardLinear,
+    ShardedEmbedding,
+    keep_features,
+)
+from detcompile.passes.parallel_plans import ROW_STYLES, style_of, tensor_parallel_plan
 
-__all__ = ["RowParallelLinear", "pin_row_parallel", "row_parallel_patterns"]
+__all__ = ["pin_row_parallel", "row_parallel_patterns", "shard"]
 
-# Plans of architectures for which transformers has none, in its notation.
-OWN_PLANS: dict[str, dict[str, str]] = {
-    "gpt2": {"h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
-}
-
-
-class RowParallelLinear(nn.Module):
-    """A linear whose K is split over ranks: leaves of K summed by the declared tree, one rounding after the bias.
-
-    forward(x [..., K]) -> [..., N] in x.dtype. Shares the parameters of the linear it replaces.
-    """
-
-    def __init__(self, linear: nn.Linear | Conv1D, radices: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.weight_is_KN = isinstance(linear, Conv1D)
-        self.radices = list(radices)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w_NK = self.weight.t() if self.weight_is_KN else self.weight
-        out = torch.ops.detcompile.matmul(x.flatten(0, -2), w_NK, self.bias, None, self.radices)
-        return out.view(*x.shape[:-1], w_NK.shape[0])
+PER_HEAD = ("sinks", "alibi_slopes")
+NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
+HALVES = ("gate_up_proj",)  # two projections in one weight
+# Where attention modules keep their number of query heads, key heads, and query heads for each key head.
+NUM_HEADS = ("num_heads", "num_attention_heads")
+NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+NUM_GROUPS = ("num_key_value_groups",)
 
 
 def row_parallel_patterns(model: PreTrainedModel) -> tuple[str, ...]:
     """Names of row-parallel modules, with * for the layer; empty where the model has no tensor-parallel plan."""
-    config = model.config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None) or OWN_PLANS.get(config.model_type, {})
-    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-    return tuple(f"{prefix}{pattern}" for pattern, style in plan.items() if style.startswith("rowwise"))
+    return tuple(pattern for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES)
 
 
 def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
@@ -50,16 +46,130 @@ def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
     Raises:
         NumericsError: K of a linear has no equal leaves; the message names the module and the sets that fit.
     """
-    patterns = row_parallel_patterns(model)
-    found = 0
+    found = _row_parallel(model, numerics)
+    for name, module in found:
+        _replace(model, name, RowParallelLinear(module, numerics.radices))
+    return len(found)
+
+
+def shard(
+    model: PreTrainedModel,
+    attention: Sequence[AttentionCall],
+    numerics: Numerics,
+    ranks: TensorParallel,
+    replicate_attention: bool = False,
+) -> None:
+    """Leave this rank its share of ``model``, in place.
+
+    Args:
+        attention: the calls of the whole model.
+        replicate_attention: every rank attends with all heads where they do not divide, instead of a refusal.
+
+    Raises:
+        UnsupportedModel: there is no plan for the architecture, or it holds what is not known.
+        NumericsError: heads or features do not divide; the message names the module.
+    """
+    plan = tensor_parallel_plan(model)
+    if not plan:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no tensor-parallel plan, in transformers or here: compile with tp=1"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    shares = {}
+    for call in attention:
+        share = head_share(call, ranks, names[call.module], replicate_attention)
+        shares[names[call.module]] = share
+        if share is not None:
+            _shard_heads(call.module, share, names[call.module], model.config.get_text_config().model_type, ranks)
+    for name, linear in _row_parallel(model, numerics):
+        _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks))
     for name, module in list(model.named_modules()):
-        if isinstance(module, (nn.Linear, Conv1D)) and any(fnmatch(name, pattern) for pattern in patterns):
+        if name.rpartition(".")[0] not in shares and style_of(name, plan) == "column":
+            _keep_columns(name, module, ranks)
+    _shard_vocabulary(model, ranks)
+
+
+def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, nn.Linear | Conv1D]]:
+    """The row-parallel linears, each of which has equal leaves."""
+    plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)) and style_of(name, plan) == "row":
             k = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
             try:
                 matmul_order(k, module.weight.dtype, numerics.radices)
             except NumericsError as error:
                 raise NumericsError(f"{name}: {error}") from error
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], RowParallelLinear(module, numerics.radices))
-            found += 1
+            found.append((name, module))
     return found
+
+
+def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, ranks: TensorParallel) -> None:
+    """Leave an attention module this rank's heads: projections, norms, what each head has one of, and the counts."""
+    norms = {NORMS[leaf]: leaf for leaf, norm in attention.named_children() if leaf in NORMS and share.spans(norm)}
+    for leaf, linear in list(attention.named_children()):
+        if isinstance(linear, (nn.Linear, Conv1D)):
+            features = features_of(leaf, linear, share, model_type, name)
+            if features is None:
+                continue
+            if leaf in norms:
+                norm = getattr(attention, norms[leaf])
+                setattr(attention, norms[leaf], NormAcrossHeads(norm, features, ranks))
+            # Heads that several ranks hold do not lie side by side after a gather: such a projection stays whole.
+            if leaf not in norms or share.is_partition(leaf):
+                keep_features(linear, features)
+        elif leaf in NORMS and linear.weight.dim() == 2:  # a row for each head
+            linear.weight = nn.Parameter(linear.weight[share.heads(NORMS[leaf])].clone(), requires_grad=False)
+    for leaf in PER_HEAD:
+        values = getattr(attention, leaf, None)
+        if values is not None:
+            own = values[share.heads("q_proj")].detach().clone()
+            setattr(attention, leaf, nn.Parameter(own, requires_grad=False) if leaf in attention._parameters else own)
+    _count_heads(attention, share)
+
+
+def _count_heads(attention: Any, share: HeadShare) -> None:
+    counts = [(NUM_HEADS, len(share.q)), (NUM_KV_HEADS, len(share.kv)), (NUM_GROUPS, len(share.q) // len(share.kv))]
+    for spellings, count in counts:
+        for attribute in spellings:
+            if hasattr(attention, attribute):
+                setattr(attention, attribute, count)
+    if hasattr(attention, "split_size"):  # features of all heads together
+        attention.split_size = len(share.q) * share.head_dim
+    if hasattr(attention, "config"):
+        attention.config = copy.copy(attention.config)
+        attention.config.num_attention_heads = len(share.q)
+        if hasattr(attention.config, "num_key_value_heads"):
+            attention.config.num_key_value_heads = len(share.kv)
+
+
+def _keep_columns(name: str, linear: nn.Module, ranks: TensorParallel) -> None:
+    if not isinstance(linear, (nn.Linear, Conv1D)):
+        raise UnsupportedModel(f"{name}: a {type(linear).__name__} cannot be cut into columns; compile with tp=1")
+    width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
+    parts = 2 if name.rpartition(".")[2] in HALVES else 1
+    if width % (parts * ranks.size):
+        what = f"two projections of {width // 2}" if parts == 2 else str(width)
+        raise NumericsError(f"{name}: {what} features over tp={ranks.size} ranks; choose a tp that divides them")
+    keep_features(linear, torch.arange(width).view(parts, -1)[:, ranks.share(width // parts)].flatten())
+
+
+def _shard_vocabulary(model: PreTrainedModel, ranks: TensorParallel) -> None:
+    """Rows of the embedding and of the head. An embedding whose forward is its own stays whole: its bits do too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    tied = head is not None and head.weight is embedding.weight
+    known = type(embedding) is nn.Embedding or type(embedding).__name__.endswith("TextScaledWordEmbedding")
+    rows = ShardedEmbedding(embedding, ranks) if known and embedding.max_norm is None else None
+    if rows is not None:
+        _replace(model, names[embedding], rows)
+    if isinstance(head, nn.Linear):
+        gathered = GatheredLinear(head, ranks)
+        if rows is not None and tied:
+            gathered.weight = rows.weight
+        _replace(model, names[head], gathered)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -21,7 +21,15 @@ from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
 
-__all__ = ["gemm_problem", "matmul_cuda", "probe_bits", "run_schedule", "tune_matmul", "tuner"]
+__all__ = [
+    "gemm_problem",
+    "matmul_cuda",
+    "probe_bits",
+    "run_schedule",
+    "sum_partials_cuda",
+    "tune_matmul",
+    "tuner",
+]
 
 _LARGEST_BUCKET = 4096
 _LEVELS = 4  # of a tree that one kernel can hold
@@ -246,6 +254,14 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
         o.x, o.w, *epilogue, M, N, o.leaf_k, leaves, *o.x.stride(), *o.w.stride(), residual_stride,
         BLOCKED=blocked, EVEN_K=even, **options,
     )  # fmt: skip
+
+
+def sum_partials_cuda(
+    partials: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: Tensor
+) -> None:
+    """float32 partials [prod(radices), M, N] -> out [M, N], as the leaves of a split schedule are added."""
+    radices = tuple(radix for radix in radices if radix > 1)
+    _combine(partials, _Operands(partials, partials, bias, residual, out, radices))
 
 
 def _combine(partial: Tensor, o: _Operands) -> None:

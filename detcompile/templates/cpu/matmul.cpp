@@ -218,7 +218,32 @@ void run(const Call& call, T pad) {
   }
 }
 
+// Rows [row, row + rows) of one panel: x holds the leaves themselves, float32 [leaves][M][N], and w is not read
+void add_panel(const Problem& p, int64_t row, int64_t rows, int64_t n, float* state) {
+  TreeSum tree{p, state, rows * kPanelWidth};
+  for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
+    const float* partial = reinterpret_cast<const float*>(p.x) + (leaf * p.M + row) * p.N;
+    float* sum = tree.leaf_sum(leaf);
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t group = 0; group < kPanelWidth && n + group < p.N; group += kLanes)
+        store(sum + i * kPanelWidth + group, load_some(partial + i * p.N + n + group, p.N - n - group));
+    tree.add_leaf(leaf);
+  }
+  finish(p, row, rows, n, state);
+}
+
 }  // namespace
+
+EXPORT void detcompile_add_partials(const void* packed) {
+  Problem p(*static_cast<const Call*>(packed), false);
+  int64_t tiles = (p.M + kMaxRows - 1) / kMaxRows, panels = (p.N + kPanelWidth - 1) / kPanelWidth;
+#pragma omp parallel for schedule(static) num_threads(p.num_threads) if (p.num_threads > 1)
+  for (int64_t i = 0; i < tiles * panels; i++) {
+    int64_t row = i / panels * kMaxRows;
+    float* state = task_scratch.floats(TreeSum::floats(p, kMaxRows * kPanelWidth));
+    add_panel(p, row, min64(kMaxRows, p.M - row), i % panels * kPanelWidth, state);
+  }
+}
 
 EXPORT void detcompile_matmul(const void* packed) {
   const Call& call = *static_cast<const Call*>(packed);

@@ -1,0 +1,82 @@
+"""TensorParallel: which share of a model this process holds, and with whom it adds up.
+
+A value, handed down from compile() to the modules and operations that need it; nothing looks it up elsewhere. The group
+itself is torch.distributed's, known by its name, because an operation of a graph can carry a name and not a group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["TensorParallel", "process_group", "tensor_parallel"]
+
+_resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 gave names a type of their own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallel:
+    """One rank of a tensor-parallel group.
+
+    Attributes:
+        size: ranks of the group. rank: of this process, within the group. group: name of the process group.
+    """
+
+    size: int
+    rank: int
+    group: str
+
+    def share(self, whole: int) -> slice:
+        """The range of ``whole`` features that this rank holds; ranks hold equal ones, in order."""
+        assert whole % self.size == 0, f"{whole} features over {self.size} ranks"
+        own = whole // self.size
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def require_equal(self, parts: Mapping[str, str]) -> None:
+        """Compare ``parts`` with every other rank's; all ranks have to call it.
+
+        Raises:
+            InvalidInput: two ranks differ; the message names them, the parts, and both values.
+        """
+        everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
+        dist.all_gather_object(everyone, dict(parts), group=process_group(self.group))
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            if differing:
+                told = "; ".join(f"{name}: {first.get(name)!r} and {other.get(name)!r}" for name in differing)
+                raise InvalidInput(
+                    f"ranks 0 and {rank} of the tensor-parallel group do not hold the same model: {told}. "
+                    "Give every rank the same checkpoint, dtype, numerics and versions."
+                )
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group of this name, which this process is in."""
+    return _resolve(name)
+
+
+def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> TensorParallel:
+    """This process's place among ``size`` ranks.
+
+    Args:
+        group: default: all processes of torch.distributed.
+
+    Raises:
+        InvalidInput: torch.distributed was not initialised, or the group has another size.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInput(
+            f"tp={size} wants {size} processes, each of which calls compile(): start them with torchrun "
+            f"--nproc-per-node {size}, and call torch.distributed.init_process_group first"
+        )
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    if chosen.size() != size:
+        kind = "torch.distributed runs" if group is None else "the given group has"
+        raise InvalidInput(f"tp={size}, but {kind} {chosen.size()} processes: pass tp_group, a group of {size} of them")
+    return TensorParallel(size=size, rank=chosen.rank(), group=chosen.group_name)

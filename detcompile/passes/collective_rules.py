@@ -1,0 +1,85 @@
+"""What the collectives do to rows: row t of a result reads row t of each rank's value, and no partial sum gets out.
+
+The certificate of one rank speaks of its own graph. That the ranks' graphs are the same, and their inputs, is what
+compile() and the caller see to.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.numerics import Numerics, matmul_order
+from detcompile.passes.context import Context
+from detcompile.passes.provenance import (
+    Refusal,
+    Rows,
+    Rule,
+    created,
+    join,
+    require_feature,
+    require_weight,
+    shape_of,
+)
+from detcompile.passes.rules import embedding
+from detcompile.sum_order import SumOrder
+
+__all__ = ["COLLECTIVES", "partial_order"]
+
+ours = torch.ops.detcompile
+
+
+def _matmul_partial(node: fx.Node, ctx: Context) -> Rows:
+    """A sum over a share of K: it means nothing until the ranks' shares are added."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_weight(w, "the second matrix")
+    require_feature(x, 1, "the sum of a matrix product")
+    for user in node.users:
+        if user.target is not ours.tree_all_reduce.default or user.args[0] is not node or node in user.args[1:]:
+            raise Refusal(f"a rank's partial sum is read by {user.target}, not by the tree over the ranks")
+    return Rows((x.dims[0], w.dims[0]))
+
+
+def _tree_all_reduce(node: fx.Node, ctx: Context) -> Rows:
+    partial, bias, residual, radices = node.args[:4]
+    if partial.target is not ours.matmul_partial.default:
+        raise Refusal("adds up ranks' values that are no partial sums of a matrix product")
+    if math.prod(radices) != partial.args[3]:
+        raise Refusal(f"a tree over {math.prod(radices)} ranks adds the partial sums of {partial.args[3]}")
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    out = ctx.rows(partial)
+    return out if residual is None else join([out, ctx.rows(residual)], 2)
+
+
+def _all_gather_columns(node: fx.Node, ctx: Context) -> Rows:
+    x = ctx.rows(node.args[0])
+    require_feature(x, 1, "a gather of columns")
+    return Rows((x.dims[0], created([shape_of(node)[1]], {}).dims[0]))
+
+
+COLLECTIVES: Mapping[Any, Rule] = {
+    ours.all_gather_columns.default: _all_gather_columns,
+    ours.matmul_partial.default: _matmul_partial,
+    ours.sharded_embedding.default: embedding,
+    ours.tree_all_reduce.default: _tree_all_reduce,
+}
+
+
+def partial_order(node: fx.Node, numerics: Numerics) -> SumOrder | None:
+    """The order of the whole sum that a matmul_partial holds a subtree of; None for what adds nothing of its own."""
+    if node.target is not ours.matmul_partial.default:
+        return None
+    x, _, radices, tp = node.args
+    if tp not in numerics.tp_sizes or tuple(radices) != numerics.split_radices(tp)[1]:
+        raise Refusal(f"a subtree {tuple(radices)} on each of {tp} ranks, declared is {numerics.radices}")
+    above = [tuple(user.args[3]) for user in node.users]
+    if any(radices != numerics.split_radices(tp)[0] for radices in above):
+        raise Refusal(f"{tp} ranks added in the tree {above[0]}, declared is {numerics.radices}")
+    own = shape_of(node.args[0])[1]
+    if own.free_symbols:
+        raise Refusal(f"a sum over {own}, which is not fixed")
+    return matmul_order(int(own) * tp, x.meta["val"].dtype, numerics.radices)

@@ -1,0 +1,155 @@
+"""The modules that stand in a model for linears, tables and norms whose features several ranks share.
+
+Each takes its rank's share of the parameters of the module it replaces, so that the rest can be freed.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from detcompile.parallel import TensorParallel
+
+__all__ = [
+    "GatheredLinear",
+    "NormAcrossHeads",
+    "RowParallelLinear",
+    "RowShardLinear",
+    "ShardedEmbedding",
+    "keep_features",
+]
+
+ops = torch.ops.detcompile
+
+
+class RowParallelLinear(nn.Module):
+    """A linear whose K is split over ranks: leaves of K summed by the declared tree, one rounding after the bias.
+
+    forward(x [..., K]) -> [..., N] in x.dtype. Shares the parameters of the linear it replaces.
+    """
+
+    def __init__(self, linear: nn.Linear | Conv1D, radices: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.weight_is_KN = isinstance(linear, Conv1D)
+        self.radices = list(radices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w_NK = self.weight.t() if self.weight_is_KN else self.weight
+        out = ops.matmul(x.flatten(0, -2), w_NK, self.bias, None, self.radices)
+        return out.view(*x.shape[:-1], w_NK.shape[0])
+
+
+class RowShardLinear(nn.Module):
+    """One rank's share of a RowParallelLinear: a subtree over its part of K, and the rest of the tree over the ranks.
+
+    forward(x [..., K] or this rank's [..., K / tp]) -> [..., N] in x.dtype, the same on every rank.
+
+    Args:
+        radices: of the tree above the ranks, and of the subtree that each of them holds.
+    """
+
+    def __init__(
+        self, linear: nn.Linear | Conv1D, radices: tuple[tuple[int, ...], tuple[int, ...]], ranks: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.weight_is_KN = isinstance(linear, Conv1D)
+        whole = linear.weight.shape[0 if self.weight_is_KN else 1]
+        self.share = ranks.share(whole)
+        own = linear.weight[self.share] if self.weight_is_KN else linear.weight[:, self.share]
+        self.weight, self.bias = _parameter(own), linear.bias
+        self.whole = whole
+        self.ranks = ranks
+        self.radices_above, self.radices = map(list, radices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == self.whole:
+            x = x[..., self.share]
+        w_NK = self.weight.t() if self.weight_is_KN else self.weight
+        partial = ops.matmul_partial(x.flatten(0, -2), w_NK, self.radices, self.ranks.size)
+        out = ops.tree_all_reduce(partial, self.bias, None, self.radices_above, self.ranks.group, x.dtype)
+        return out.view(*x.shape[:-1], w_NK.shape[0])
+
+
+class GatheredLinear(nn.Module):
+    """A linear whose outputs the ranks compute in parts and then all hold: a language model's head.
+
+    forward(x [..., K]) -> [..., N]. Features that do not divide are padded with zero rows, which the gather drops.
+    """
+
+    def __init__(self, linear: nn.Linear, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.num_features = linear.weight.shape[0]
+        self.weight = _parameter(_padded_share(linear.weight, ranks))
+        self.bias = None if linear.bias is None else _parameter(_padded_share(linear.bias, ranks))
+        self.group = ranks.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.linear(x, self.weight, self.bias)
+        gathered = ops.all_gather_columns(out.flatten(0, -2), self.group, self.num_features)
+        return gathered.view(*x.shape[:-1], self.num_features)
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding whose rows lie on the ranks, of which each holds as many (the last ones are padded).
+
+    forward(ids [...]) -> [..., D], the bytes of the row, times embed_scale where the model scales its embeddings.
+    """
+
+    def __init__(self, embedding: nn.Embedding, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        self.weight = _parameter(_padded_share(embedding.weight, ranks))
+        self.first = ranks.rank * self.weight.shape[0]
+        self.group = ranks.group
+        self.register_buffer("embed_scale", getattr(embedding, "embed_scale", None), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = ops.sharded_embedding(self.weight, ids, self.first, self.group)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+
+class NormAcrossHeads(nn.Module):
+    """A norm over the features of all heads, between a projection that holds some heads and attention over these.
+
+    forward(x [..., own features] or [..., all]) -> [..., own features]
+
+    Args:
+        own: the features that this rank keeps.
+    """
+
+    def __init__(self, norm: Any, own: Tensor, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.norm = norm
+        self.num_features = norm.weight.shape[0]
+        self.group = ranks.group
+        self.register_buffer("own", own.to(norm.weight.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.num_features:
+            gathered = ops.all_gather_columns(x.flatten(0, -2), self.group, self.num_features)
+            x = gathered.view(*x.shape[:-1], self.num_features)
+        return self.norm(x)[..., self.own]
+
+
+def keep_features(linear: nn.Linear | Conv1D, features: Tensor) -> None:
+    """Leave only these outputs of a linear, in this order."""
+    features = features.to(linear.weight.device)
+    linear.weight = _parameter(linear.weight.index_select(1 if isinstance(linear, Conv1D) else 0, features))
+    if linear.bias is not None:
+        linear.bias = _parameter(linear.bias[features])
+    setattr(linear, "nf" if isinstance(linear, Conv1D) else "out_features", len(features))
+
+
+def _padded_share(whole: Tensor, ranks: TensorParallel) -> Tensor:
+    """Rows [r * n, (r + 1) * n) of ``whole``, n its length over the ranks rounded up, zeros past its end."""
+    own = math.ceil(len(whole) / ranks.size)
+    rows = whole[ranks.rank * own : (ranks.rank + 1) * own]
+    return torch.cat([rows, rows.new_zeros(own - len(rows), *rows.shape[1:])])
+
+
+def _parameter(own: Tensor) -> nn.Parameter:
+    """A copy, so that the whole can be freed."""
+    return nn.Parameter(own.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)

@@ -1,0 +1,203 @@
+"""What ranks of a tensor-parallel group do together: row-parallel sums in one tree, columns and embedding rows moved.
+
+Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`` names a torch.distributed group.
+
+    matmul_partial(x [M, K/R], w [N, K/R], radices, tp) -> float32 [M, N]: this rank's subtree of Tree(K, ...)
+    tree_all_reduce(partial [M, N], bias, residual, radices, group, out_dtype) -> [M, N] on every rank:
+        acc = the ranks' partials in the levels of the tree above the ranks, float32
+        y   = round(acc + bias);   out = round(residual + y)           the epilogue of detcompile::matmul
+    all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
+    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table whose rows lie on the ranks
+
+So matmul_partial and tree_all_reduce on R ranks have the bits of matmul with the whole tree on one. The partials travel
+as they are and every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
+that is little, in two (a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much.
+No element's sum notices. No floating-point number is added by the communication library: what sharded_embedding sums
+are the bytes, as integers, of which all ranks but one hold zeros.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.float32 import add_tree
+from detcompile.parallel import process_group
+from detcompile.templates import cpu_library
+from detcompile.templates.matmul import matmul_cpu
+from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
+
+__all__ = ["TWO_SHOT_BYTES", "add_partials", "reference_tree_sum", "tree_all_reduce"]
+
+TWO_SHOT_BYTES = 1 << 20  # of one partial; from here on moving less is worth a second step
+
+_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul.cpp
+
+c10d = torch.ops._c10d_functional
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define("matmul_partial(Tensor x, Tensor w, int[] radices, int tp) -> Tensor", tags=_TAGS)
+_LIBRARY.define(
+    "tree_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, int[] radices, str group, ScalarType out_dtype)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+_LIBRARY.define("all_gather_columns(Tensor x, str group, int columns) -> Tensor", tags=_TAGS)
+_LIBRARY.define("sharded_embedding(Tensor weight, Tensor ids, int first, str group) -> Tensor", tags=_TAGS)
+
+
+def _matmul_partial_cpu(x: Tensor, w: Tensor, radices: Sequence[int], tp: int) -> Tensor:
+    return matmul_cpu(x, w, None, None, radices, torch.float32)
+
+
+def _matmul_partial_cuda(x: Tensor, w: Tensor, radices: Sequence[int], tp: int) -> Tensor:
+    return matmul_cuda(x, w, None, None, radices, torch.float32)
+
+
+def tree_all_reduce(
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    group: str,
+    out_dtype: torch.dtype,
+    two_shot: bool | None = None,
+) -> Tensor:
+    """The op on any device; ``two_shot`` forces a way, and both give the same bits.
+
+    Raises:
+        InvalidInput: the radices do not make the group's size, or shapes do not fit.
+    """
+    num_ranks = process_group(group).size()
+    if math.prod(radices) != num_ranks:
+        raise InvalidInput(f"detcompile::tree_all_reduce: radices {tuple(radices)} over {num_ranks} ranks")
+    if partial.dim() != 2 or partial.dtype is not torch.float32:
+        raise InvalidInput(
+            f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [M, N]"
+        )
+    if two_shot is None:
+        two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
+    partial = partial.contiguous()
+    if two_shot:
+        return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype)
+    return add_partials(_gather(partial, group), bias, residual, radices, out_dtype)
+
+
+def add_partials(
+    partials: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int], out_dtype: torch.dtype
+) -> Tensor:
+    """float32 partials [R, M, N] of the ranks -> [M, N], with the epilogue of the matmul template."""
+    _, M, N = partials.shape
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    out = partials.new_empty((M, N), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    if partials.is_cuda:
+        sum_partials_cuda(partials, bias, residual, tuple(radices), out)
+        return out
+    call = _CALL.pack(
+        partials.data_ptr(),
+        N,
+        0,
+        0,
+        0,
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out.data_ptr(),
+        M,
+        N,
+        math.prod(radices),
+        cpu_library.radices_address(tuple(radices)),
+        len(radices),
+        0,
+        cpu_library.dtype_code(bias),
+        cpu_library.dtype_code(residual),
+        cpu_library.dtype_code(out),
+        cpu_library.thread_count(),
+    )
+    cpu_library.library().detcompile_add_partials(call)
+    return out
+
+
+def reference_tree_sum(partials: Tensor, radices: Sequence[int]) -> Tensor:
+    """float32 partials [R, M, N] -> their sum [M, N] in the tree's order, written out."""
+    return torch.from_numpy(add_tree(list(partials.numpy()), tuple(radices)))
+
+
+def _reduce_then_gather(
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    group: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rank r adds the r-th share of the tokens, and the rounded shares are gathered. Missing rows are padding."""
+    M, N = partial.shape
+    ranks = process_group(group)
+    num_ranks, rank = ranks.size(), ranks.rank()
+    share = -(-M // num_ranks)
+    sent = torch.nn.functional.pad(partial, (0, 0, 0, share * num_ranks - M))
+    splits = [share] * num_ranks
+    received = c10d.wait_tensor(c10d.all_to_all_single(sent, splits, splits, group))
+    if residual is not None:
+        residual = residual[rank * share : (rank + 1) * share]
+        residual = torch.nn.functional.pad(residual, (0, 0, 0, share - len(residual)))
+    own = add_partials(received.view(num_ranks, share, N), bias, residual, radices, out_dtype)
+    return _gather(own, group).view(-1, N)[:M].contiguous()
+
+
+def _gather(x: Tensor, group: str) -> Tensor:
+    """x [...] of every rank -> [R, ...]"""
+    num_ranks = process_group(group).size()
+    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x, num_ranks, group))
+    return gathered.view(num_ranks, *x.shape)
+
+
+def _all_gather_columns(x: Tensor, group: str, columns: int) -> Tensor:
+    gathered = _gather(x.contiguous(), group)
+    return gathered.permute(1, 0, 2).flatten(1)[:, :columns].contiguous()
+
+
+def _sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str) -> Tensor:
+    local = ids - first
+    own = (local >= 0) & (local < weight.shape[0])
+    rows = torch.nn.functional.embedding(torch.where(own, local, 0), weight)
+    rows = torch.where(own.unsqueeze(-1), rows, 0)
+    unit = torch.int32 if rows.shape[-1] * rows.element_size() % 4 == 0 else torch.uint8
+    return c10d.wait_tensor(c10d.all_reduce(rows.view(unit), "sum", group)).view(rows.dtype)
+
+
+for _device, _partial in (("CPU", _matmul_partial_cpu), ("CUDA", _matmul_partial_cuda)):
+    _LIBRARY.impl("matmul_partial", _partial, _device)
+    _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
+    _LIBRARY.impl("all_gather_columns", _all_gather_columns, _device)
+    _LIBRARY.impl("sharded_embedding", _sharded_embedding, _device)
+
+
+@torch.library.register_fake("detcompile::matmul_partial", lib=_LIBRARY)
+def _(x, w, radices, tp):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32)
+
+
+@torch.library.register_fake("detcompile::tree_all_reduce", lib=_LIBRARY)
+def _(partial, bias, residual, radices, group, out_dtype):
+    return partial.new_empty(partial.shape, dtype=out_dtype)
+
+
+@torch.library.register_fake("detcompile::all_gather_columns", lib=_LIBRARY)
+def _(x, group, columns):
+    return x.new_empty((x.shape[0], columns))
+
+
+@torch.library.register_fake("detcompile::sharded_embedding", lib=_LIBRARY)
+def _(weight, ids, first, group):
+    return weight.new_empty((*ids.shape, weight.shape[1]))

@@ -111,6 +111,22 @@ def test_generate_takes_one_prompt_or_a_list(device) -> None:
     assert not engine.has_unfinished_requests
 
 
+def test_the_engine_of_a_compiled_model(device) -> None:
+    model = tiny_model(device)
+    [output] = model.engine(config_of(), tokenizer=LetterTokenizer()).generate("abcdea", GREEDY, progress=False)
+    assert_as_alone(model, output, GREEDY)
+    [output] = model.engine(config_of()).generate(prompt_of(5), GREEDY, progress=False)
+    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 6
+
+
+def test_the_cache_is_no_larger_than_all_seats_can_use(device) -> None:
+    model = tiny_model(device)
+    engine = engine_of(model, config_of(num_blocks=None, max_num_seqs=2), max_context=40)
+    assert engine.stats.num_blocks == 2 * 3 * 4  # two sequences of three blocks, four groups
+    with pytest.raises(InvalidInput, match="memory_fraction=1e-12 leaves"):
+        engine_of(model, config_of(num_blocks=None, memory_fraction=1e-12))
+
+
 # Failures while they run
 
 

@@ -86,7 +86,8 @@ class EngineMachine(RuleBasedStateMachine):
         old = draw(st.sampled_from([*self.prompts[:-6:-1], []]))
         size = self.engine.config.block_size
         kept = draw(st.sampled_from([len(old), len(old) // size * size]) | st.integers(0, len(old)))
-        num_fresh = draw(st.integers(0 if kept else 1, 20) | st.integers(1, 40) | st.just(MOST_PROMPT))
+        least = 0 if kept else 1
+        num_fresh = draw(st.sampled_from([least, 1]) | st.integers(least, 40) | st.just(MOST_PROMPT))
         fresh = random.Random(draw(st.integers(0, 1 << 32))).choices(range(VOCAB_SIZE), k=num_fresh)
         return (old[:kept] + fresh)[:MOST_PROMPT]
 

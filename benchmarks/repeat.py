@@ -1,7 +1,7 @@
 """One prompt sent many times, greedy, among other requests: how many different answers come back?
 
     python -m benchmarks.repeat --commit $(git rev-parse --short HEAD) [--completions 1000 --tokens 1000 --model tiny]
-    python -m benchmarks.repeat --commit ... --shape 8b --max-num-seqs 256
+    python -m benchmarks.repeat --commit ... --shape 8b --max-num-seqs 256     # on a GPU, random weights
 
 After "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab, 2025), where 1000 completions of 1000 tokens
 at temperature 0 gave 80 different answers. Requests arrive at random steps, mixed with other prompts of random lengths,
@@ -9,10 +9,11 @@ so that the number of tokens in a step keeps changing. Prefix caching is off, or
 its keys shared by all.
 
 Beside it the same transformers model without detcompile, as an engine without the contract would batch it: the answers
-come from batches of the smallest and the largest size that our engine ran, then of others of its sizes at random. All
-rows of such a batch are the prompt itself, without padding and without neighbours: the batch size alone changes.
+come from batches of the smallest and the largest size that our engine ran, then of others of its sizes at random. Once
+all rows of a batch are the prompt itself, so that the batch size alone changes; once each batch has a longer neighbour,
+to which the others are padded.
 
-Writes benchmarks/results/repeat-<hardware>-<commit>.json.
+Writes benchmarks/results/repeat[-random]-<hardware>-<commit>.json.
 """
 
 import argparse
@@ -38,6 +39,7 @@ __all__ = ["Workload", "agreement", "repeat_ours", "repeat_plain"]
 
 PROMPT = 'def mean(values: list[float]) -> float:\n    """Return the arithmetic mean of a list of numbers."""\n'
 PROMPT_LENGTH = 32  # of the random tokens that are the prompt of the 8B shape
+LONGEST_NEIGHBOUR = 256  # tokens of a prompt
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -62,7 +64,7 @@ Answer = tuple[int, ...]
 def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], list[int]]:
     """Answers of the engine under random arrivals; and the batch size (sequences running) of each step."""
     rng = random.Random(work.seed)
-    longest = min(256, model.max_context - work.tokens)
+    longest = min(LONGEST_NEIGHBOUR, model.max_context - work.tokens)
     arrivals = [(0, True)]  # one at once, so that some steps hold it alone
     last = max(1, work.tokens * work.completions // (2 * work.max_num_seqs))
     arrivals += [(rng.randrange(last), True) for _ in range(work.completions - 1)]
@@ -90,8 +92,14 @@ def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], lis
 
 
 @torch.no_grad()
-def repeat_plain(model: PreTrainedModel, work: Workload, sizes: list[int]) -> tuple[list[Answer], list[int]]:
-    """Answers of Hugging Face's own greedy generate, in batches of sizes drawn from ``sizes``; and those sizes."""
+def repeat_plain(
+    model: PreTrainedModel, work: Workload, sizes: list[int], *, padded: bool = False
+) -> tuple[list[Answer], list[int]]:
+    """Answers of Hugging Face's own greedy generate, in batches of sizes drawn from ``sizes``; and those sizes.
+
+    Args:
+        padded: each batch has one more row, a random prompt that is longer, so that the others are padded on the left.
+    """
     rng = random.Random(work.seed + 1)
     model.generation_config.eos_token_id = None  # every answer has all its tokens, as in the engine
     distinct = sorted(set(sizes))
@@ -100,9 +108,15 @@ def repeat_plain(model: PreTrainedModel, work: Workload, sizes: list[int]) -> tu
     while len(answers) < work.completions:
         size = {0: distinct[0], 1: distinct[-1]}.get(len(taken), rng.choice(distinct))
         taken.append(min(size, work.completions - len(answers)))
-        ids = torch.tensor([work.prompt] * taken[-1], device=model.device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=work.tokens, do_sample=False)
-        answers += [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
+        rows = [work.prompt] * taken[-1]
+        if padded:
+            more = len(work.prompt) + rng.randint(1, LONGEST_NEIGHBOUR)
+            rows.append([rng.randrange(model.config.vocab_size) for _ in range(more)])
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=work.tokens, do_sample=False)
+        answers += [tuple(row) for row in out[: taken[-1], width:].tolist()]
     return answers, taken
 
 
@@ -134,13 +148,13 @@ def _other(rng: random.Random, vocab_size: int, longest: int, tokens: int) -> tu
     return prompt, SamplingParams(max_tokens=rng.randint(1, tokens), temperature=1.0, seed=rng.getrandbits(64))
 
 
-def _models(name: str, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel, list[int]]:
+def _models(name: str, dtype: torch.dtype, device: str, random_weights: bool) -> tuple[PreTrainedModel, list[int]]:
     """A fresh model and the prompt."""
     if name == "8b":
         rng = random.Random(0)
         model = build(36).to(dtype)
         return model, [rng.randrange(model.config.vocab_size) for _ in range(PROMPT_LENGTH)]
-    model = detcompile.load_model(name, dtype=dtype, device=device)
+    model = detcompile.load_model(name, random=random_weights, dtype=dtype, device=device)
     folder = TINY_FOLDER if name == "tiny" else name
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)(PROMPT)["input_ids"]
 
@@ -148,7 +162,7 @@ def _models(name: str, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel
 def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, object]:
     """Both sides in one dtype."""
     name = arguments.shape or arguments.model
-    model, prompt = _models(name, dtype, arguments.device)
+    model, prompt = _models(name, dtype, arguments.device, arguments.random)
     work = Workload(prompt, arguments.completions, arguments.tokens, arguments.max_num_seqs)
     report: dict[str, object] = {"dtype": str(dtype).removeprefix("torch."), "neighbours": work.neighbours}
     compiled = detcompile.compile(model)
@@ -157,15 +171,17 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, obje
     report["detcompile"] = agreement(answers, sizes) | {"seconds": time.perf_counter() - started}
     print(report, flush=True)
     del compiled, model
-    plain, _ = _models(name, dtype, arguments.device)
+    plain, _ = _models(name, dtype, arguments.device, arguments.random)
     if arguments.compile_plain:
         plain.forward = torch.compile(plain.forward, dynamic=True)
     few = work._replace(completions=arguments.plain_completions or work.completions)
-    started = time.perf_counter()
-    answers, sizes = repeat_plain(plain, few, sizes)
-    key = "torch.compile" if arguments.compile_plain else "torch eager"
-    report[key] = agreement(answers, sizes) | {"seconds": time.perf_counter() - started}
-    print(key, report[key], flush=True)
+    kind = "torch.compile" if arguments.compile_plain else "torch eager"
+    for padded in (False, True):
+        started = time.perf_counter()
+        answers, taken = repeat_plain(plain, few, sizes, padded=padded)
+        key = f"{kind}, padded to a neighbour" if padded else f"{kind}, the prompt alone"
+        report[key] = agreement(answers, taken) | {"seconds": time.perf_counter() - started}
+        print(key, report[key], flush=True)
     return report
 
 
@@ -176,6 +192,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--shape", choices=["8b"], help="random weights on a GPU, instead of --model")
+    parser.add_argument("--random", action="store_true", help="random weights: likeliest tokens are often nearly tied")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--dtypes", help="default: bfloat16,float32; of a --shape: bfloat16")
     parser.add_argument("--plain-completions", type=int, help="fewer for plain torch, which may be slow")
@@ -189,12 +206,13 @@ def main() -> None:
         "commit": arguments.commit,
         "hardware": hardware,
         "torch": torch.__version__,
-        "model": arguments.shape or arguments.model,
+        "model": (arguments.shape or arguments.model) + (", random weights" if arguments.random else ""),
         "max_num_seqs": arguments.max_num_seqs,
         "rows": [measure(arguments, DTYPES[name]) for name in dtypes.split(",")],
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"repeat-{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
+    kind = "-random" if arguments.random else ""
+    path = arguments.output / f"repeat{kind}-{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
     path.write_text(json.dumps(report, indent=1))
     print(path)
 

@@ -1,5 +1,6 @@
 """The experiment of many equal requests, small enough for every run of the suite; it would see a difference."""
 
+import pytest
 import torch
 
 from benchmarks.repeat import Workload, agreement, repeat_ours, repeat_plain
@@ -16,9 +17,10 @@ def test_forty_completions_under_random_load_are_one() -> None:
     assert found["batch_sizes"]["distinct"] >= 8, "the load did not vary"
 
 
-def test_the_plain_model_runs_in_batches_of_the_same_sizes() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_plain_model_runs_in_batches_of_the_same_sizes(padded: bool) -> None:
     work = Workload(PROMPT, 12, 8, max_num_seqs=4)
-    answers, sizes = repeat_plain(random_model("qwen3", torch.float32), work, [1, 3, 4, 4])
+    answers, sizes = repeat_plain(random_model("qwen3", torch.float32), work, [1, 3, 4, 4], padded=padded)
     assert sum(sizes) == len(answers) == 12 and set(sizes) <= {1, 2, 3, 4}
     assert {len(answer) for answer in answers} == {8}
 

@@ -25,6 +25,7 @@ from detcompile.runtime.padded_batch import keep_columns, repad, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.step_builder import build_step
 
 __all__ = ["CompiledModel"]
@@ -100,11 +101,18 @@ class CompiledModel:
         except (OSError, ValueError):
             return None
 
-    def engine(self, config: EngineConfig | None = None, *, tokenizer: Any | None = None) -> Engine:
+    def engine(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Engine:
         """A serving engine over this model: paged KV cache, continuous batching, prefix cache.
 
         Args:
             tokenizer: of transformers; default: this model's own, if it has one.
+            speculation: verify guesses at the next tokens in each step; the same tokens and logprobs, sooner.
 
         Raises:
             InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory.
@@ -120,7 +128,8 @@ class CompiledModel:
             num_logits=self._num_logits,
             eos_token_ids=self._stop_tokens(None),
         )
-        return new_engine(model, config or EngineConfig(), self.tokenizer if tokenizer is None else tokenizer)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        return new_engine(model, config or EngineConfig(), tokenizer, speculation)
 
     def new_runner(
         self,

@@ -1,9 +1,4 @@
-"""Engine: requests in, tokens out. A step reads: schedule, build, launch, read back, finish.
-
-With ``overlap`` a step is planned and launched while the one before still runs: its input tokens are then taken from
-the device, where that step will have drawn them. A sequence that turns out to have ended has run one row too many,
-which nobody reads.
-"""
+"""Engine: requests in, tokens out. It keeps the requests; a Pipeline runs the steps."""
 
 import functools
 import time
@@ -11,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import count
-from typing import NamedTuple
 
 from rich.progress import track
 
@@ -20,29 +14,18 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_loop import EngineLoop, OutputQueue, finishing
 from detcompile.runtime.intake import Intake, Prompt
 from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
+from detcompile.runtime.metrics import EngineStats
 from detcompile.runtime.outputs import Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.pipeline import Pipeline
 from detcompile.runtime.request import Request
 from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.scheduler import Scheduler, StepPlan
+from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import BlockTables, StepEntry
-from detcompile.runtime.step_work import build_work
-from detcompile.runtime.worker import LaunchedStep, Worker
+from detcompile.runtime.speculation import SpeculationConfig, Speculator
+from detcompile.runtime.step_builder import StepEntry
+from detcompile.runtime.worker import Worker
 
 __all__ = ["Engine"]
-
-
-class _InFlight(NamedTuple):
-    """A launched step and whose rows are whose."""
-
-    launched: LaunchedStep
-    plan: StepPlan
-    samples: tuple[Sequence, ...]
-    prompts: tuple[StepEntry, ...]
-    started: float
-    host_seconds: float
-    num_waiting: int
 
 
 class Engine:
@@ -51,29 +34,41 @@ class Engine:
     Args:
         worker: runs the steps. blocks: of the worker's KV cache.
         intake: turns prompts into checked requests.
-        overlap: launch a step before the last one's tokens are read back.
+        overlap: launch a step before the last one's tokens are read back; not with speculation, which needs them.
     """
 
     def __init__(
-        self, worker: Worker, blocks: KVBlocks, intake: Intake, config: EngineConfig, *, overlap: bool, max_context: int
+        self,
+        worker: Worker,
+        blocks: KVBlocks,
+        intake: Intake,
+        config: EngineConfig,
+        *,
+        overlap: bool,
+        max_context: int,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.config = config
         self.scheduler = Scheduler(config, blocks)
-        self._worker = worker
         self._blocks = blocks
         self._intake = intake
-        self._overlap = overlap
-        width = blocks.pool.blocks_for(max_context + 1)
-        self._tables = BlockTables(len(blocks.groups), config.max_num_seqs, width)
+        self.speculator = None if speculation is None else Speculator(speculation, blocks)
+        self._pipeline = Pipeline(
+            self.scheduler,
+            worker,
+            self,
+            width=blocks.pool.blocks_for(max_context + 1),
+            overlap=overlap,
+            speculator=self.speculator,
+        )
         self._names: set[str] = set()  # of requests queued or running
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads ask for, done between steps
-        self._in_flight: _InFlight | None = None
+        self._touched: dict[Request, None] = {}  # requests that the step in the making moved on
         self._undelivered: dict[str, RequestOutput] = {}
         self._failure: BaseException | None = None
         self._arrivals = count()
-        self._tally = Tally()
         self._loop: EngineLoop | None = None  # the thread that steps this engine, once somebody streams
 
     def add_request(
@@ -120,7 +115,7 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do."""
-        return bool(self._inbox or self._requests or self._in_flight or self._undelivered)
+        return bool(self._inbox or self._requests or self._pipeline.busy or self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step and finish one; returns the outputs that got longer or ended.
@@ -211,7 +206,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
-        return self._tally.stats(self.scheduler, self._blocks)
+        return self._pipeline.tally.stats(self.scheduler, self._blocks)
 
     def check(self) -> None:
         """Assert that no block is lost and none counted twice; between steps, at any time."""
@@ -228,84 +223,56 @@ class Engine:
                     left.remove(output.request_id)
                     yield output
 
+    def is_open(self, sequence: Sequence) -> bool:
+        """Whether anybody still waits for its tokens."""
+        return sequence in self._owner
+
+    def admitted(self, entry: StepEntry) -> None:
+        """Note when the request first ran, and what the cache gave it."""
+        metrics = self._metrics_of(entry.sequence)
+        if metrics.first_scheduled is None:
+            metrics.first_scheduled, metrics.num_cached_tokens = time.monotonic(), entry.start
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Count it."""
+        self._metrics_of(sequence).num_preemptions += 1
+
+    def drew(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
+        """Give the sequence's request its next token; None ends it with an error. Whether it goes on."""
+        request = self._owner[sequence]
+        self._touched[request] = None
+        if token is None:
+            where = f"request {request.output.request_id}, token {len(sequence.token_ids)}"
+            error = EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
+            request.end(sequence.sample_index, "error", error)
+        else:
+            request.add_token(sequence.sample_index, token, logprobs)
+        return sequence.finish_reason is None
+
+    def scored(self, sequence: Sequence, start: int, found: list[Logprobs]) -> None:
+        """Give the request logprobs of its prompt."""
+        self._owner[sequence].add_prompt_logprobs(start, found)
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of the request."""
+        metrics = self._metrics_of(sequence)
+        metrics.num_drafted_tokens += num_drafted
+        metrics.num_accepted_tokens += num_accepted
+
     def _advance(self) -> list[Request]:
         while self._inbox:
             self._inbox.popleft()()
-        before = self._in_flight
-        self._in_flight = self._launch(before)
-        if before is None and not self._overlap:
-            before, self._in_flight = self._in_flight, None
-        touched = {} if before is None else self._finish(before)
-        if before is None and self._in_flight is None:
-            assert not self.scheduler.num_unfinished, "sequences are left and none can run"
-        return list(touched)
-
-    def _launch(self, before: _InFlight | None) -> _InFlight | None:
-        started = time.perf_counter()
-        plan = self.scheduler.plan()
-        for sequence in plan.preempted:
-            self._tables.leave(sequence)
-            self._tally.num_preemptions += 1
-            self._metrics_of(sequence).num_preemptions += 1
-        for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
-            self._note_admission(entry)
-        if not plan.entries:
-            return None
-        samples = tuple(e.sequence for e in plan.entries if e.start + e.num_tokens == e.sequence.num_tokens)
-        prompts = tuple(entry for entry in plan.entries if self._wants_prompt_logprobs(entry))
-        pending = {} if before is None else {sequence: row for row, sequence in enumerate(before.samples)}
-        work = build_work(plan.entries, samples, prompts, self._tables, self._blocks.pool.block_size, pending)
-        launched = self._worker.launch(work)
-        for sequence in samples:
-            sequence.num_pending += 1
-        host_seconds = time.perf_counter() - started
-        return _InFlight(launched, plan, samples, prompts, time.monotonic(), host_seconds, len(self.scheduler.waiting))
-
-    def _finish(self, step: _InFlight) -> dict[Request, None]:
-        """Read a step's tokens back; returns the requests that it moved on."""
-        result = self._worker.collect(step.launched)
-        started = time.perf_counter()
-        touched: dict[Request, None] = {}
-        num_generated = 0
-        for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
-            request = self._owner.get(entry.sequence)
-            if request is not None:
-                request.add_prompt_logprobs(entry.start + 1, found)
-        for sequence, token, invalid, logprobs in zip(
-            step.samples, result.tokens, result.invalid, result.logprobs, strict=True
-        ):
-            sequence.num_pending -= 1
-            request = self._owner.get(sequence)
-            if request is not None:  # neither cancelled nor ended meanwhile
-                self._take(request, sequence, token, invalid, logprobs)
-                touched[request] = None
-                num_generated += not invalid
-        for entry in step.plan.entries:
-            if entry.sequence in self.scheduler.running:
-                self._blocks.settle(entry.sequence)
-        for request in touched:
+        self._touched = {}
+        self._pipeline.advance()
+        for request in self._touched:
             self._after_tokens(request)
-        self._record(step, num_generated, time.perf_counter() - started)
-        return touched
-
-    def _take(
-        self, request: Request, sequence: Sequence, token: int, invalid: bool, logprobs: Logprobs | None
-    ) -> None:
-        if invalid:
-            where = f"request {request.output.request_id}, token {len(sequence.token_ids)}"
-            request.end(
-                sequence.sample_index,
-                "error",
-                EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype"),
-            )
-        else:
-            request.add_token(sequence.sample_index, token, logprobs)
+        return list(self._touched)
 
     def _after_tokens(self, request: Request) -> None:
         """Let go of what has ended; let the other samples start once the first has the prompt in the cache."""
         for sequence in request.sequences:
-            if sequence.finish_reason is not None and sequence in self._owner:
-                self._let_go(sequence)
+            if sequence.finish_reason is not None:
+                self._owner.pop(sequence, None)
         self._start_held(request)
         if request.output.finished:
             self._forget(request.output.request_id)
@@ -338,15 +305,9 @@ class Engine:
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 request.end(sequence.sample_index, "abort")
-            if sequence in self._owner:
-                self._let_go(sequence)
+            if self._owner.pop(sequence, None) is not None:
+                self._pipeline.forget(sequence)
         self._undelivered[request_id] = request.output
-
-    def _let_go(self, sequence: Sequence) -> None:
-        del self._owner[sequence]
-        self._worker.sampler.forget(sequence)
-        self._tables.leave(sequence)
-        self.scheduler.remove(sequence)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -366,31 +327,7 @@ class Engine:
                 " give the engine more memory"
             )
 
-    def _note_admission(self, entry: StepEntry) -> None:
-        metrics = self._metrics_of(entry.sequence)
-        if metrics.first_scheduled is None:
-            metrics.first_scheduled, metrics.num_cached_tokens = time.monotonic(), entry.start
-
     def _metrics_of(self, sequence: Sequence) -> RequestMetrics:
         metrics = self._owner[sequence].output.metrics
         assert metrics is not None
         return metrics
-
-    def _wants_prompt_logprobs(self, entry: StepEntry) -> bool:
-        sequence = entry.sequence
-        if sequence.sampling.prompt_logprobs is None or sequence.sample_index > 0:
-            return False
-        return entry.start < sequence.num_prompt_tokens - 1
-
-    def _record(self, step: _InFlight, num_tokens: int, finish_seconds: float) -> None:
-        total = sum(entry.num_tokens for entry in step.plan.entries)
-        decodes = sum(entry.start >= entry.sequence.num_prompt_tokens for entry in step.plan.entries)
-        record = StepRecord(
-            launched=step.started,
-            finished=time.monotonic(),
-            host_seconds=step.host_seconds + finish_seconds,
-            num_prefill_tokens=total - decodes,
-            num_decodes=decodes,
-            num_waiting=step.num_waiting,
-        )
-        self._tally.add(record, num_tokens)

@@ -16,6 +16,7 @@ from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler
+from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.worker import Worker
 from detcompile.step import KVGroup
 
@@ -38,7 +39,9 @@ class EngineModel(NamedTuple):
     eos_token_ids: tuple[int, ...]
 
 
-def new_engine(model: EngineModel, config: EngineConfig, tokenizer: Any | None) -> Engine:
+def new_engine(
+    model: EngineModel, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None = None
+) -> Engine:
     """An engine with its KV cache, ready to serve.
 
     Raises:
@@ -59,8 +62,10 @@ def new_engine(model: EngineModel, config: EngineConfig, tokenizer: Any | None) 
         vocab_size=model.num_token_ids,
         eos_token_ids=model.eos_token_ids,
     )
-    overlap = on_gpu if config.overlap is None else config.overlap
-    return Engine(worker, blocks, intake, config, overlap=overlap, max_context=model.max_context)
+    overlap = (on_gpu if config.overlap is None else config.overlap) and speculation is None
+    return Engine(
+        worker, blocks, intake, config, overlap=overlap, max_context=model.max_context, speculation=speculation
+    )
 
 
 def _affordable_blocks(model: EngineModel, config: EngineConfig) -> int:

@@ -139,6 +139,33 @@ class KVBlocks:
             self._extend(sequence, num_new)
         return True
 
+    def branch(self, sequence: Sequence, start: int, num_tokens: int) -> list[list[int]] | None:
+        """Tables of a draft that parts from the sequence at index ``start``: its blocks before, then fresh ones.
+
+        The caller copies what stands before ``start`` in its block, and gives the blocks back by ``adopt`` or
+        ``discard`` before anything else happens to the sequence. None if too few are free.
+        """
+        first = start // self.pool.block_size
+        num_new = self.pool.blocks_for(num_tokens) - first
+        if num_new * len(self.groups) > self.pool.num_free:
+            return None
+        fresh = self.pool.allocate(num_new * len(self.groups))
+        return [
+            table[:first] + fresh[index * num_new : (index + 1) * num_new]
+            for index, table in enumerate(sequence.block_tables)
+        ]
+
+    def adopt(self, sequence: Sequence, tables: SequenceOf[list[int]], first: int) -> None:
+        """The branch ``tables`` was right: its blocks from entry ``first`` on take the place of the sequence's own."""
+        for own, branch in zip(sequence.block_tables, tables, strict=True):
+            self.pool.free(own[first : len(branch)])
+            own[first : len(branch)] = branch[first:]
+
+    def discard(self, tables: SequenceOf[list[int]], first: int) -> None:
+        """The branch ``tables`` was wrong: its own blocks are free again."""
+        for table in tables:
+            self.pool.free(table[first:])
+
     def settle(self, sequence: Sequence) -> None:
         """Publish the blocks that known tokens have filled; free those of window groups that no later query sees.
 

@@ -65,6 +65,11 @@ class KVCache:
         self.k_caches = tuple(keys[place[layer]] for layer in range(len(shapes)))
         self.v_caches = tuple(values[place[layer]] for layer in range(len(shapes)))
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks ``sources`` [n] int64 over blocks ``targets`` [n], in every layer."""
+        for cache in {tensor.data_ptr(): tensor for tensor in (*self.k_caches, *self.v_caches)}.values():
+            cache.index_copy_(0, targets, cache.index_select(0, sources))
+
     @staticmethod
     def bytes_per_block(
         shapes: Sequence[KVShape], groups: Sequence[KVGroup], dtype: torch.dtype, block_size: int

@@ -52,6 +52,8 @@ class RequestMetrics:
     finished: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that were right
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -1,50 +1,84 @@
 """From a planned step to what a worker needs to run it."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
+from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.sampling import SampleRow
 from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import Verification
 from detcompile.runtime.step_builder import BlockTables, StepEntry, build_arrays
 from detcompile.runtime.worker import PromptRows, StepWork
 
-__all__ = ["build_work"]
+__all__ = ["Draw", "build_work", "lay_out"]
+
+
+class Draw(NamedTuple):
+    """A token to draw: the next one of a sequence, or the one after a node of its draft tree."""
+
+    sequence: Sequence
+    carrier: Sequence  # whose entry in the step has the logits: the sequence, or a branch's stand-in
+    offset: int  # of the token in that entry
+    path: Path = ()
+
+
+def lay_out(
+    entries: SequenceOf[StepEntry], drafted: Mapping[Sequence, Verification]
+) -> tuple[list[StepEntry], list[Draw]]:
+    """The entries with branches in the place of drafted sequences, and every token that the step draws."""
+    laid_out: list[StepEntry] = []
+    draws: list[Draw] = []
+    for entry in entries:
+        sequence, start, num_tokens = entry
+        verification = drafted.get(sequence)
+        if verification is not None:
+            laid_out += verification.entries()
+            draws += [Draw(sequence, *place, path) for path, place in verification.rows().items()]
+            continue
+        laid_out.append(entry)
+        if start + num_tokens == sequence.num_tokens:
+            draws.append(Draw(sequence, sequence, num_tokens - 1))
+    return laid_out, draws
 
 
 def build_work(
     entries: SequenceOf[StepEntry],
-    samples: SequenceOf[Sequence],
+    draws: SequenceOf[Draw],
     prompts: SequenceOf[StepEntry],
     tables: BlockTables,
     block_size: int,
     pending: dict[Sequence, int],
+    copies: SequenceOf[tuple[int, int]] = (),
 ) -> StepWork:
-    """The arrays of a step; its rows of logits are those of ``samples`` and then all of ``prompts``.
+    """The arrays of a step; its rows of logits are those of ``draws`` and then all of ``prompts``.
 
     Args:
-        entries: the sequences of the step, in their order; the others below are among them.
-        samples: sequences that draw a token. prompts: entries whose prompt logprobs are wanted.
+        entries: the sequences of the step, in their order; those of the others below are among them.
+        prompts: entries whose prompt logprobs are wanted.
         pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
+        copies: (from, to) blocks that are copied first.
     """
     sequences = [entry.sequence for entry in entries]
     width = max(len(table) for sequence in sequences for table in sequence.block_tables)
     arrays = build_arrays(entries, tables.rows(sequences, width), block_size, pending)
-    if len(samples) < len(sequences) or prompts:
+    if prompts or [draw.carrier for draw in draws] != sequences:
         first = dict(zip(sequences, arrays.cu_seqlens[:-1].tolist()))
-        last = dict(zip(sequences, arrays.logits_to_keep.tolist()))
-        kept = [last[sequence] for sequence in samples]
+        kept = [first[draw.carrier] + draw.offset for draw in draws]
         for sequence, _, num_tokens in prompts:
             kept += range(first[sequence], first[sequence] + num_tokens)
         arrays = arrays._replace(logits_to_keep=np.array(kept or [0], np.int64))  # a graph gives one row at least
-    return StepWork(arrays, tuple(map(_sample_row, samples)), _prompt_rows(prompts, len(samples)))
+    return StepWork(arrays, tuple(map(_sample_row, draws)), _prompt_rows(prompts, len(draws)), tuple(copies))
 
 
-def _sample_row(sequence: Sequence) -> SampleRow:
+def _sample_row(draw: Draw) -> SampleRow:
+    sequence, depth = draw.sequence, len(draw.path)
     return SampleRow(
         params=sequence.sampling,
-        position=sequence.num_tokens,
-        num_generated=sequence.num_generated,
+        position=sequence.num_tokens + depth,
+        num_generated=sequence.num_generated + depth,
         sample_index=sequence.sample_index,
         key=sequence,
         token_ids=sequence.token_ids,

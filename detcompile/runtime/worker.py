@@ -33,6 +33,7 @@ class StepWork(NamedTuple):
     arrays: StepArrays
     rows: tuple[SampleRow, ...]  # one a token to draw: the first rows of the logits
     prompts: tuple[PromptRows, ...]
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks of the KV cache, copied before the step
 
 
 class StepResult(NamedTuple):
@@ -69,6 +70,9 @@ class Worker:
     def launch(self, work: StepWork) -> LaunchedStep:
         """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
         plan = self.sampler.prepare(work.rows) if work.rows else None
+        if work.copies:
+            sources, targets = self._to_device(np.array(work.copies, np.int64).T.copy())
+            self.runner.kv_cache.copy_blocks(sources, targets)
         logits = self.runner.launch(work.arrays)
         sampled = None
         if plan is not None:

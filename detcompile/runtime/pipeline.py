@@ -1,0 +1,211 @@
+"""Pipeline: the steps of an engine. Plan, draft, build, launch; then read back, verify, settle.
+
+With ``overlap`` a step is launched before the one ahead of it was read back: input tokens that the host does not know
+yet are taken from the device, where that step will have drawn them. A sequence that turns out to have ended has run one
+row too many, which nobody reads.
+"""
+
+import time
+from typing import NamedTuple, Protocol
+
+from detcompile.runtime.draft_tree import Path
+from detcompile.runtime.metrics import StepRecord, Tally
+from detcompile.runtime.outputs import Logprobs
+from detcompile.runtime.scheduler import Scheduler, StepPlan
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import Speculator, Verification
+from detcompile.runtime.step_builder import BlockTables, StepEntry
+from detcompile.runtime.step_work import Draw, build_work, lay_out
+from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
+
+__all__ = ["Ledger", "Pipeline"]
+
+
+class Ledger(Protocol):
+    """Who keeps the requests: hears what happened to their sequences."""
+
+    def is_open(self, sequence: Sequence) -> bool:
+        """Whether anybody still waits for its tokens."""
+
+    def admitted(self, entry: StepEntry) -> None:
+        """A sequence got its first seat, or one again; ``entry.start`` tokens came from the cache."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """It lost its seat and waits again."""
+
+    def drew(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
+        """Its next token, or None where its logits are not numbers; whether it goes on."""
+
+    def scored(self, sequence: Sequence, start: int, found: list[Logprobs]) -> None:
+        """Logprobs of its prompt's tokens from ``start`` on."""
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """So many drafts were tried, and so many were right."""
+
+
+class _InFlight(NamedTuple):
+    """A launched step and whose rows are whose."""
+
+    launched: LaunchedStep
+    plan: StepPlan
+    draws: list[Draw]
+    drafted: dict[Sequence, Verification]
+    prompts: tuple[StepEntry, ...]
+    started: float
+    host_seconds: float
+    num_waiting: int
+
+
+class Pipeline:
+    """Runs the steps that a scheduler plans.
+
+    Args:
+        width: blocks of the longest sequence.
+        overlap: launch a step before the last one's tokens are read back; not with a speculator, which needs them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        ledger: Ledger,
+        *,
+        width: int,
+        overlap: bool,
+        speculator: Speculator | None = None,
+    ) -> None:
+        assert not (overlap and speculator), "drafts need the tokens of the step before"
+        self.tally = Tally()
+        self._scheduler = scheduler
+        self._worker = worker
+        self._ledger = ledger
+        self._overlap = overlap
+        self._speculator = speculator
+        num_seats = scheduler.config.max_num_seqs + (0 if speculator is None else speculator.most_branches)
+        self._tables = BlockTables(len(scheduler.blocks.groups), num_seats, width)
+        self._in_flight: _InFlight | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step was launched and not read back."""
+        return self._in_flight is not None
+
+    def advance(self) -> None:
+        """Launch a step and finish one, as far as there is anything to do."""
+        before = self._in_flight
+        self._in_flight = self._launch(before)
+        if before is None and not self._overlap:
+            before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._finish(before)
+        elif self._in_flight is None:
+            assert not self._scheduler.num_unfinished, "sequences are left and none can run"
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended: nothing of it is kept."""
+        self._worker.sampler.forget(sequence)
+        self._tables.leave(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
+        self._scheduler.remove(sequence)
+
+    def _launch(self, before: _InFlight | None) -> _InFlight | None:
+        started = time.perf_counter()
+        plan = self._scheduler.plan()
+        for sequence in plan.preempted:
+            self._tables.leave(sequence)
+            self.tally.num_preemptions += 1
+            self._ledger.preempted(sequence)
+        for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
+            self._ledger.admitted(entry)
+        if not plan.entries:
+            return None
+        drafted: dict[Sequence, Verification] = {}
+        if self._speculator is not None:
+            left = self._scheduler.config.max_num_batched_tokens - sum(entry.num_tokens for entry in plan.entries)
+            drafted = self._speculator.draft(plan.entries, left)
+        entries, draws = lay_out(plan.entries, drafted)
+        prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
+        pending = {} if before is None else {draw.sequence: row for row, draw in enumerate(before.draws)}
+        copies = [pair for verification in drafted.values() for pair in verification.copies]
+        size = self._scheduler.blocks.pool.block_size
+        launched = self._worker.launch(build_work(entries, draws, prompts, self._tables, size, pending, copies))
+        for draw in draws:
+            draw.sequence.num_pending += not draw.path
+        host_seconds = time.perf_counter() - started
+        num_waiting = len(self._scheduler.waiting)
+        return _InFlight(launched, plan, draws, drafted, prompts, time.monotonic(), host_seconds, num_waiting)
+
+    def _finish(self, step: _InFlight) -> None:
+        result = self._worker.collect(step.launched)
+        started = time.perf_counter()
+        for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
+            if self._ledger.is_open(entry.sequence):
+                self._ledger.scored(entry.sequence, entry.start + 1, found)
+        drawn = {(draw.sequence, draw.path): row for row, draw in enumerate(step.draws)}
+        num_generated = 0
+        ended: list[Sequence] = []
+        for sequence, path in drawn:
+            if not path:
+                sequence.num_pending -= 1
+                if self._ledger.is_open(sequence):  # neither cancelled nor ended meanwhile
+                    goes_on, count = self._follow(sequence, step.drafted.get(sequence), drawn, result)
+                    num_generated += count
+                    ended += [] if goes_on else [sequence]
+        for entry in step.plan.entries:
+            if entry.sequence in self._scheduler.running:
+                self._scheduler.blocks.settle(entry.sequence)
+        for sequence in ended:  # now that its blocks can be found again
+            self.forget(sequence)
+        self._record(step, num_generated, time.perf_counter() - started)
+
+    def _follow(
+        self,
+        sequence: Sequence,
+        verification: Verification | None,
+        drawn: dict[tuple[Sequence, Path], int],
+        result: StepResult,
+    ) -> tuple[bool, int]:
+        """Hand on the token drawn after a sequence's newest one, and those after drafts that were right.
+
+        Returns whether the sequence goes on, and how many tokens it got.
+        """
+        path: Path = ()
+        count = 0
+        while True:
+            row = drawn[sequence, path]
+            token = None if result.invalid[row] else result.tokens[row]
+            goes_on = self._ledger.drew(sequence, token, result.logprobs[row])
+            count += token is not None
+            child = verification.tree.child(path, token) if verification is not None and token is not None else None
+            if not goes_on or child is None:
+                break
+            path = child
+            sequence.num_computed += 1
+        if verification is not None and self._speculator is not None:
+            self._speculator.settle(verification, path)
+            for branch in verification.branches:
+                self._tables.leave(branch.stand_in)
+            self._tables.leave(sequence)  # its blocks may be another branch's now
+            self._ledger.verified(sequence, len(verification.tree), len(path))
+        return goes_on, count
+
+    def _record(self, step: _InFlight, num_tokens: int, finish_seconds: float) -> None:
+        total = sum(entry.num_tokens for entry in step.plan.entries)
+        decodes = sum(entry.start >= entry.sequence.num_prompt_tokens for entry in step.plan.entries)
+        record = StepRecord(
+            launched=step.started,
+            finished=time.monotonic(),
+            host_seconds=step.host_seconds + finish_seconds,
+            num_prefill_tokens=total - decodes,
+            num_decodes=decodes,
+            num_waiting=step.num_waiting,
+        )
+        self.tally.add(record, num_tokens)
+
+
+def _wants_prompt_logprobs(entry: StepEntry) -> bool:
+    sequence = entry.sequence
+    if sequence.sampling.prompt_logprobs is None or sequence.sample_index > 0:
+        return False
+    return entry.start < sequence.num_prompt_tokens - 1

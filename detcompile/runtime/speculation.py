@@ -1,0 +1,194 @@
+"""Speculation: verify a tree of guesses in the forward that decodes, and keep what plain decoding would have drawn.
+
+A branch of the tree runs as a sequence of its own, whose keys stand at their logical positions: the sequence's blocks
+before the newest token's, then blocks of the branch. The first branch writes into the sequence's own blocks. So each
+node's logits have the bits of plain decoding, whatever other nodes there are: nothing about attention changes. A node
+that several branches pass through is computed in each.
+
+Acceptance is exact: at each node the target draws its own token, with the noise of that position; a guess is right if
+it is that token. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, give the
+expected length for a rate of right guesses; Miao et al., "SpecInfer", ASPLOS 2024, the trees.
+"""
+
+import logging
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.draft_tree import DraftTree, Path
+from detcompile.runtime.drafters import Drafter, NGramDrafter
+from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.step_builder import StepEntry
+
+__all__ = ["Branch", "SpeculationConfig", "Speculator", "Verification"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Settings of speculative decoding. None of it can change a token or a logprob.
+
+    Args:
+        drafter: None looks the tokens up in the sequence itself (NGramDrafter).
+        max_nodes: of one sequence's tree.
+        max_sequences: with more decodes than this in a step, none is drafted: the batch fills the device.
+
+    Raises:
+        InvalidInput: a value that cannot be.
+    """
+
+    drafter: Drafter | None = None
+    max_nodes: int = 16
+    max_sequences: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("max_nodes", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)} must be at least 1")
+
+
+class Branch(NamedTuple):
+    """One path from the newest token to a leaf."""
+
+    leaf: Path
+    stand_in: Sequence  # the sequence's tokens with the path behind them, in the branch's blocks
+
+
+class Verification(NamedTuple):
+    """A sequence's tree in one step."""
+
+    sequence: Sequence
+    tree: DraftTree
+    branches: tuple[Branch, ...]  # the first is in the sequence's own blocks
+    start: int  # index of the newest token, the root
+    copies: tuple[tuple[int, int], ...]  # (from, to) blocks: what stands before the root in its block
+
+    def entries(self) -> list[StepEntry]:
+        """The step's part of each branch: the root and the nodes of its path."""
+        return [StepEntry(b.stand_in, self.start, 1 + len(b.leaf)) for b in self.branches]
+
+    def rows(self) -> dict[Path, tuple[Sequence, int]]:
+        """Where each node's logits are: the stand-in of a branch through it, and its offset in that entry."""
+        found: dict[Path, tuple[Sequence, int]] = {}
+        for leaf, stand_in in self.branches:
+            for depth in range(len(leaf) + 1):
+                found.setdefault(leaf[:depth], (stand_in, depth))
+        return found
+
+    def through(self, path: Path) -> Branch:
+        """The first branch through a node."""
+        return next(branch for branch in self.branches if branch.leaf[: len(path)] == path)
+
+
+class Speculator:
+    """Drafts for the decodes of a step, and blocks for the branches.
+
+    A drafter that raises is switched off, and decoding goes on without it; ``error`` says why.
+    """
+
+    def __init__(self, config: SpeculationConfig, blocks: KVBlocks) -> None:
+        self.config = config
+        self.error: Exception | None = None
+        self.num_drafted = self.num_accepted = 0
+        self._drafter: Drafter | None = config.drafter or NGramDrafter()
+        self._blocks = blocks
+
+    @property
+    def most_branches(self) -> int:
+        """Branches that one step can have."""
+        return self.config.max_sequences * self.config.max_nodes
+
+    def draft(self, entries: SequenceOf[StepEntry], budget: int) -> dict[Sequence, Verification]:
+        """Trees for the decoding sequences of a planned step, within what is left of its token budget."""
+        decoding = [e for e in entries if e.num_tokens == 1 and e.start + 1 == e.sequence.num_tokens and _fit(e)]
+        if self._drafter is None or not decoding or len(decoding) > self.config.max_sequences or budget < 1:
+            return {}
+        sequences = [entry.sequence for entry in decoding]
+        room = [min(s.most_tokens - s.num_tokens - 1, self.config.max_nodes, budget) for s in sequences]
+        try:
+            trees = self._drafter.propose(sequences, room)
+        except Exception as error:
+            logger.warning("the drafter failed; decoding goes on without it: %r", error)
+            self.error, self._drafter = error, None
+            return {}
+        found = {}
+        for entry, tree, depth in zip(decoding, trees, room, strict=True):
+            verification = self._lay_out(entry, tree.pruned(self.config.max_nodes, depth), budget)
+            if verification is not None:
+                found[entry.sequence] = verification
+                budget -= sum(e.num_tokens for e in verification.entries()) - 1
+        return found
+
+    def settle(self, verification: Verification, path: Path) -> None:
+        """Keep the blocks of a branch through ``path``, the node reached, and give the others back."""
+        winner = verification.through(path)
+        first = verification.start // self._blocks.pool.block_size
+        for branch in verification.branches[1:]:
+            if branch is winner:
+                self._blocks.adopt(verification.sequence, branch.stand_in.block_tables, first)
+            else:
+                self._blocks.discard(branch.stand_in.block_tables, first)
+        self.num_drafted += len(verification.tree)
+        self.num_accepted += len(path)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+
+    def _lay_out(self, entry: StepEntry, tree: DraftTree, budget: int) -> Verification | None:
+        """Branches that the pool and the budget have room for, the first guesses first."""
+        sequence, spent = entry.sequence, 0
+        branches: list[Branch] = []
+        for leaf in tree.branches():
+            spent += 1 + len(leaf)
+            end = entry.start + 1 + len(leaf)
+            if spent - 1 > budget:
+                break
+            if not branches:
+                tables = sequence.block_tables if self._blocks.grow(sequence, end) else None
+            else:
+                tables = self._blocks.branch(sequence, entry.start, end)
+            if tables is None:
+                break
+            branches.append(Branch(leaf, _stand_in(sequence, tree.along(leaf), tables)))
+        if not branches:
+            return None
+        kept = {branch.leaf[:depth] for branch in branches for depth in range(1, len(branch.leaf) + 1)}
+        pruned = DraftTree({path: token for path, token in tree.tokens.items() if path in kept})
+        return Verification(sequence, pruned, tuple(branches), entry.start, self._copies(entry, branches))
+
+    def _copies(self, entry: StepEntry, branches: SequenceOf[Branch]) -> tuple[tuple[int, int], ...]:
+        first, inside = divmod(entry.start, self._blocks.pool.block_size)
+        if inside == 0:
+            return ()
+        return tuple(
+            (own[first], theirs[first])
+            for branch in branches[1:]
+            for own, theirs in zip(entry.sequence.block_tables, branch.stand_in.block_tables, strict=True)
+        )
+
+
+def _fit(entry: StepEntry) -> bool:
+    """Whether drafts can be verified: with penalties a token's logits hang on counts that plain decoding keeps."""
+    sequence = entry.sequence
+    return (
+        not sequence.sampling.penalised and sequence.num_pending == 0 and sequence.most_tokens - sequence.num_tokens > 1
+    )
+
+
+def _stand_in(sequence: Sequence, drafts: list[int], tables: list[list[int]]) -> Sequence:
+    return Sequence(
+        sequence.token_ids + drafts,
+        sequence.sampling,
+        None if sequence.position_ids is None else _extended(sequence.position_ids, len(drafts)),
+        sample_index=sequence.sample_index,
+        block_tables=tables,
+    )
+
+
+def _extended(positions: list[int], more: int) -> list[int]:
+    return positions + [positions[-1] + 1 + index for index in range(more)]

@@ -3,6 +3,7 @@
 DetcompileError
 ├── CompilerNotFound      no working C++ compiler for the CPU templates
 ├── EngineError           a request, or a whole engine, failed while it ran
+│   └── WorkerError       a worker process died, hung or raised
 ├── InvalidInput          a call's arguments cannot be served (also a ValueError)
 │   └── NumericsError     a Numerics that no order can satisfy
 ├── ScheduleError         no schedule of a template may run on this device
@@ -21,6 +22,7 @@ __all__ = [
     "ScheduleError",
     "UncertifiedOp",
     "UnsupportedModel",
+    "WorkerError",
 ]
 
 
@@ -62,3 +64,15 @@ class UncertifiedOp(DetcompileError):
     def __init__(self, message: str, offenders: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.offenders = offenders
+
+
+class WorkerError(EngineError):
+    """A worker process died, hung or raised, and all workers of its group were ended.
+
+    Attributes:
+        rank: of the worker; None where none of them is to blame, as after ``close``.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

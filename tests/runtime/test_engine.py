@@ -427,6 +427,26 @@ def test_blocks_behind_the_window_are_freed(overlap, device) -> None:
     assert_as_alone(model, finished[0], params)
 
 
+@OVERLAP
+@pytest.mark.parametrize("budget", [40, 400])
+def test_blocks_freed_behind_the_window_are_written_by_others(budget, overlap, device) -> None:
+    """Prompts that arrive at every step take the blocks freed last, and fill them at once."""
+    model = tiny_model(device)
+    config = config_of(overlap=overlap, max_num_batched_tokens=budget, prefix_caching=False)
+    engine = engine_of(model, config)
+    params = SamplingParams(max_tokens=80, temperature=0.0, logprobs=1)
+    one = replace(params, max_tokens=1)
+    engine.add_request(prompt_of(150), params, request_id="long")
+    finished = []
+    for seed in range(1, 1000):
+        if any(output.request_id == "long" for output in finished):
+            break
+        engine.add_request(prompt_of(33, seed), one)
+        finished += [output for output in engine.step() if output.finished]
+    for output in finished:
+        assert_as_alone(model, output, params if output.request_id == "long" else one)
+
+
 # Numbers
 
 

@@ -1,0 +1,99 @@
+"""What the ranks of a group compute in tests/parallel: graphs and compiled models, to be compared with one rank's."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import detcompile
+from detcompile import CompiledModel, InvalidInput, Numerics
+from detcompile.axes import score
+from detcompile.parallel import tensor_parallel
+from detcompile.passes.backend import Backend
+from detcompile.passes.capture import DenseForward, observe_attention, probe_attention
+from detcompile.passes.lowering import _dense_role, _with_own_code
+from detcompile.passes.shard import pin_row_parallel, shard
+from tests.invariance.axis import configuration_for
+from tests.models import MAX_CONTEXT, random_model
+from tests.parallel.collective_cases import check_all
+
+__all__ = ["CHANGES", "DENSE", "SERVED", "compile_one", "dense_logits", "rank_results", "served_logits"]
+
+THREE = Numerics(tp_sizes=(1, 3, 6))
+# Six heads of 16 over two key heads, so that a rank of three reads both key heads
+SIX_HEADS = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 16}
+CHANGES = {2: {}, 3: SIX_HEADS, 4: {}}
+# Models whose certified graph is run on each number of ranks; over four, two key heads are held by two ranks each.
+DENSE = {
+    2: ["bloom", "cohere", "falcon", "gemma3_text", "gpt_neox", "gptj", "mistral", "olmo2", "opt", "phi3"],
+    3: ["llama"],
+    4: ["falcon", "llama", "olmo2", "phi3"],
+}
+# Models that are compiled and serve steps.
+SERVED = {2: [("gpt2", torch.float32), ("llama", torch.bfloat16)], 3: [], 4: [("tiny", torch.bfloat16)]}
+STEPS = [("composition", 65), ("chunking", 97), ("decode", 17), ("padding", 33)]
+
+
+def rank_results(rank: int, tp: int, device: str, dense: list[str], served: list[tuple[str, torch.dtype]]) -> dict:
+    """Everything that is asked of one rank, in one process."""
+    numerics = THREE if tp == 3 else Numerics()
+    results = {
+        "collectives": check_all(rank, tp, device),
+        "another model": _refusal_of_another_model(rank, tp, device),
+        "dense": {name: dense_logits(_one_layer(name, device, tp), tp, numerics).cpu() for name in dense},
+        "served": {},
+    }
+    for name, dtype in served:
+        model = compile_one(name, dtype, device, tp)
+        results["served"][name, dtype] = (model.fingerprint_parts, served_logits(model))
+    return results
+
+
+def compile_one(name: str, dtype: torch.dtype, device: str, tp: int) -> CompiledModel:
+    """A model of tests.models, or "tiny", on each of tp ranks."""
+    if name == "tiny":
+        return detcompile.compile(detcompile.load_model("tiny", dtype=dtype, device=device), tp=tp)
+    return detcompile.compile(random_model(name, dtype, device), tp=tp, max_context=MAX_CONTEXT)
+
+
+def served_logits(model: CompiledModel) -> dict[str, Tensor]:
+    """Logits of a batch, of its first row alone, and of a target in one step of each kind."""
+    ids = (torch.arange(74, device=model.device) * 7 % 150).view(2, 37)
+    logits = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
+    for axis, length in STEPS:
+        logits[axis] = score(model, configuration_for(axis, length, 3))
+    return {name: values.cpu() for name, values in logits.items()}
+
+
+def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(), replicate: bool = False) -> Tensor:
+    """Logits [3, 7, V] of the certified graph over a batch, run without Inductor, on each of tp ranks."""
+    attention, _ = probe_attention(model, numerics.kv_chunk)
+    if tp == 1:
+        pin_row_parallel(model, numerics)
+    else:
+        shard(model, attention, numerics, tensor_parallel(tp), replicate)
+        attention, _ = observe_attention(model, numerics.kv_chunk)
+    backend = Backend(numerics, _dense_role, len(attention), certify_only=True)
+    dense = torch.compile(_with_own_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
+    device = next(model.parameters()).device
+    input_ids = (torch.arange(21, device=device) * 13 % model.config.vocab_size).view(3, 7)
+    position_ids = torch.arange(7, device=device).repeat(3, 1)
+    for tensor in (input_ids, position_ids):
+        torch._dynamo.mark_dynamic(tensor, [0, 1])
+    with torch.no_grad():
+        return dense(input_ids, position_ids)
+
+
+def _one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
+    return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES[tp])
+
+
+def _refusal_of_another_model(rank: int, tp: int, device: str) -> str:
+    """What compile() says where one rank's weights are not the others'."""
+    model = random_model("llama", torch.float32, device)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += rank == tp - 1
+    try:
+        detcompile.compile(model, tp=tp, max_context=MAX_CONTEXT, numerics=THREE if tp == 3 else None)
+    except InvalidInput as error:
+        return str(error)
+    return ""

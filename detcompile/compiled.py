@@ -21,6 +21,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_engine
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.model_drafter import ModelDrafter
 from detcompile.runtime.padded_batch import keep_columns, repad, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
@@ -130,6 +131,29 @@ class CompiledModel:
         )
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         return new_engine(model, config or EngineConfig(), tokenizer, speculation)
+
+    def drafter(
+        self, num_tokens: int = 5, *, siblings: int = 0, num_sequences: int = 32, cuda_graphs: bool | None = None
+    ) -> ModelDrafter:
+        """This model as the drafter of another one's engine: ``SpeculationConfig(drafter=small.drafter())``.
+
+        Args:
+            num_tokens: of a draft. siblings: more guesses beside each of them.
+            num_sequences: its KV cache holds so many sequences of the longest context.
+            cuda_graphs: None: on a GPU.
+        """
+        on_gpu = self.device.type == "cuda"
+        runner, blocks = self.new_runner(
+            num_sequences * _whole_blocks(self.max_context), cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs
+        )
+        return ModelDrafter(
+            runner,
+            blocks,
+            vocab_size=self._num_logits,
+            max_context=self.max_context,
+            num_tokens=num_tokens,
+            siblings=siblings,
+        )
 
     def new_runner(
         self,

@@ -13,7 +13,7 @@ NO_DRAFT = DraftTree({})
 
 
 class Drafter(Protocol):
-    """What the engine asks of a drafter."""
+    """What the engine asks of a drafter. One that has a ``vocab_size`` must have the target's."""
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """A tree for each sequence, whose tokens are all known, no deeper than ``max_depth``; NO_DRAFT for none."""

@@ -52,7 +52,7 @@ class Engine:
         self.scheduler = Scheduler(config, blocks)
         self._blocks = blocks
         self._intake = intake
-        self.speculator = None if speculation is None else Speculator(speculation, blocks)
+        self.speculator = None if speculation is None else Speculator(speculation, blocks, intake.vocab_size)
         self._pipeline = Pipeline(
             self.scheduler,
             worker,

@@ -45,8 +45,14 @@ def new_engine(
     """An engine with its KV cache, ready to serve.
 
     Raises:
-        InvalidInput: the cache would not hold one block.
+        InvalidInput: the cache would not hold one block, or the drafter has another vocabulary.
     """
+    drafted_ids = getattr(speculation and speculation.drafter, "vocab_size", model.num_logits)
+    if drafted_ids != model.num_logits:
+        raise InvalidInput(
+            f"the drafter's vocabulary has {drafted_ids} tokens, the model's {model.num_logits}: a drafter needs the"
+            " model's tokenizer"
+        )
     on_gpu = model.device.type == "cuda"
     cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
     num_blocks = config.num_blocks or _affordable_blocks(model, config)

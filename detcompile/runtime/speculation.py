@@ -89,8 +89,9 @@ class Speculator:
     A drafter that raises is switched off, and decoding goes on without it; ``error`` says why.
     """
 
-    def __init__(self, config: SpeculationConfig, blocks: KVBlocks) -> None:
+    def __init__(self, config: SpeculationConfig, blocks: KVBlocks, vocab_size: int) -> None:
         self.config = config
+        self.vocab_size = vocab_size
         self.error: Exception | None = None
         self.num_drafted = self.num_accepted = 0
         self._drafter: Drafter | None = config.drafter or NGramDrafter()
@@ -110,6 +111,7 @@ class Speculator:
         room = [min(s.most_tokens - s.num_tokens - 1, self.config.max_nodes, budget) for s in sequences]
         try:
             trees = self._drafter.propose(sequences, room)
+            self._check(trees, len(sequences))
         except Exception as error:
             logger.warning("the drafter failed; decoding goes on without it: %r", error)
             self.error, self._drafter = error, None
@@ -138,6 +140,13 @@ class Speculator:
         """The sequence has ended."""
         if self._drafter is not None:
             self._drafter.forget(sequence)
+
+    def _check(self, trees: SequenceOf[DraftTree], count: int) -> None:
+        if len(trees) != count:
+            raise InvalidInput(f"the drafter gave {len(trees)} trees for {count} sequences")
+        bad = next((t for tree in trees for t in tree.tokens.values() if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise InvalidInput(f"the drafter gave token {bad}; ids are 0 to {self.vocab_size - 1}")
 
     def _lay_out(self, entry: StepEntry, tree: DraftTree, budget: int) -> Verification | None:
         """Branches that the pool and the budget have room for, the first guesses first."""

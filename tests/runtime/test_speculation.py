@@ -1,0 +1,227 @@
+"""Speculation moves no bit: whatever is drafted, tokens and logprobs are those of plain decoding."""
+
+import functools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import detcompile
+from detcompile.errors import InvalidInput
+from detcompile.runtime.draft_tree import DraftTree
+from detcompile.runtime.drafters import NO_DRAFT, NGramDrafter
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.outputs import RequestOutput
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import SpeculationConfig
+from tests.models import VOCAB_SIZE, compiled, random_model
+
+MODELS = ("qwen3", "granite_swa")  # one KV group, and several with windows
+
+
+class Oracle:
+    """Random trees whose nodes are right with probability ``accuracy``, as it knows what will be drawn."""
+
+    def __init__(self, outputs: list[RequestOutput], accuracy: float, seed: int, most_nodes: int = 12) -> None:
+        self.truth = {(tuple(o.prompt_token_ids), o.seed, s.index): s.token_ids for o in outputs for s in o.outputs}
+        self.accuracy = accuracy
+        self.random = random.Random(seed)
+        self.most_nodes = most_nodes
+
+    def propose(self, sequences, max_depth):
+        return [DraftTree(self._tree(sequence, depth)) for sequence, depth in zip(sequences, max_depth)]
+
+    def forget(self, sequence):
+        pass
+
+    def _tree(self, sequence, depth):
+        prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+        rest = self.truth[prompt, sequence.seed, sequence.sample_index][sequence.num_generated :]
+        tree: dict[tuple[int, ...], int] = {}
+
+        def grow(path: tuple[int, ...], right_so_far: bool) -> None:
+            level = len(path)
+            for child in range(self.random.randint(0 if path else 1, 3)):
+                if level >= depth or len(tree) >= self.most_nodes:
+                    return
+                right = right_so_far and level < len(rest) and self.random.random() < self.accuracy
+                token = rest[level] if right else self.random.randrange(VOCAB_SIZE)
+                if all(tree.get((*path, other)) != token for other in range(child)):
+                    tree[*path, child] = token
+                    grow((*path, child), right_so_far and level < len(rest) and token == rest[level])
+
+        grow((), True)
+        return {path: token for path, token in tree.items() if path[:-1] == () or path[:-1] in tree}
+
+
+@functools.cache
+def workload(name: str, device: str) -> tuple[list[list[int]], list[SamplingParams], list[RequestOutput]]:
+    """Prompts around block borders, parameters of every kind, and what an engine without speculation gives."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 15, 16, 17, 63, 100, 140, 31)]
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"presence_penalty": 0.5}]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice([1, 2, 5, 30, 40]), seed=index, logprobs=1, n=1 + (index == 5), **kinds[index % 4]
+        )
+        for index in range(len(prompts))
+    ]
+    plain = compiled(name, torch.float32, device).engine(EngineConfig(num_blocks=400, block_size=16))
+    return prompts, params, plain.generate(prompts, params, progress=False)
+
+
+@functools.cache
+def drafting_model(device: str):
+    """Another model of the same vocabulary."""
+    return detcompile.compile(random_model("llama", torch.float32, device), max_context=120)
+
+
+def assert_unmoved(name: str, device: str, config: EngineConfig, speculation: SpeculationConfig):
+    prompts, params, expected = workload(name, device)
+    engine = compiled(name, torch.float32, device).engine(config, speculation=speculation)
+    found = engine.generate(prompts, params, progress=False)
+    engine.check()
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
+    return engine, found
+
+
+CONFIGS = st.builds(
+    EngineConfig,
+    scheduler=st.sampled_from(["stall_free", "prefill_first", "simple_chunking"]),
+    num_blocks=st.sampled_from([60, 90, 400]),
+    block_size=st.sampled_from([16, 32]),
+    max_num_batched_tokens=st.sampled_from([3, 16, 100, 4096]),
+    max_num_seqs=st.integers(1, 8),
+    prefix_caching=st.booleans(),
+)
+
+
+@settings(max_examples=15)
+@given(
+    name=st.sampled_from(MODELS),
+    config=CONFIGS,
+    accuracy=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+    seed=st.integers(0, 99),
+    max_nodes=st.integers(1, 16),
+)
+def test_no_tree_moves_a_bit(name, config, accuracy, seed, max_nodes, device):
+    if name == "granite_swa" and config.num_blocks == 60:
+        config = EngineConfig(num_blocks=120, block_size=16)  # each of its groups needs blocks
+    drafter = Oracle(workload(name, device)[2], accuracy, seed)
+    assert_unmoved(name, device, config, SpeculationConfig(drafter=drafter, max_nodes=max_nodes))
+
+
+@pytest.mark.parametrize("siblings", [0, 2])
+def test_a_draft_model_moves_no_bit(siblings, device):
+    drafter = drafting_model(device).drafter(4, siblings=siblings, num_sequences=2)
+    config = EngineConfig(num_blocks=90, block_size=16, max_num_batched_tokens=64)
+    engine, _ = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=drafter))
+    assert engine.speculator.num_drafted > 0
+    drafter._blocks.check([])
+
+
+def test_a_draft_model_of_equal_weights_is_always_right(device):
+    """The drafter draws with the target's noise: also where tokens are sampled, each draft is what the target draws."""
+    twin = detcompile.compile(random_model("qwen3", torch.float32, device), max_context=2048)
+    config = EngineConfig(num_blocks=400, block_size=16)
+    engine, found = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=twin.drafter(4)))
+    assert 0 < engine.speculator.num_accepted == engine.speculator.num_drafted
+    assert sum(output.metrics.num_accepted_tokens for output in found) == engine.speculator.num_accepted
+
+
+def test_right_drafts_save_steps(device):
+    model, params = compiled("qwen3", torch.float32, device), SamplingParams(max_tokens=40, seed=3)
+    config = EngineConfig(num_blocks=100, block_size=16)
+    expected = model.engine(config).generate([5, 6, 7], params, progress=False)
+    for accuracy, most in ((1.0, 20), (0.0, 40)):
+        engine = model.engine(config, speculation=SpeculationConfig(drafter=Oracle(expected, accuracy, 0)))
+        found = engine.generate([5, 6, 7], params, progress=False)
+        assert found[0].outputs == expected[0].outputs
+        assert most // 4 < engine.stats.num_steps <= most
+
+
+class Broken:
+    """A drafter that fails in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def propose(self, sequences, max_depth):
+        if self.how == "raises":
+            raise RuntimeError("no draft today")
+        if self.how == "too few":
+            return []
+        if self.how == "foreign tokens":
+            return [DraftTree.chain([VOCAB_SIZE + 5])] * len(sequences)
+        return [DraftTree.chain([1] * 1000)] * len(sequences)
+
+    def forget(self, sequence):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("how", "goes_on"), [("raises", False), ("too few", False), ("foreign tokens", False), ("too deep", True)]
+)
+def test_a_broken_drafter_is_switched_off_and_moves_no_bit(how, goes_on, caplog):
+    config = EngineConfig(num_blocks=400, block_size=16)
+    engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=Broken(how)))
+    assert (engine.speculator.error is None) == goes_on
+    assert goes_on or "the drafter failed" in caplog.text
+
+
+def test_a_draft_model_with_nan_is_switched_off():
+    model = random_model("llama", torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    drafter = detcompile.compile(model, max_context=120).drafter(3)
+    config = EngineConfig(num_blocks=400, block_size=16)
+    engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=drafter))
+    assert "not numbers" in str(engine.speculator.error)
+
+
+def test_a_drafter_of_another_vocabulary_is_refused():
+    other = detcompile.compile(random_model("llama", torch.float32, vocab_size=96), max_context=64)
+    with pytest.raises(InvalidInput, match="vocabulary has 96 tokens, the model's 160"):
+        compiled("qwen3", torch.float32).engine(speculation=SpeculationConfig(drafter=other.drafter()))
+
+
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40), longest=st.integers(1, 4), depth=st.integers(1, 6))
+def test_the_n_gram_drafter_copies_what_followed_the_longest_latest_match(tokens, longest, depth):
+    drafter, sequence = NGramDrafter(5, longest=longest), Sequence(tokens[:1])
+    for end in range(1, len(tokens) + 1):  # asked at some lengths only, as tokens come several at a time
+        sequence.token_ids = tokens[:end]
+        if end % 3 == 0 or end == len(tokens):
+            (tree,) = drafter.propose([sequence], [depth])
+    expected = []
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        places = [i for i in range(size, len(tokens)) if tokens[i - size : i] == tokens[-size:]]
+        if places:
+            expected = tokens[places[-1] : places[-1] + min(5, depth)]
+            break
+    assert tree.along((0,) * len(tree)) == expected
+
+
+def test_a_tree_knows_its_branches():
+    tree = DraftTree({(1,): 7, (0, 1): 6, (0,): 5, (0, 0): 4, (0, 0, 0): 3})
+    assert tree.branches() == [(0, 0, 0), (0, 1), (1,)]
+    assert tree.along((0, 0, 0)) == [5, 4, 3]
+    assert tree.child((0,), 6) == (0, 1) and tree.child((), 6) is None
+    assert (len(tree), tree.depth) == (5, 3)
+    assert list(tree.pruned(4, 2).tokens) == [(0,), (1,), (0, 0), (0, 1)]
+    assert NO_DRAFT.branches() == [] and len(NO_DRAFT) == 0
+
+
+@pytest.mark.parametrize("tokens", [{(0, 0): 1}, {(): 1}, {(0,): 1, (1,): 1}])
+def test_what_is_no_tree_is_refused(tokens):
+    with pytest.raises(InvalidInput, match="draft node"):
+        DraftTree(tokens)
+
+
+@pytest.mark.parametrize("bad", [{"max_nodes": 0}, {"max_sequences": 0}])
+def test_settings_that_cannot_be_are_refused(bad):
+    with pytest.raises(InvalidInput, match="must be at least 1"):
+        SpeculationConfig(**bad)

@@ -7,6 +7,7 @@ from detcompile.compiled import CompiledModel
 from detcompile.errors import (
     CompilerNotFound,
     DetcompileError,
+    EngineError,
     InvalidInput,
     NumericsError,
     ScheduleError,
@@ -16,19 +17,34 @@ from detcompile.errors import (
 from detcompile.numerics import Numerics
 from detcompile.passes.backend import Backend, detcompile_backend
 from detcompile.passes.certificate import Certificate
-from detcompile.runtime.sampling import SamplingParams
+from detcompile.runtime.draft_tree import DraftTree
+from detcompile.runtime.drafters import NGramDrafter
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.speculation import SpeculationConfig
 
 __all__ = [
     "Backend",
     "Certificate",
     "CompiledModel",
     "CompilerNotFound",
+    "CompletionOutput",
     "DetcompileError",
+    "DraftTree",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
     "InvalidInput",
+    "Logprobs",
+    "NGramDrafter",
     "Numerics",
     "NumericsError",
+    "RequestOutput",
     "SamplingParams",
     "ScheduleError",
+    "SpeculationConfig",
     "UncertifiedOp",
     "UnsupportedModel",
     "compile",

@@ -6,8 +6,7 @@ Needs no GPU and no download: the model comes with the package.
 """
 
 import detcompile
-from detcompile import SamplingParams
-from detcompile.runtime.engine_config import EngineConfig
+from detcompile import EngineConfig, SamplingParams
 
 PROMPTS = [
     'def mean(values: list[float]) -> float:\n    """Return the arithmetic mean."""\n',

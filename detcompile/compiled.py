@@ -285,8 +285,9 @@ class CompiledModel:
         longest = _whole_blocks(max(len(tokens) for tokens in prompts) + max_new_tokens)
         needed = len(prompts) * longest // BLOCK_SIZE * len(self._kv_groups) + 1
         last = self._generator
-        if last is not None and last.stats.num_blocks >= needed and last.config.cuda_graphs == cuda_graphs:
-            return last
+        if last is not None and not last.failed and last.config.cuda_graphs == cuda_graphs:
+            if last.stats.num_blocks >= needed:
+                return last
         self._generator = last = None  # frees the old cache first
         config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=min(len(prompts), 1024))
         self._generator = engine = self.engine(config)

@@ -113,6 +113,11 @@ class Engine:
         self._inbox.append(lambda: self._cancel(request_id))
 
     @property
+    def failed(self) -> bool:
+        """Whether a step failed, so that this engine serves no more."""
+        return self._failure is not None
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do."""
         return bool(self._inbox or self._requests or self._pipeline.busy or self._undelivered)

@@ -3,10 +3,10 @@
 Three policies over one state: running sequences, waiting sequences, and the blocks of both. A policy is a function that
 makes up one step out of the same three moves: decode, continue prefills, admit.
 
-Urgency: (priority - steps waited // aging, arrival). The most urgent sequence is never preempted and is always served
-first, so it finishes; every other one becomes the most urgent in time, since nothing that arrives later can pass it
-after ``aging`` steps for each priority between them. Where the budget is smaller than the number of running sequences,
-those that had no part in a step for longest go first: each moves at least once in ceil(running / budget) steps.
+Urgency: (priority - steps waited // aging, arrival). The most urgent sequence is never preempted and is admitted first;
+every other one becomes the most urgent in time, since nothing that arrives later can pass it after ``aging`` steps for
+each priority between them. Where the budget is smaller than the number of decoding sequences, those that had no part in
+a step for longest go first: each moves at least once in ceil(running / budget) of the steps that decode.
 
 Source: stall-free batching and chunked prefills: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference
 with Sarathi-Serve", OSDI 2024.
@@ -190,12 +190,8 @@ class Scheduler:
             return False
         if self.blocks.admit(sequence, chunk, reuse=reuse) is None:
             return False
-        end = sequence.num_computed + self._chunk(sequence)
-        if not self.blocks.grow(sequence, end) and self.blocks.pool.blocks_for(sequence.num_computed + 1) > len(
-            sequence.block_tables[0]
-        ):
-            self.blocks.release(sequence)
-            return False
+        grown = self.blocks.grow(sequence, sequence.num_computed + self._chunk(sequence))
+        assert grown, "the peak counts these blocks"
         return True
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:

@@ -16,20 +16,22 @@ from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, random_model
 from tests.parallel.collective_cases import check_all
 
-__all__ = ["CHANGES", "DENSE", "SERVED", "compile_one", "dense_logits", "rank_results", "served_logits"]
+__all__ = ["DENSE", "SERVED", "compile_one", "dense_logits", "one_layer", "rank_results", "served_logits"]
 
 THREE = Numerics(tp_sizes=(1, 3, 6))
-# Six heads of 16 over two key heads, so that a rank of three reads both key heads
-SIX_HEADS = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 16}
-CHANGES = {2: {}, 3: SIX_HEADS, 4: {}}
+# Of three ranks: six heads over two key heads, so that one rank reads both; and four heads, which every rank computes.
+CHANGES = {
+    (3, "llama"): {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 16},
+    (3, "gpt2"): {"n_embd": 96},
+}
 # Models whose certified graph is run on each number of ranks; over four, two key heads are held by two ranks each.
 DENSE = {
-    2: ["bloom", "cohere", "falcon", "gemma3_text", "gpt_neox", "gptj", "mistral", "olmo2", "opt", "phi3"],
-    3: ["llama"],
-    4: ["falcon", "llama", "olmo2", "phi3"],
+    2: ["bloom", "falcon", "gemma3_text", "gpt_neox", "gptj", "olmo2", "opt", "phi3"],
+    3: ["gpt2", "llama"],
+    4: ["falcon", "olmo2"],
 }
 # Models that are compiled and serve steps.
-SERVED = {2: [("gpt2", torch.float32), ("llama", torch.bfloat16)], 3: [], 4: [("tiny", torch.bfloat16)]}
+SERVED = {2: [("gpt2", torch.float32), ("tiny", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}
 STEPS = [("composition", 65), ("chunking", 97), ("decode", 17), ("padding", 33)]
 
 
@@ -39,7 +41,7 @@ def rank_results(rank: int, tp: int, device: str, dense: list[str], served: list
     results = {
         "collectives": check_all(rank, tp, device),
         "another model": _refusal_of_another_model(rank, tp, device),
-        "dense": {name: dense_logits(_one_layer(name, device, tp), tp, numerics).cpu() for name in dense},
+        "dense": {name: dense_logits(one_layer(name, device, tp), tp, numerics, tp == 3).cpu() for name in dense},
         "served": {},
     }
     for name, dtype in served:
@@ -56,11 +58,13 @@ def compile_one(name: str, dtype: torch.dtype, device: str, tp: int) -> Compiled
 
 
 def served_logits(model: CompiledModel) -> dict[str, Tensor]:
-    """Logits of a batch, of its first row alone, and of a target in one step of each kind."""
+    """Logits of a batch, of its first row alone, and of a target in one step of each kind; tokens that follow."""
     ids = (torch.arange(74, device=model.device) * 7 % 150).view(2, 37)
     logits = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
-    for axis, length in STEPS:
+    for axis, length in [*STEPS, *([("cuda_graphs", 33)] if model.device.type == "cuda" else [])]:
         logits[axis] = score(model, configuration_for(axis, length, 3))
+    logits["tokens"] = model.generate(ids[:, :9], max_new_tokens=5)
+    logits["drawn tokens"] = model.generate(ids[:, :9], max_new_tokens=5, do_sample=True, seed=[1, 2])
     return {name: values.cpu() for name, values in logits.items()}
 
 
@@ -83,8 +87,9 @@ def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(
         return dense(input_ids, position_ids)
 
 
-def _one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
-    return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES[tp])
+def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
+    """A model of DENSE[tp]."""
+    return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES.get((tp, name), {}))
 
 
 def _refusal_of_another_model(rank: int, tp: int, device: str) -> str:

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch import multiprocessing
 
 __all__ = ["run_ranks"]
+
+START = "forkserver"  # imports once for all ranks of all groups, and never touches a GPU
+
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_type: str = "cpu") -> list[Any]:
@@ -20,10 +23,10 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_t
 
     A rank that raises ends all of them, and its traceback is raised here.
     """
+    multiprocessing.set_forkserver_preload([__name__, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(
-            _rank_main, (num_ranks, _free_port(), device_type, folder, function, args), nprocs=num_ranks
-        )
+        given = (num_ranks, _free_port(), device_type, folder, function, args)
+        multiprocessing.start_processes(_rank_main, given, nprocs=num_ranks, start_method=START)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(num_ranks)]
 
 

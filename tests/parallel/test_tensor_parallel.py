@@ -12,14 +12,13 @@ import torch
 from detcompile import Numerics
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
-from tests.models import random_model
 from tests.parallel.cases import (
-    CHANGES,
     DENSE,
     SERVED,
     THREE,
     compile_one,
     dense_logits,
+    one_layer,
     rank_results,
     served_logits,
 )
@@ -86,8 +85,7 @@ def test_a_rank_with_other_weights_is_found_before_the_first_step(device: str, t
 
 @pytest.mark.parametrize(("device", "tp", "name"), _each(DENSE, {tp: DENSE[tp] for tp in SERVED_ON_GPU}))
 def test_the_certified_graph_of_an_architecture_keeps_its_bits(device: str, tp: int, name: str):
-    model = random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES[tp])
-    whole = dense_logits(model, 1, THREE if tp == 3 else Numerics()).cpu()
+    whole = dense_logits(one_layer(name, device, tp), 1, THREE if tp == 3 else Numerics()).cpu()
     assert bool(whole.isfinite().all()) and len(whole.unique()) > whole.shape[0] * whole.shape[1]
     for rank, result in enumerate(results(device, tp)):
         assert_bitwise_equal(result["dense"][name], whole, f"{name} on rank {rank} of {tp}")

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from detcompile import Backend, Numerics, UncertifiedOp
+from detcompile import Backend, InvalidInput, Numerics, UncertifiedOp
+from detcompile.parallel import tensor_parallel
 from detcompile.passes.backend import cause
 from detcompile.passes.certificate import Certificate
 
@@ -72,6 +73,16 @@ def test_a_partial_sum_in_its_tree_has_the_order_of_one_rank():
 def test_columns_are_gathered_a_row_at_a_time():
     certificate = certificate_of(lambda x, w: ours.all_gather_columns(x, dist.group.WORLD.group_name, 16) + 1)
     assert "collective" in certificate.counts
+
+
+def test_a_group_of_another_size_is_refused():
+    with pytest.raises(InvalidInput, match=r"tp=2, but torch\.distributed runs 1 processes: pass tp_group"):
+        tensor_parallel(2)
+    with pytest.raises(InvalidInput, match="tp=2, but the given group has 1 processes"):
+        tensor_parallel(2, dist.group.WORLD)
+    alone = tensor_parallel(1)
+    alone.require_equal({"weights": "any"})
+    assert (alone.rank, alone.share(5)) == (0, slice(0, 5))
 
 
 def plain_all_reduce(x: Tensor, w: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -12,6 +13,7 @@ from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.lowering import lower
+from detcompile.remote_model import compile_in_workers
 
 __all__ = ["TINY", "compile", "load_model"]
 
@@ -34,8 +36,10 @@ def compile(
         model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in; or a local
             folder of one; or "tiny". A module is changed in place and belongs to the result afterwards, also if it is
             refused: load it again then.
-        tp: tensor-parallel size. Above 1, each of so many processes calls compile() with the same whole model and
-            keeps its share of it; from then on all of them make the same calls (docs/tensor_parallel.md).
+        tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
+            result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
+            process then calls compile() with the same whole model and keeps its share of it, and from then on all of
+            them make the same calls (docs/tensor_parallel.md).
         numerics: the declared orders; part of the fingerprint.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. Rotary tables that
             look at the length are frozen to it, so it is part of the fingerprint.
@@ -48,10 +52,14 @@ def compile(
         UncertifiedOp: an operation could make a row's bits depend on other rows; the message names it.
         NumericsError: the model does not fit the numerics.
         InvalidInput: an argument is off.
+        WorkerError: a worker process could not start.
     """
     numerics = numerics or Numerics()
     if tp not in numerics.tp_sizes:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
+    if tp > 1 and tp_group is None and not dist.is_initialized():
+        options = {"replicate_attention": replicate_attention}
+        return compile_in_workers(model, tp=tp, numerics=numerics, max_context=max_context, options=options)
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     loaded = load_model(model) if isinstance(model, (str, Path)) else model
     context = _context(loaded, max_context)

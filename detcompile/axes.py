@@ -137,8 +137,7 @@ def score(model: CompiledModel, configuration: Configuration) -> Tensor:
         blocks * size, block_size=size, order=order, cuda_graphs=configuration.cuda_graphs
     )
     if configuration.poison:
-        for cache in (*runner.kv_cache.k_caches, *runner.kv_cache.v_caches):
-            cache.fill_(float("nan"))
+        runner.fill_caches(float("nan"))
     steps = configuration.steps or (tuple((i, len(row)) for i, row in enumerate(configuration.rows)),)
     pieces = []
     for step in steps:

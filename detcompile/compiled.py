@@ -18,9 +18,9 @@ from detcompile.passes.lowering import Lowered
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, new_engine
+from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
 from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.model_drafter import ModelDrafter
 from detcompile.runtime.padded_batch import keep_columns, repad, unpad
 from detcompile.runtime.runner import Runner
@@ -118,7 +118,13 @@ class CompiledModel:
         Raises:
             InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory.
         """
-        model = EngineModel(
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        return new_engine(self.engine_model, config or EngineConfig(), tokenizer, speculation)
+
+    @property
+    def engine_model(self) -> EngineModel:
+        """What an engine has to know of this model."""
+        return EngineModel(
             forward=self.forward,
             kv_shapes=self._kv_shapes,
             kv_groups=self._kv_groups,
@@ -129,8 +135,6 @@ class CompiledModel:
             num_logits=self._num_logits,
             eos_token_ids=self._stop_tokens(None),
         )
-        tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        return new_engine(model, config or EngineConfig(), tokenizer, speculation)
 
     def drafter(
         self, num_tokens: int = 5, *, siblings: int = 0, num_sequences: int = 32, cuda_graphs: bool | None = None
@@ -170,16 +174,11 @@ class CompiledModel:
             order: in which the pool hands out its blocks.
         """
         num_blocks = max(1, -(-num_tokens // block_size)) * len(self._kv_groups) + 1
-        cache = KVCache(
-            self._kv_shapes,
-            self._kv_groups,
-            dtype=self.dtype,
-            device=self.device,
-            num_blocks=num_blocks,
-            block_size=block_size,
-        )
         blocks = KVBlocks(BlockPool(num_blocks, block_size, order), self._kv_groups, prefix_caching=False)
-        return Runner(self.forward, cache, cuda_graphs), blocks
+        return self._runner(num_blocks, block_size, cuda_graphs), blocks
+
+    def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Runner:
+        return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size), cuda_graphs)
 
     @torch.no_grad()
     def __call__(

@@ -18,7 +18,8 @@ MAX_LINES = 400
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
     {"detcompile", "detcompile.cli", "detcompile.demo", "detcompile.generate_command"},
-    {"detcompile.api", "detcompile.axes", "detcompile.verification"},
+    {"detcompile.api", "detcompile.axes", "detcompile.verification", "detcompile.workers"},
+    {"detcompile.remote_model"},
     {"detcompile.compiled", "detcompile.fingerprints"},
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},

@@ -20,7 +20,7 @@ from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.worker import Worker
 from detcompile.step import KVGroup
 
-__all__ = ["EngineModel", "new_engine"]
+__all__ = ["EngineModel", "affordable_blocks", "engine_over", "new_cache", "new_engine", "new_worker"]
 
 GRAPH_BYTES = 2 << 30  # left free for CUDA graphs, whose memory no profile sees
 
@@ -47,19 +47,40 @@ def new_engine(
     Raises:
         InvalidInput: the cache would not hold one block, or the drafter has another vocabulary.
     """
+    num_blocks = config.num_blocks or affordable_blocks(model, config)
+    return engine_over(new_worker(model, config, num_blocks), num_blocks, model, config, tokenizer, speculation)
+
+
+def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int) -> Worker:
+    """What runs an engine's steps, with its KV cache, warmed up."""
+    on_gpu = model.device.type == "cuda"
+    cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
+    runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size), cuda_graphs)
+    worker = Worker(runner, Sampler(model.num_logits, model.device))
+    if cuda_graphs:
+        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
+    return worker
+
+
+def engine_over(
+    worker: Any,
+    num_blocks: int,
+    model: EngineModel,
+    config: EngineConfig,
+    tokenizer: Any | None,
+    speculation: SpeculationConfig | None,
+) -> Engine:
+    """An engine whose steps ``worker`` runs, here or in other processes, over a KV cache of ``num_blocks`` blocks.
+
+    Raises:
+        InvalidInput: the drafter has another vocabulary.
+    """
     drafted_ids = getattr(speculation and speculation.drafter, "vocab_size", model.num_logits)
     if drafted_ids != model.num_logits:
         raise InvalidInput(
             f"the drafter's vocabulary has {drafted_ids} tokens, the model's {model.num_logits}: a drafter needs the"
             " model's tokenizer"
         )
-    on_gpu = model.device.type == "cuda"
-    cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
-    num_blocks = config.num_blocks or _affordable_blocks(model, config)
-    runner = Runner(model.forward, _cache(model, config, num_blocks), cuda_graphs)
-    worker = Worker(runner, Sampler(model.num_logits, model.device))
-    if cuda_graphs:
-        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
     pool = BlockPool(num_blocks, config.block_size)
     blocks = KVBlocks(pool, model.kv_groups, prefix_caching=config.prefix_caching)
     intake = Intake(
@@ -68,18 +89,23 @@ def new_engine(
         vocab_size=model.num_token_ids,
         eos_token_ids=model.eos_token_ids,
     )
-    overlap = (on_gpu if config.overlap is None else config.overlap) and speculation is None
+    overlap = (model.device.type == "cuda" if config.overlap is None else config.overlap) and speculation is None
     return Engine(
         worker, blocks, intake, config, overlap=overlap, max_context=model.max_context, speculation=speculation
     )
 
 
-def _affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
-    """Blocks that memory_fraction leaves after the worst step, and no more than all seats can use."""
+def affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
+    """Blocks that memory_fraction leaves after the worst step, and no more than all seats can use.
+
+    Raises:
+        InvalidInput: not even one.
+    """
     per_block = KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
     useful = config.max_num_seqs * -(-model.max_context // config.block_size) * len(model.kv_groups) + 1
     if model.device.type == "cuda":
-        probe = Worker(Runner(model.forward, _cache(model, config, 2), False), Sampler(model.num_logits, model.device))
+        runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
+        probe = Worker(runner, Sampler(model.num_logits, model.device))
         tokens = config.max_num_batched_tokens
         if config.scheduler == "prefill_first":
             tokens = max(tokens, model.max_context)
@@ -99,12 +125,13 @@ def _affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
     return min(affordable, useful)
 
 
-def _cache(model: EngineModel, config: EngineConfig, num_blocks: int) -> KVCache:
+def new_cache(model: EngineModel, num_blocks: int, block_size: int) -> KVCache:
+    """An empty KV cache of the model."""
     return KVCache(
         model.kv_shapes,
         model.kv_groups,
         dtype=model.dtype,
         device=model.device,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=block_size,
     )

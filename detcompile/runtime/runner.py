@@ -126,6 +126,11 @@ class Runner:
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[Tensor] = []
 
+    def fill_caches(self, value: float) -> None:
+        """Write ``value`` into every slot of the KV cache, written before or not."""
+        for cache in (*self.kv_cache.k_caches, *self.kv_cache.v_caches):
+            cache.fill_(value)
+
     @torch.no_grad()
     def run(self, arrays: StepArrays) -> Tensor:
         """Write the step's keys and values into the cache; return logits [R, V] of the tokens ``logits_to_keep``."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import detcompile
 from detcompile import InvalidInput, Numerics, NumericsError, UnsupportedModel
-from detcompile.parallel import TensorParallel
+from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.passes import parallel_plans
 from detcompile.passes.capture import probe_attention
 from detcompile.passes.heads import HeadShare, features_of, head_share
@@ -159,7 +159,7 @@ def test_sizes_that_were_not_declared_and_processes_that_are_not_there():
     with pytest.raises(NumericsError, match=r"tp=3 is not one of Numerics.tp_sizes=\(1, 2, 4, 8\)"):
         detcompile.compile("tiny", tp=3)
     with pytest.raises(InvalidInput, match="tp=2 wants 2 processes, each of which calls compile"):
-        detcompile.compile("tiny", tp=2)
+        tensor_parallel(2)
 
 
 def test_radices_above_and_below_the_ranks():

@@ -1,0 +1,302 @@
+"""RemoteModel: a CompiledModel whose ranks run in worker processes; compile(tp=n) makes it from a single process.
+
+The parent keeps what decides: requests, scheduler, prefix cache, block tables. The workers hold what computes: weights,
+KV caches, samplers. So a step sends its arrays, and gets its tokens back.
+"""
+
+import contextlib
+import os
+import pickle
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.status import Status
+from transformers import PreTrainedModel
+
+from detcompile.compiled import CompiledModel
+from detcompile.errors import InvalidInput
+from detcompile.numerics import Numerics
+from detcompile.passes.certificate import Certificate
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import EngineModel, engine_over
+from detcompile.runtime.kv_cache import KVShape
+from detcompile.runtime.remote_worker import RemoteRunner, RemoteWorker
+from detcompile.runtime.speculation import SpeculationConfig
+from detcompile.runtime.worker_group import WorkerGroup
+from detcompile.step import KVGroup
+
+__all__ = ["ModelFacts", "RankPlan", "RemoteModel", "compile_in_workers"]
+
+STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels on its way; CPUs take their time
+START_SECONDS = 3600.0  # loading, compiling, and capturing CUDA graphs
+QUIET_SECONDS = 2.0  # what takes longer shows that it goes on
+
+
+class RankPlan(NamedTuple):
+    """What every rank is told at its start."""
+
+    path: str | None  # of the model's folder
+    file: int | None  # descriptor of a saved module, where there is no folder
+    tp: int
+    numerics: Numerics
+    max_context: int | None
+    device_type: str
+    num_threads: int
+    options: dict[str, Any]  # of compile(), handed on
+
+    def load(self, device: torch.device) -> PreTrainedModel | str:
+        """The module on the rank's device, or what compile() loads it from."""
+        if self.path is not None:
+            return self.path
+        # Mapped, not read: ranks on a CPU share the file's pages, and the order of one after another.
+        module = torch.load(f"/dev/fd/{self.file}", map_location="cpu", mmap=True, weights_only=False)
+        return module.to(device)
+
+
+class ModelFacts(NamedTuple):
+    """What the parent knows of the model that its workers hold."""
+
+    config: Any
+    generation_config: Any
+    name_or_path: str
+    certificate: Certificate
+    max_context: int
+    vocab_size: int
+    num_logits: int
+    kv_shapes: tuple[KVShape, ...]  # of rank 0
+    kv_groups: tuple[KVGroup, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: CompiledModel) -> "ModelFacts":
+        """In the worker."""
+        known = model.engine_model
+        return cls(
+            model.model.config,
+            getattr(model.model, "generation_config", None),
+            model.model.name_or_path,
+            model.certificate,
+            model.max_context,
+            known.num_token_ids,
+            known.num_logits,
+            known.kv_shapes,
+            known.kv_groups,
+            known.dtype,
+            known.device,
+        )
+
+
+class RemoteModel(CompiledModel):
+    """A certified causal LM in worker processes. It is called, generates and serves like one in this process.
+
+    ``model`` stands for the module and has its ``config``, ``generation_config`` and ``name_or_path`` only; there is
+    no ``forward`` and no ``kv_cache`` here. A worker that fails ends all of them, and every call then raises its
+    WorkerError. Logits come back to ``device``.
+
+    Args:
+        group: of workers.RankServer, started.
+    """
+
+    def __init__(self, group: WorkerGroup, facts: ModelFacts, numerics: Numerics) -> None:
+        self.model: Any = SimpleNamespace(
+            config=facts.config, generation_config=facts.generation_config, name_or_path=facts.name_or_path
+        )
+        self.numerics = numerics
+        self.max_context = facts.max_context
+        self.certificate = facts.certificate
+        self.ranks = None
+        self.vocab_size = facts.vocab_size
+        self.group = group
+        self._num_logits = facts.num_logits
+        self._kv_shapes = facts.kv_shapes
+        self._kv_groups = facts.kv_groups
+        self._facts = facts
+        self._abandoned: deque[int] = deque()
+        self._generator = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where rank 0 has its weights."""
+        return self._facts.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, the activations and the KV cache."""
+        return self._facts.dtype
+
+    @cached_property
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What the contract holds fixed, by name; the same as of a model in this process."""
+        return self.group.call("fingerprint_parts", seconds=START_SECONDS)[0]
+
+    def engine(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Engine:
+        """As ``CompiledModel.engine``; its steps run in the workers.
+
+        ``memory_fraction`` is of each rank's GPU; on a CPU the ranks share it.
+        """
+        config = config or EngineConfig()
+        num_blocks = config.num_blocks
+        if num_blocks is None:
+            share = config.memory_fraction / (self.group.num_ranks if self.device.type == "cpu" else 1)
+            room = replace(config, memory_fraction=share)
+            num_blocks = min(self.group.call("affordable_blocks", room, seconds=START_SECONDS))
+        worker = RemoteWorker(self.group, self._abandoned, (config, num_blocks), START_SECONDS)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        return engine_over(worker, num_blocks, self.engine_model, config, tokenizer, speculation)
+
+    def drafter(self, *_arguments: object, **_options: object) -> Any:
+        """Not here: a draft model is small, and its logits are read at every token."""
+        raise InvalidInput("a drafter runs in the caller's process: compile the draft model with tp=1")
+
+    @property
+    def engine_model(self) -> EngineModel:
+        """As ``CompiledModel.engine_model``, without the forward."""
+        facts = self._facts
+        return EngineModel(
+            forward=_no_forward,
+            kv_shapes=facts.kv_shapes,
+            kv_groups=facts.kv_groups,
+            dtype=facts.dtype,
+            device=facts.device,
+            max_context=facts.max_context,
+            num_token_ids=facts.vocab_size,
+            num_logits=facts.num_logits,
+            eos_token_ids=self._stop_tokens(None),
+        )
+
+    def close(self) -> None:
+        """End the workers now. They also end with this object, its engines, and this process."""
+        self.group.close()
+
+    def __enter__(self) -> "RemoteModel":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Any:
+        return RemoteRunner(self.group, self._abandoned, (num_blocks, block_size, cuda_graphs), self.device)
+
+
+def compile_in_workers(
+    model: PreTrainedModel | str | Path,
+    *,
+    tp: int,
+    numerics: Numerics,
+    max_context: int | None = None,
+    step_seconds: float | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> RemoteModel:
+    """Start ``tp`` processes, one a rank, that load and compile ``model``.
+
+    Args:
+        model: a folder, which each rank reads by itself, or a module, which is saved once to an unlinked temporary
+            file that all ranks map. Ranks on GPUs take cuda:0, cuda:1, ….
+        step_seconds: after which a step counts as hung; default: by STEP_SECONDS. ``group.step_seconds`` of the result
+            can be set at any time.
+        options: of compile(), handed on as they are.
+
+    Raises:
+        WorkerError: a rank could not start. InvalidInput: too few GPUs, or a module that cannot be sent.
+        Also what compile() raises in the ranks.
+    """
+    device_type = _device_type(model, tp)
+    with contextlib.ExitStack() as files:
+        saved = None if isinstance(model, (str, Path)) else files.enter_context(_saved(model))
+        plan = RankPlan(
+            path=str(model) if saved is None else None,
+            file=None if saved is None else saved.fileno(),
+            tp=tp,
+            numerics=numerics,
+            max_context=max_context,
+            device_type=device_type,
+            num_threads=max(1, torch.get_num_threads() // tp),
+            options=dict(options or {}),
+        )
+        group = WorkerGroup(
+            tp,
+            "detcompile.workers:RankServer",
+            (plan,),
+            step_seconds=STEP_SECONDS[device_type] if step_seconds is None else step_seconds,
+            files=() if saved is None else (saved.fileno(),),
+        )
+        with _status_after_a_while(f"starting {tp} worker process{'es' if tp > 1 else ''}") as status:
+            group.on_note = lambda rank, text: status.update(f"rank {rank} of {tp}: {text}")
+            try:
+                group.result(group.started)
+                port = group.call("open_store")[0]
+                facts = group.call("start", port, seconds=START_SECONDS)[0]
+            except BaseException:
+                group.close()
+                raise
+    group.on_note = lambda rank, text: None
+    return RemoteModel(group, facts, numerics)
+
+
+def _device_type(model: PreTrainedModel | str | Path, tp: int) -> str:
+    if not isinstance(model, (str, Path)):
+        device_type = model.device.type
+    else:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda" and torch.cuda.device_count() < tp:
+        raise InvalidInput(
+            f"tp={tp} needs {tp} GPUs, this machine has {torch.cuda.device_count()}: take a smaller tp, or a module on"
+            " the CPU"
+        )
+    return device_type
+
+
+@contextlib.contextmanager
+def _saved(model: PreTrainedModel) -> Iterator[IO[bytes]]:
+    """The module in a file without a name, so that nothing is left of it whatever happens."""
+    own = {type(module) for module in model.modules() if type(module).__module__ == "__main__"}
+    if own:
+        raise InvalidInput(
+            f"{', '.join(sorted(kind.__name__ for kind in own))} is defined in the main script, which workers do not"
+            " read: move it to a module that can be imported"
+        )
+    with tempfile.TemporaryFile() as file:
+        try:
+            torch.save(model, file)
+        except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
+            raise InvalidInput(
+                f"{type(model).__name__} cannot be sent to the workers ({error}): give compile() its folder instead"
+            ) from error
+        file.flush()
+        yield file
+
+
+@contextlib.contextmanager
+def _status_after_a_while(text: str) -> Iterator[Status]:
+    """A line on standard error, where that is a terminal, once this has gone on for a while."""
+    status = Status(text, console=Console(stderr=True))
+    timer = threading.Timer(QUIET_SECONDS, status.start)
+    timer.daemon = True
+    if os.isatty(2):
+        timer.start()
+    try:
+        yield status
+    finally:
+        timer.cancel()
+        status.stop()
+
+
+def _no_forward(*_arguments: object) -> torch.Tensor:
+    raise AssertionError("the forward of this model runs in its workers")

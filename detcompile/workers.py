@@ -1,0 +1,135 @@
+"""What a worker process does: hold one rank's compiled model, and run the steps that the parent planned.
+
+Named by ``remote_model`` and called through ``runtime.worker_group``; nothing else imports it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from detcompile.api import compile
+from detcompile.compiled import CompiledModel
+from detcompile.remote_model import ModelFacts, RankPlan
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import affordable_blocks, new_cache, new_worker
+from detcompile.runtime.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
+from detcompile.runtime.runner import Runner
+from detcompile.runtime.step_builder import StepArrays
+from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
+
+__all__ = ["RankServer"]
+
+
+class _Served(NamedTuple):
+    """The worker of one engine of the parent's."""
+
+    worker: Worker
+    reader: WorkReader
+    launched: deque[LaunchedStep]
+
+
+class RankServer:
+    """The commands of one rank. What a command returns travels only where the parent reads it: from rank 0.
+
+    Args:
+        note: tells the parent what goes on.
+    """
+
+    def __init__(self, rank: int, plan: RankPlan, note: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.note = note
+        self._store: dist.TCPStore | None = None
+        self._made: dict[int, _Served | Runner] = {}
+
+    def open_store(self) -> int:
+        """Rank 0 opens the place where the ranks meet, on a port that the system picks; returns the port."""
+        if self.rank:
+            return 0
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def start(self, port: int) -> ModelFacts | None:
+        """Join the other ranks, load and compile; returns what the parent has to know."""
+        plan = self.plan
+        transformers_logging.disable_progress_bar()  # the parent shows one for all ranks
+        torch.set_num_threads(plan.num_threads)
+        device = torch.device(plan.device_type, self.rank) if plan.device_type == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if plan.tp > 1:
+            self._join(device, port)
+        self.note("loading")
+        model = plan.load(device)
+        self.note("compiling")
+        self.model: CompiledModel = compile(
+            model, tp=plan.tp, numerics=plan.numerics, max_context=plan.max_context, **plan.options
+        )
+        return ModelFacts.of(self.model) if self.rank == 0 else None
+
+    def fingerprint_parts(self) -> dict[str, str] | None:
+        """Of the model; every rank takes part where the ranks share the work."""
+        parts = self.model.fingerprint_parts
+        return parts if self.rank == 0 else None
+
+    def affordable_blocks(self, config: EngineConfig) -> int:
+        """KV blocks that this rank has room for."""
+        return affordable_blocks(self.model.engine_model, config)
+
+    def new_worker(self, name: int, config: EngineConfig, num_blocks: int) -> None:
+        """Make the worker of an engine."""
+        self._made[name] = _Served(new_worker(self.model.engine_model, config, num_blocks), WorkReader(), deque())
+
+    def launch(self, name: int, packed: PackedWork) -> None:
+        """Start a step of an engine."""
+        served = self._served(name)
+        for number in packed.forgotten:
+            served.worker.sampler.forget(number)
+        served.launched.append(served.worker.launch(served.reader.read(packed)))
+
+    def collect(self, name: int) -> StepResult | None:
+        """Wait for the oldest step launched."""
+        served = self._served(name)
+        result = served.worker.collect(served.launched.popleft())
+        return result if self.rank == 0 else None
+
+    def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
+        """Make a KV cache, and what runs steps over it."""
+        cache = new_cache(self.model.engine_model, num_blocks, block_size)
+        self._made[name] = Runner(self.model.forward, cache, cuda_graphs)
+
+    def run(self, name: int, arrays: StepArrays) -> PackedTensor | None:
+        """Logits of a step."""
+        logits = self._runner(name).run(arrays)
+        return pack_tensor(logits) if self.rank == 0 else None
+
+    def fill_caches(self, name: int, value: float) -> None:
+        """Write a value into every slot of a runner's cache."""
+        self._runner(name).fill_caches(value)
+
+    def free(self, name: int) -> None:
+        """Drop a worker or a runner, its cache with it, or what is left of one that could not be made."""
+        self._made.pop(name, None)
+
+    def kept(self) -> list[int]:
+        """Names of the workers and runners here."""
+        return list(self._made)
+
+    def _join(self, device: torch.device, port: int) -> None:
+        store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.tp)
+
+    def _served(self, name: int) -> _Served:
+        served = self._made[name]
+        assert isinstance(served, _Served)
+        return served
+
+    def _runner(self, name: int) -> Runner:
+        runner: Any = self._made[name]
+        assert isinstance(runner, Runner)
+        return runner

@@ -1,0 +1,163 @@
+"""A model in worker processes gives the bits of one in this process, through every way to use it, or fails in time."""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import detcompile
+from detcompile import InvalidInput, Numerics, SamplingParams
+from detcompile.axes import AXES, score
+from detcompile.errors import EngineError, WorkerError
+from detcompile.remote_model import RemoteModel, compile_in_workers
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.outputs import RequestOutput
+from tests.bits import assert_bitwise_equal
+from tests.invariance.axis import configuration_for
+from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
+from tests.runtime.engine_cases import sampling_params
+
+IDS = torch.arange(74).view(2, 37) * 7 % 150
+NAME = "granite_swa"  # four KV groups
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
+    """A module of this process in one worker, whose engines overlap their steps or not."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(folder))
+        module = random_model(NAME, torch.float32)
+        with compile_in_workers(module, tp=1, numerics=Numerics(), max_context=MAX_CONTEXT) as model:
+            assert not list(folder.iterdir())
+            yield model
+        assert not list(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
+    """A folder on two ranks, as a user gets it."""
+    folder = tmp_path_factory.mktemp("model")
+    random_model(NAME, torch.float32).save_pretrained(folder)
+    model = detcompile.compile(folder, tp=2, max_context=MAX_CONTEXT)
+    assert isinstance(model, RemoteModel)
+    with model:
+        yield model
+
+
+def told(output: RequestOutput) -> tuple[RequestOutput, str]:
+    """All that must be equal: everything but when."""
+    return replace(output, metrics=None, request_id="", error=None), repr(output.error)
+
+
+def test_logits_and_the_fingerprint(one: RemoteModel) -> None:
+    here = compiled(NAME, torch.float32)
+    assert_bitwise_equal(one(IDS).logits, here(IDS).logits)
+    labelled = one(IDS, labels=IDS)
+    assert_bitwise_equal(labelled.loss, here(IDS, labels=IDS).loss)
+    assert one.fingerprint == here.fingerprint
+    assert (one.certificate.orders, one.certificate.counts) == (here.certificate.orders, here.certificate.counts)
+    assert (one.device, one.dtype, one.vocab_size) == (here.device, here.dtype, here.vocab_size)
+
+
+@pytest.mark.parametrize("axis", sorted(set(AXES) - {"cuda_graphs"}))
+def test_every_axis(one: RemoteModel, axis: str) -> None:
+    configuration = configuration_for(axis, 17, seed=3)
+    assert_bitwise_equal(score(one, configuration), score(compiled(NAME, torch.float32), configuration))
+
+
+@settings(max_examples=10)
+@given(
+    params=st.lists(sampling_params(most_tokens=8), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(1, 90), min_size=6, max_size=6),
+    overlap=st.booleans(),
+    num_blocks=st.sampled_from([40, 200]),
+)
+def test_an_engine_of_any_requests(
+    one: RemoteModel, params: list[SamplingParams], lengths: list[int], overlap: bool, num_blocks: int
+) -> None:
+    """Parameters and tokens travel once; preempted, ended and repeated sequences are told apart all the same."""
+    params = [replace(own, stop=()) for own in params]
+    prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
+    config = EngineConfig(num_blocks=num_blocks, block_size=16, overlap=overlap, max_num_seqs=4)
+    outputs = []
+    for model in (one, compiled(NAME, torch.float32)):
+        engine = model.engine(config)
+        outputs.append([told(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
+        engine.check()
+    assert outputs[0] == outputs[1]
+
+
+def test_what_nobody_holds_is_freed_in_the_workers(one: RemoteModel) -> None:
+    engine = one.engine(EngineConfig(num_blocks=8))
+    runner, _ = one.new_runner(64)
+    names = {engine._pipeline._worker.name, runner.name}
+    del engine, runner
+    gc.collect()
+    one(IDS)  # the next command tells
+    assert not names & set(one.group.call("kept")[0])
+
+
+def test_a_refusal_in_the_workers_is_raised_here_and_they_go_on(one: RemoteModel) -> None:
+    with pytest.raises(InvalidInput, match="memory_fraction"):
+        one.engine(EngineConfig(memory_fraction=1e-12))
+    with pytest.raises(InvalidInput, match="drafter"):
+        one.drafter()
+    with pytest.raises(InvalidInput, match="holds token"):
+        one(torch.full((1, 3), VOCAB_SIZE))
+    assert one(IDS).logits.shape == (2, 37, VOCAB_SIZE)
+
+
+class Unsendable(torch.nn.Module):
+    """Holds what no pickle can."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook = lambda x: x
+
+
+def test_a_module_that_cannot_be_sent() -> None:
+    with pytest.raises(InvalidInput, match="Unsendable cannot be sent to the workers"):
+        compile_in_workers(Unsendable(), tp=1, numerics=Numerics())  # type: ignore[arg-type]
+
+
+def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
+    here = compiled(NAME, torch.float32)
+    assert_bitwise_equal(two(IDS).logits, here(IDS).logits)
+    assert torch.equal(two.generate(IDS, max_new_tokens=9), here.generate(IDS, max_new_tokens=9))
+    assert two.fingerprint == here.fingerprint
+    prompts = [[1, 2, 3], list(range(100)), [7]]
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=5, logprobs=2) for t in (0.0, 0.8, 1.2)]
+    found = [m.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False) for m in (two, here)]
+    assert list(map(told, found[0])) == list(map(told, found[1]))
+
+
+def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:
+    engine = two.engine(EngineConfig(num_blocks=40))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
+    engine.step()
+    pids = two.group.process_ids
+    os.kill(pids[1], signal.SIGKILL)
+    since = time.monotonic()
+    with pytest.raises(EngineError, match="rank 1 of 2 failed: its process was ended by SIGKILL") as caught:
+        while engine.has_unfinished_requests:
+            engine.step()
+    assert time.monotonic() - since < 2
+    assert isinstance(caught.value.__cause__, WorkerError) and caught.value.__cause__.rank == 1
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for use in (lambda: two(IDS), lambda: two.engine(EngineConfig(num_blocks=40))):
+        with pytest.raises(WorkerError, match="rank 1 of 2"):
+            use()
+    for use in (lambda: two.generate(IDS), lambda: engine.generate([1, 2, 3], progress=False)):
+        with pytest.raises(EngineError, match="rank 1 of 2"):
+            use()

@@ -13,6 +13,7 @@ from detcompile.errors import (
     ScheduleError,
     UncertifiedOp,
     UnsupportedModel,
+    WorkerError,
 )
 from detcompile.numerics import Numerics
 from detcompile.passes.backend import Backend, detcompile_backend
@@ -47,6 +48,7 @@ __all__ = [
     "SpeculationConfig",
     "UncertifiedOp",
     "UnsupportedModel",
+    "WorkerError",
     "compile",
     "load_model",
 ]

@@ -59,7 +59,7 @@ def main() -> None:
 @app.command(name="verify")
 def verify_command(
     model: Model,
-    axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all of this device.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all of this device but tp.")] = None,
     json_output: Json = False,
     random: Random = False,
     dtype: Dtype = None,

@@ -22,11 +22,13 @@ from detcompile.axes import AXES, AxisResult, Configuration, Tokens, configurati
 from detcompile.compiled import CompiledModel
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.numerics import Numerics
+from detcompile.remote_model import RemoteModel
 
-__all__ = ["ModelSpec", "RESTART", "available_axes", "embedded_prompts", "prompts_for", "verify"]
+__all__ = ["ModelSpec", "RESTART", "TP", "available_axes", "embedded_prompts", "prompts_for", "verify"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 RESTART = "restart"  # the one axis that needs another process
+TP = "tp"  # needs as many processes as ranks, on GPUs one each; measured where it is asked for
 PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
 
 
@@ -40,17 +42,17 @@ class ModelSpec:
     device: str | None = None
     tp_sizes: tuple[int, ...] = Numerics().tp_sizes
 
-    def compile(self) -> CompiledModel:
-        """Load and compile."""
+    def compile(self, tp: int = 1) -> CompiledModel:
+        """Load and compile; with ``tp`` above 1, in so many worker processes."""
         if self.dtype and self.dtype not in DTYPES:
             raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
         dtype = getattr(torch, self.dtype) if self.dtype else None
         model = load_model(self.name, random=self.random, dtype=dtype, device=self.device)
-        return compile(model, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+        return compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
 
 
 def available_axes(device_type: str) -> list[str]:
-    """Axes that can be measured on this kind of device."""
+    """Axes that are measured on this kind of device by default: all but TP."""
     axes = [axis for axis in AXES if axis != "cuda_graphs" or device_type == "cuda"]
     return [*axes, RESTART]
 
@@ -85,22 +87,48 @@ def verify(
     """Measure ``axes`` with ``count`` configurations for each of two targets; ``tick(axis)`` is called after each.
 
     Raises:
-        InvalidInput: an axis that does not exist or not on this device.
+        InvalidInput: an axis that does not exist or not on this device; TP without another declared size, or on a
+            machine without so many GPUs.
+        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks.
     """
-    known = available_axes(model.device.type)
+    known = [*available_axes(model.device.type), TP]
     for axis in axes:
         if axis not in known:
             raise InvalidInput(f"no axis {axis!r} on {model.device.type}; there are {', '.join(known)}")
     prompts = prompts_for(model, spec, seed)
     results = {}
     for axis in axes:
-        if axis == RESTART:
+        if axis == TP:
+            results[axis] = _tensor_parallel(model, spec, prompts, count, seed, functools.partial(tick, axis))
+        elif axis == RESTART:
             results[axis] = _restart(model, spec, prompts[:2])
             tick(axis)
         else:
             plan = configurations(axis, prompts, count, random.Random(f"{axis} {seed}"))
             results[axis] = measure(model, plan, functools.partial(tick, axis))
     return results
+
+
+def _tensor_parallel(
+    model: CompiledModel, spec: ModelSpec, prompts: Sequence[Tokens], count: int, seed: int, tick: Callable[[], None]
+) -> AxisResult:
+    """The targets on one rank, then on every declared number of ranks, alone and among others in chunks."""
+    sizes = model.numerics.tp_sizes[1:]
+    if not sizes:
+        raise InvalidInput(f"axis {TP!r}: --tp-sizes declares one rank only; declare the sizes to compare, such as 1,2")
+    result = AxisResult()
+    for target in prompts[:2]:
+        result.add(target, score(model, Configuration((target,))))
+        tick()
+    for size in sizes:
+        plan = configurations("chunking", prompts, count, random.Random(f"{TP} {size} {seed}"))
+        sharded = spec.compile(tp=size)
+        assert isinstance(sharded, RemoteModel), "compile() of several ranks outside torchrun starts workers"
+        with sharded:
+            for configuration in plan:
+                result.add(configuration.rows[configuration.target], score(sharded, configuration))
+                tick()
+    return result
 
 
 def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -> AxisResult:

@@ -20,6 +20,7 @@ from detcompile.errors import EngineError, WorkerError
 from detcompile.remote_model import RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.outputs import RequestOutput
+from detcompile.verification import TP, ModelSpec, verify
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
@@ -161,3 +162,13 @@ def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> N
     for use in (lambda: two.generate(IDS), lambda: engine.generate([1, 2, 3], progress=False)):
         with pytest.raises(EngineError, match="rank 1 of 2"):
             use()
+
+
+def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
+    random_model("llama", torch.float32, num_hidden_layers=1, max_position_embeddings=700).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu", tp_sizes=(1, 2))
+    results = verify(spec.compile(), spec, [TP], count=2)
+    assert results[TP].holds and results[TP].configurations == 2 + 2 * 2
+    alone = replace(spec, tp_sizes=(1,))
+    with pytest.raises(InvalidInput, match="declare the sizes to compare"):
+        verify(alone.compile(), alone, [TP], count=2)

@@ -193,6 +193,7 @@ def run_script(body: str) -> "subprocess.Popen[str]":
     """A process whose main module has no guard, that starts a group and prints the ids of its processes."""
     start = f"""
         import os, signal, sys, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         from detcompile.runtime.worker_group import WorkerGroup
         group_target = {TARGET!r}
         group = WorkerGroup(2, group_target, (2, ""))

@@ -45,8 +45,9 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-CASES = [(name, dtype) for name in ARCHITECTURES for dtype in (torch.float32, torch.bfloat16)]
-CASES += [(name, torch.float16) for name in ("llama", "qwen3", "gpt2")]
+CASES = [(name, torch.float32) for name in ARCHITECTURES]
+CASES += [(name, torch.bfloat16) for name in list(ARCHITECTURES)[::2]]  # compiling takes the time; the axes run in it
+CASES += [("gpt2", torch.float16)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=[f"{name}-{str(dtype)[6:]}" for name, dtype in CASES])

@@ -25,8 +25,9 @@ def count(model: detcompile.CompiledModel) -> int:
     return sum(entry.op == "detcompile.silu_mul.default" for entry in model.certificate.entries)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", torch.float32), ("phi3", torch.bfloat16), ("olmo2", torch.bfloat16)]
+)
 def test_every_gate_is_found_and_means_the_same(name: str, dtype: torch.dtype, on_every_device: None) -> None:
     model = detcompile.compile(random_model(name, dtype))
     assert count(model) == model.model.config.num_hidden_layers

@@ -49,8 +49,7 @@ def with_biases(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("biases", [False, True], ids=["no biases", "biases"])
+@pytest.mark.parametrize(("biases", "dtype"), [(False, torch.float32), (True, BF16)], ids=["no biases", "biases"])
 def test_shared_products_have_the_bytes_of_separate_ones(biases: bool, dtype: torch.dtype) -> None:
     models = [with_biases(dtype) if biases else random_model("qwen3", dtype) for _ in range(2)]
     with mock.patch.object(lowering, "Backend", apart):

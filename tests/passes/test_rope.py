@@ -38,7 +38,8 @@ def count(certificate: detcompile.Certificate, name: str) -> int:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, torch.bfloat16) for case in CASES), ("qwen3", torch.float32), ("gpt_neox, rotated in part", torch.float32)],
+    [(case, torch.bfloat16) for case in CASES]
+    + [(case, torch.float32) for case in ("qwen3", "gpt_neox, rotated in part")],
 )
 def test_fused_and_separate_operations_have_the_same_bytes(case: str, dtype: torch.dtype) -> None:
     name, changes = CASES[case]

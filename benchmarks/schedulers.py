@@ -20,7 +20,7 @@ import torch
 import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.model import build
-from benchmarks.simulation import H200_8B, Arrival, log_normal_trace, simulate, summarise
+from benchmarks.simulation import H200_8B, Arrival, latencies, log_normal_trace, simulate, summarise
 from detcompile import CompiledModel, SamplingParams
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
@@ -115,13 +115,7 @@ def _times(outputs: list[RequestOutput], trace: list[Arrival], started: float) -
     times = [output.metrics.token_times for output in outputs if output.metrics is not None]
     first = [1e3 * (own[0] - started - arrival.time) for own, arrival in zip(times, trace, strict=True)]
     between = [1e3 * (b - a) for own in times for a, b in pairwise(own)]
-    return {
-        "ttft_p50_ms": float(np.percentile(first, 50)),
-        "ttft_p99_ms": float(np.percentile(first, 99)),
-        "tbt_p50_ms": float(np.percentile(between, 50)),
-        "tbt_p99_ms": float(np.percentile(between, 99)),
-        "tbt_max_ms": max(between),
-    }
+    return latencies(first, between)
 
 
 def _simulated(requests: int) -> dict[str, object]:

@@ -20,7 +20,7 @@ from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry
 from detcompile.step import KVGroup
 
-__all__ = ["Arrival", "H200_8B", "Simulation", "StepCost", "log_normal_trace", "simulate", "summarise"]
+__all__ = ["Arrival", "H200_8B", "Simulation", "StepCost", "latencies", "log_normal_trace", "simulate", "summarise"]
 
 END = 1  # the token that ends an answer
 MAX_TOKENS = 2048  # that clients ask for: what "reserve" reserves
@@ -143,6 +143,17 @@ def simulate(trace: list[Arrival], config: EngineConfig, num_blocks: int, cost: 
     return simulation
 
 
+def latencies(first: list[float], between: list[float]) -> dict[str, float]:
+    """Percentiles of milliseconds to the first token, and between tokens."""
+    return {
+        "ttft_p50_ms": float(np.percentile(first, 50)),
+        "ttft_p99_ms": float(np.percentile(first, 99)),
+        "tbt_p50_ms": float(np.percentile(between, 50)),
+        "tbt_p99_ms": float(np.percentile(between, 99)),
+        "tbt_max_ms": max(between),
+    }
+
+
 def summarise(simulation: Simulation) -> dict[str, float]:
     """Milliseconds to the first token and between tokens, throughput, stalls and preemptions.
 
@@ -153,12 +164,7 @@ def summarise(simulation: Simulation) -> dict[str, float]:
     between = [1e3 * seconds for seconds, _ in gaps]
     tokens = sum(len(request.times) for request in simulation.served)
     prompts = sum(request.arrival.num_prompt for request in simulation.served)
-    return {
-        "ttft_p50_ms": float(np.percentile(first, 50)),
-        "ttft_p99_ms": float(np.percentile(first, 99)),
-        "tbt_p50_ms": float(np.percentile(between, 50)),
-        "tbt_p99_ms": float(np.percentile(between, 99)),
-        "tbt_max_ms": max(between),
+    return latencies(first, between) | {
         "stalls": sum(steps > 1 for _, steps in gaps),
         "longest_stall_steps": max(steps for _, steps in gaps) - 1,
         "output_tokens_per_s": tokens / simulation.seconds,

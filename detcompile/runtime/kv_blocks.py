@@ -89,9 +89,7 @@ class KVBlocks:
             for group in self.groups
         )
 
-    def admit(
-        self, sequence: Sequence, num_tokens: int, *, reuse: bool = True, limit_free: int | None = None
-    ) -> int | None:
+    def admit(self, sequence: Sequence, num_tokens: int, *, reuse: bool = True) -> int | None:
         """Give a new sequence its longest cached prefix, and blocks to compute on from there to ``num_tokens``.
 
         Sets ``block_tables`` and ``num_computed``. The hit is a multiple of the block size, leaves one token to
@@ -101,7 +99,6 @@ class KVBlocks:
             num_tokens: counted from position 0.
             reuse: False computes every token, for callers that want the logits of all. A sequence with its own
                 ``position_ids`` neither finds nor publishes content.
-            limit_free: take at most so many of the pool's free blocks, cached ones that the hit revives included.
 
         Returns:
             The number of tokens hit; None if the blocks do not suffice, with nothing changed but digests computed.
@@ -118,7 +115,7 @@ class KVBlocks:
         shared = [block for table in hits for block in table]
         num_new = max(0, self.pool.blocks_for(num_tokens) - num_hit)
         num_taken = num_new * len(self.groups) + sum(self.pool.num_references(block) == 0 for block in shared)
-        if num_taken > self.pool.num_free or (limit_free is not None and num_taken > limit_free):
+        if num_taken > self.pool.num_free:
             return None
         self.pool.share(shared)  # before the allocation, which could evict them
         sequence.block_tables = [[NULL_BLOCK] * first + table for first, table in zip(first_held, hits)]

@@ -1,8 +1,10 @@
 """What the engine tests share: engines of one tiny model, requests, and what each request gives when it runs alone."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,16 +19,32 @@ from detcompile.step import KVGroup
 from tests.models import VOCAB_SIZE, compiled
 
 __all__ = [
+    "GREEDY",
     "LetterTokenizer",
+    "MARK",
+    "OVERLAP",
     "assert_as_alone",
+    "config_of",
     "engine_of",
     "letters",
+    "prompt_of",
     "run",
     "sampling_params",
     "tiny_model",
 ]
 
 NUM_LETTERS = 5
+OVERLAP = pytest.mark.parametrize("overlap", [False, True])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+MARK = VOCAB_SIZE - 1  # a token that makes the forwards below fail
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(MARK), k=length)
+
+
+def config_of(**changes) -> EngineConfig:
+    return EngineConfig(**({"block_size": 16, "num_blocks": 161, "max_num_batched_tokens": 64} | changes))
 
 
 def tiny_model(device: str) -> CompiledModel:

@@ -177,12 +177,11 @@ def test_too_few_blocks_change_nothing():
     kv_blocks.release(serve(kv_blocks, range(33)))
     holder, late = Sequence([7]), Sequence([*range(32), *[8] * 32])
     assert kv_blocks.admit(holder, 17) == 0  # three blocks left: two that ``late`` hits, and one
-    for num_tokens, limit_free in [(64, None), (48, 2), (33, 0)]:
-        assert kv_blocks.admit(late, num_tokens, limit_free=limit_free) is None
-        assert late.block_tables == [] and late.num_computed == 0
-        kv_blocks.check([holder])
-        assert kv_blocks.pool.num_free == 3
-    assert kv_blocks.admit(late, 48, limit_free=3) == 32
+    assert kv_blocks.admit(late, 64) is None
+    assert late.block_tables == [] and late.num_computed == 0
+    kv_blocks.check([holder])
+    assert kv_blocks.pool.num_free == 3
+    assert kv_blocks.admit(late, 48) == 32
     assert not kv_blocks.grow(late, 49)
     assert len(late.block_tables[0]) == 3
     assert kv_blocks.grow(late, 48)

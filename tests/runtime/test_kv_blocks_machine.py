@@ -125,13 +125,12 @@ class KVMachine(RuleBasedStateMachine):
         sequence = row.sequence
         num_tokens = data.draw(st.just(len(sequence.token_ids)) | st.integers(1, len(sequence.token_ids)))
         reuse = data.draw(st.sampled_from([True] * 5 + [False]))
-        limit_free = data.draw(st.none() | st.integers(0, 20))
         hit, tables = self.expected_hit(sequence, reuse)
         num_new = max(0, self.pool.blocks_for(num_tokens) - hit // self.size) * len(self.windows)
         num_taken = num_new + sum(self.pool.num_references(block) == 0 for block in itertools.chain(*tables))
         num_free = self.pool.num_free
-        result = self.kv_blocks.admit(sequence, num_tokens, reuse=reuse, limit_free=limit_free)
-        if num_taken > num_free or (limit_free is not None and num_taken > limit_free):
+        result = self.kv_blocks.admit(sequence, num_tokens, reuse=reuse)
+        if num_taken > num_free:
             assert result is None and sequence.block_tables == [] and sequence.num_computed == 0
             assert self.pool.num_free == num_free
             return

@@ -15,6 +15,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.step import PADDING_SLOT, StepInputs
+from detcompile.templates.tuning import capture
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts"]
 
@@ -24,7 +25,7 @@ FEWEST_MIXED = 8  # sequences
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
 MOST_SEQUENCES = 4096  # of a step
-NUM_STAGING = 3  # one being written, one being copied, one whose copy is surely over
+NUM_STAGING = 3  # one being written while the copies of those before may still run
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
 
@@ -124,7 +125,7 @@ class Runner:
         self._graphs: dict[StepLayout, _Graph] = {}
         self._seen: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
-        self._staging: list[Tensor] = []
+        self._staging: list[_Staging] = []
 
     def fill_caches(self, value: float) -> None:
         """Write ``value`` into every slot of the KV cache, written before or not."""
@@ -200,14 +201,28 @@ class Runner:
         if self.kv_cache.device.type == "cpu":
             buffer.fill(arrays)
             return
-        size = len(buffer.bytes)
-        staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else torch.empty(0, dtype=torch.uint8)
-        if len(staging) < size:
-            staging = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else _Staging()
         self._staging.append(staging)
-        host = StepBuffer(buffer.layout, torch.device("cpu"), staging)
+        staging.upload(arrays, buffer)
+
+
+class _Staging:
+    """Pinned memory that a step's arrays are copied to the device from."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copied = torch.cuda.Event()
+
+    def upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
+        """Start the copy, once the one before has read this memory: the device may be several steps behind."""
+        self._copied.synchronize()
+        size = len(buffer.bytes)
+        if len(self._memory) < size:
+            self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        host = StepBuffer(buffer.layout, torch.device("cpu"), self._memory)
         host.fill(arrays)
         buffer.bytes.copy_(host.bytes, non_blocking=True)
+        self._copied.record()
 
 
 class _Graph:
@@ -221,7 +236,7 @@ class _Graph:
             forward()  # compiles kernels and settles workspaces
         torch.cuda.current_stream().wait_stream(warmup_stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=memory_pool):
+        with capture(self.graph, pool=memory_pool):
             self.logits = forward()
 
     def replay(self) -> Tensor:

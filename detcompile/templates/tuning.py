@@ -15,6 +15,7 @@ was written for something else, is rebuilt.
 
 import fcntl
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -32,7 +33,7 @@ import triton
 from detcompile.config import cache_directory
 from detcompile.errors import ScheduleError
 
-__all__ = ["Decision", "Tuner", "capturing", "graph_seconds", "multiprocessors", "template_tuner"]
+__all__ = ["Decision", "Tuner", "capture", "capturing", "graph_seconds", "multiprocessors", "template_tuner"]
 
 S = TypeVar("S")  # a schedule: any value with a distinct str
 
@@ -230,6 +231,19 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """torch.cuda.graph without garbage collection: graphs that it freed in the middle would spoil the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     """Median seconds of one launch, from replays of one CUDA graph that holds all of them.
 
@@ -240,7 +254,7 @@ def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) ->
         launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         for launch in launches:
             launch()
     graph.replay()

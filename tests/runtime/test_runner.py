@@ -20,6 +20,11 @@ from detcompile.runtime.step_builder import NOT_PENDING, StepEntry, build_arrays
 from detcompile.step import PADDING_SLOT, KVGroup, kv_groups
 from tests.bits import assert_bitwise_equal
 
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")(test))
+
+
 VOCAB_SIZE, DIM, NUM_BLOCKS, BLOCK_SIZE = 50, 4, 16, 16
 GENERATOR = torch.Generator().manual_seed(0)
 EMBEDDING = torch.randn(VOCAB_SIZE, DIM, dtype=torch.float64, generator=GENERATOR)
@@ -212,16 +217,19 @@ def cuda_forward(input_ids, position_ids, step, logits_to_keep):
     return torch.stack([written[logits_to_keep], first_key, step.seq_lens[sequence].double()], dim=1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def cuda_runner(cuda_graphs, forward=cuda_forward):
+    cache = KVCache(
+        [KVShape(1, 1, 1)], ONE_GROUP, dtype=torch.float64, device="cuda", num_blocks=64, block_size=BLOCK_SIZE
+    )
+    cache.k_caches[0].zero_()  # compared whole
+    return Runner(forward, cache, cuda_graphs)
+
+
+@on_a_gpu
 def test_replayed_steps_equal_plain_ones():
     results = []
     for cuda_graphs in (False, True):
-        cache = KVCache(
-            [KVShape(1, 1, 1)], ONE_GROUP, dtype=torch.float64, device="cuda", num_blocks=64, block_size=BLOCK_SIZE
-        )
-        cache.k_caches[0].zero_()  # compared whole
-        runner, blocks = Runner(cuda_forward, cache, cuda_graphs), make_blocks(64)
+        runner, blocks = cuda_runner(cuda_graphs), make_blocks(64)
         sequences = [Sequence([10 * i + t for t in range(90)]) for i in range(9)]
         logits = []
         for count in [300, 1, 9, 2, 9, 5, 20, 20, 20, 9, 3]:  # prefills of 306 and 20 tokens, and decodes
@@ -230,10 +238,52 @@ def test_replayed_steps_equal_plain_ones():
             logits.append(runner.run(build_step(plan, blocks)))
             for sequence, n in plan:
                 sequence.num_computed += n
-        results.append([torch.cat(logits), *cache.k_caches])
+        results.append([torch.cat(logits), *runner.kv_cache.k_caches])
         if cuda_graphs:
             assert {(layout.tokens, layout.sequences) for layout in runner._graphs} == {
                 (1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (32, 16)
             }  # fmt: skip
     for replayed, plain in zip(*results):
         assert_bitwise_equal(replayed, plain)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_device_that_lags_behind_still_gets_every_step(cuda_graphs):
+    steps = [[7 * step + t for t in range(8)] for step in range(20)]
+    results = []
+    for lags in (False, True):
+        runner, blocks = cuda_runner(cuda_graphs), make_blocks(64)
+        sequence = Sequence([0])
+        runner.run(build_step([(sequence, 1)], blocks))  # captures
+        torch.cuda.synchronize()
+        logits = []
+        for tokens in steps:
+            if lags:
+                torch.cuda._sleep(20_000_000)  # cycles: the host fills the next steps' arrays meanwhile
+            sequence.token_ids[-1:] = tokens
+            sequence.num_computed = sequence.num_tokens - 1
+            logits.append(runner.run(build_step([(sequence, 1)], blocks)))
+        results.append(torch.cat(logits))
+    assert_bitwise_equal(results[1], results[0])
+
+
+@on_a_gpu
+def test_garbage_that_holds_a_graph_does_not_spoil_a_capture():
+    def littering(*arguments):
+        if torch.cuda.is_current_stream_capturing():
+            cycle = [list(old)]
+            cycle.append(cycle)
+            old.clear()
+            del cycle
+            _ = [[] for _ in range(100_000)]  # enough for the collector to start by itself
+        return cuda_forward(*arguments)
+
+    engine = cuda_runner(True)
+    engine.run(build_step([(Sequence([1, 2]), 1)], make_blocks(64)))
+    old = list(engine._graphs.values())
+    del engine
+    runner = cuda_runner(True, littering)
+    step = build_step([(Sequence([3, 4]), 1)], make_blocks(64))
+    assert_bitwise_equal(runner.run(step), cuda_runner(False).run(step))
+    assert not old

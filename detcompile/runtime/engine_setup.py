@@ -1,5 +1,6 @@
 """From a compiled forward to an engine: how large the KV cache may be, and what is warmed up before serving."""
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ def affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
     per_block = KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
     useful = config.max_num_seqs * -(-model.max_context // config.block_size) * len(model.kv_groups) + 1
     if model.device.type == "cuda":
+        gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
         runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
         probe = Worker(runner, Sampler(model.num_logits, model.device))
         tokens = config.max_num_batched_tokens

@@ -107,8 +107,8 @@ def engine_of(
         dtype=model.dtype,
         device=model.device,
         max_context=max_context or model.max_context,
-        num_token_ids=VOCAB_SIZE,
-        num_logits=VOCAB_SIZE,
+        num_token_ids=model.vocab_size,
+        num_logits=model._num_logits,
         eos_token_ids=eos_token_ids,
     )
     return new_engine(parts, config, tokenizer)
@@ -126,18 +126,18 @@ def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:
 
 
 @st.composite
-def sampling_params(draw, most_tokens: int = 24) -> SamplingParams:
+def sampling_params(draw, most_tokens: int = 24, vocab_size: int = VOCAB_SIZE) -> SamplingParams:
     """Any parameters, seeded: half of the requests plain and greedy, the others with a few settings each."""
     seed = draw(st.integers(0, 3) | st.integers(0, (1 << 64) - 1))
     max_tokens = draw(st.sampled_from([most_tokens, most_tokens, 1, 2]) | st.integers(1, most_tokens))
     num_samples = draw(st.sampled_from([1, 1, 1, 2, 3]))
     if draw(st.booleans()):
         return SamplingParams(n=num_samples, temperature=0.0, seed=seed, max_tokens=max_tokens)
-    tokens = st.integers(0, VOCAB_SIZE - 1)
+    tokens = st.integers(0, vocab_size - 1)
     choices = {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
         "top_p": st.floats(0.1, 1.0),
-        "top_k": st.integers(1, VOCAB_SIZE),
+        "top_k": st.integers(1, vocab_size),
         "min_p": st.floats(0.0, 0.5),
         "repetition_penalty": st.sampled_from([0.7, 1.3]),
         "presence_penalty": st.sampled_from([-1.0, 1.5]),
@@ -147,7 +147,7 @@ def sampling_params(draw, most_tokens: int = 24) -> SamplingParams:
         "stop": st.lists(st.text("abcde", min_size=2, max_size=4), min_size=1, max_size=2),
         "include_stop_str_in_output": st.just(True),
         "min_tokens": st.integers(0, max_tokens),
-        "logprobs": st.sampled_from([0, 1, 5, VOCAB_SIZE]),
+        "logprobs": st.sampled_from([0, 1, 5, min(VOCAB_SIZE, vocab_size)]),
         "prompt_logprobs": st.sampled_from([0, 3]),
     }
     names = draw(st.lists(st.sampled_from(sorted(choices)), max_size=5, unique=True))

@@ -2,15 +2,18 @@
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from detcompile.compiled import CompiledModel
 from detcompile.runtime.engine_config import EngineConfig
-from tests.models import VOCAB_SIZE
 from tests.runtime.engine_cases import assert_as_alone, engine_of, sampling_params, tiny_model
+
+__all__ = ["run_machine"]
 
 MOST_PROMPT, MOST_NEW = 90, 36  # tokens; windows are 70
 MOST_TOKENS = MOST_PROMPT + MOST_NEW
@@ -31,8 +34,9 @@ CONFIGS = st.fixed_dictionaries(
 class EngineMachine(RuleBasedStateMachine):
     """Requests of any kind come and are cancelled at any moment, over a pool that holds few of them."""
 
-    device: str
+    model: CompiledModel
     overlap: bool
+    tally: Counter[str]  # of requests compared, and preemptions
 
     @initialize(
         config=CONFIGS,
@@ -42,17 +46,16 @@ class EngineMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def build(self, config, one_group, spare, graphs, data):
-        self.model = tiny_model(self.device)
-        num_groups = 1 if one_group else 4
+        num_groups = 1 if one_group else len(self.model._kv_groups)
         least = -(-MOST_TOKENS // config["block_size"]) * num_groups  # for one request
         config = EngineConfig(
             **config,
             overlap=self.overlap,
             num_blocks=1 + least + spare,
-            cuda_graphs=graphs if self.device == "cuda" else None,
+            cuda_graphs=graphs if self.model.device.type == "cuda" else None,
         )
         self.engine = engine_of(self.model, config, one_group=one_group)
-        self.names = itertools.count()
+        self.names, self.counted = itertools.count(), 0
         self.asked = {}  # request_id -> (prompt, params)
         self.finished = {}
         self.cancelled = set()
@@ -68,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.sound = True
 
     def add(self, data):
-        prompt, params = data.draw(self.some_prompt()), data.draw(sampling_params(MOST_NEW))
+        prompt, params = data.draw(self.some_prompt()), data.draw(sampling_params(MOST_NEW, self.model.vocab_size))
         priority = data.draw(st.sampled_from([0, 0, 0, -1, 2]))
         name = str(next(self.names))
         self.asked[name] = prompt, params
@@ -88,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         kept = draw(st.sampled_from([len(old), len(old) // size * size]) | st.integers(0, len(old)))
         least = 0 if kept else 1
         num_fresh = draw(st.sampled_from([least, 1]) | st.integers(least, 40) | st.just(MOST_PROMPT))
-        fresh = random.Random(draw(st.integers(0, 1 << 32))).choices(range(VOCAB_SIZE), k=num_fresh)
+        fresh = random.Random(draw(st.integers(0, 1 << 32))).choices(range(self.model.vocab_size), k=num_fresh)
         return (old[:kept] + fresh)[:MOST_PROMPT]
 
     def go_on(self, data):
@@ -109,6 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         aborted = [sample.finish_reason == "abort" for sample in output.outputs]
         assert output.request_id in self.cancelled or not any(aborted)
         assert_as_alone(self.model, output, params)
+        self.tally["requests"] += 1
         self.prompts += [prompt + sample.token_ids for sample in output.outputs]
 
     def cancel(self, data):
@@ -125,14 +129,23 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats
         assert stats.num_running == stats.num_waiting == 0
         assert stats.num_free_blocks == stats.num_blocks
+        self.tally["preemptions"] += stats.num_preemptions - self.counted
+        self.counted = stats.num_preemptions
 
     def teardown(self):
         if getattr(self, "sound", False):
             self.drain(None)
 
 
+def run_machine(model: CompiledModel, *, overlap: bool, max_examples: int) -> Counter[str]:
+    """Play so many games; what was compared in them."""
+    tally: Counter[str] = Counter()
+    machine = type("Machine", (EngineMachine,), {"model": model, "overlap": overlap, "tally": tally})
+    run_state_machine_as_test(machine, settings=settings(max_examples=max_examples, stateful_step_count=8))
+    return tally
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_any_order_of_calls_gives_the_bits_of_each_request_alone(overlap: bool, device: str) -> None:
-    machine = type("Machine", (EngineMachine,), {"device": device, "overlap": overlap})
-    few = settings(max_examples=max(1, settings().max_examples // 2), stateful_step_count=8)
-    run_state_machine_as_test(machine, settings=few)
+    tally = run_machine(tiny_model(device), overlap=overlap, max_examples=max(1, settings().max_examples // 2))
+    assert tally["requests"]

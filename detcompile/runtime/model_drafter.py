@@ -7,7 +7,9 @@ are close, the same noise then picks the same token, also at high temperature.
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import EngineError, InvalidInput
@@ -15,9 +17,9 @@ from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.drafters import NO_DRAFT
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling import Sampled, Sampler, SampleRow
+from detcompile.runtime.sampling import Sampler, SampleRow
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import build_step
+from detcompile.runtime.step_builder import StepEntry, build_arrays
 
 __all__ = ["ModelDrafter"]
 
@@ -66,15 +68,13 @@ class ModelDrafter:
         Raises:
             EngineError: the draft model's logits are not numbers.
         """
-        trees: dict[Sequence, dict[Path, int]] = {}
         depths: dict[Sequence, int] = {}
         for sequence, most in zip(sequences, max_depth, strict=True):
             depth = min(most, self.num_tokens, self._max_context - len(sequence.token_ids))
             if depth > 0 and self._follow(sequence, depth, sequences):
-                trees[sequence], depths[sequence] = {}, depth
-        for level in range(max(depths.values(), default=0)):
-            self._draft_level([sequence for sequence, depth in depths.items() if level < depth], level, trees)
-        return [DraftTree(trees[sequence]) if sequence in trees else NO_DRAFT for sequence in sequences]
+                depths[sequence] = depth
+        trees = self._draft(depths) if depths else {}
+        return [trees.get(sequence, NO_DRAFT) for sequence in sequences]
 
     def forget(self, sequence: Sequence) -> None:
         """Free the draft model's keys of a sequence."""
@@ -106,36 +106,69 @@ class ModelDrafter:
                 return enough
             self.forget(others.pop())
 
-    def _draft_level(
-        self, sequences: SequenceOf[Sequence], level: int, trees: dict[Sequence, dict[Path, int]]
-    ) -> None:
-        """The next token of each chain, and its siblings."""
+    def _draft(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
+        """Launch all levels, each reading the tokens of the one before on the device, then read them back at once."""
+        levels = [
+            [sequence for sequence, depth in depths.items() if level < depth] for level in range(max(depths.values()))
+        ]
+        tables = _tables([self._shadows[sequence] for sequence in depths], len(self._blocks.groups))
+        rows = {sequence: row for row, sequence in enumerate(depths)}
+        launched: list[Tensor] = []
+        pending: dict[Sequence, int] = {}
+        for level, sequences in enumerate(levels):
+            own = tables[:, [rows[sequence] for sequence in sequences]]
+            launched.append(self._launch_level(sequences, level, own, pending))
+            pending = {self._shadows[sequence]: row for row, sequence in enumerate(sequences)}
+        found = iter(torch.cat(launched).tolist())
+        trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
+        for level, sequences in enumerate(levels):
+            for sequence in sequences:
+                self._read(sequence, next(found), (0,) * level, trees[sequence])
+        return {sequence: DraftTree(tree) for sequence, tree in trees.items()}
+
+    def _launch_level(
+        self, sequences: list[Sequence], level: int, tables: NDArray[np.int32], pending: dict[Sequence, int]
+    ) -> Tensor:
+        """The next token of each chain, [S, 2 + siblings + 1]: whether it is invalid, itself, the likeliest tokens."""
         shadows = [self._shadows[sequence] for sequence in sequences]
-        logits = self._runner.launch(build_step([(shadow, shadow.num_uncomputed) for shadow in shadows], self._blocks))
+        entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
         rows = [
             SampleRow(shadow.sampling, shadow.num_tokens, sequence.num_generated + level, shadow.sample_index)
             for sequence, shadow in zip(sequences, shadows)
         ]
-        sampled = self._sampler(logits, self._sampler.prepare(rows))
-        beside = self._beside(logits, len(rows))
-        self._check(sampled)
-        for sequence, shadow, token, others in zip(sequences, shadows, sampled.tokens.tolist(), beside):
+        plan = self._sampler.prepare(rows)
+        logits = self._runner.launch(build_arrays(entries, tables, self._blocks.pool.block_size, pending))
+        sampled = self._sampler(logits, plan)
+        self._runner.sampled[: len(rows)].copy_(sampled.tokens)
+        for shadow in shadows:
             shadow.num_computed = shadow.num_tokens
-            shadow.token_ids.append(token)
-            tree, parent = trees[sequence], (0,) * level
-            tree[(*parent, 0)] = token
-            for index, other in enumerate([other for other in others if other != token][: self.siblings]):
-                tree[(*parent, index + 1)] = other
+            shadow.num_pending += 1
+        columns = [sampled.invalid[:, None].long(), sampled.tokens[:, None]]
+        if self.siblings:
+            columns.append(torch.topk(logits[: len(rows)], self.siblings + 1, dim=-1).indices)
+        return torch.cat(columns, dim=1)
 
-    def _beside(self, logits: Tensor, num_rows: int) -> list[list[int]]:
-        """The likeliest tokens of each row, one more than there are siblings."""
-        if self.siblings == 0:
-            return [[]] * num_rows
-        return torch.topk(logits[:num_rows], self.siblings + 1, dim=-1).indices.tolist()
-
-    def _check(self, sampled: Sampled) -> None:
-        if bool(sampled.invalid.any()):
+    def _read(self, sequence: Sequence, found: list[int], parent: Path, tree: dict[Path, int]) -> None:
+        """Put a level's token, and its siblings, into the tree."""
+        invalid, token, *likeliest = found
+        if invalid:
             raise EngineError("the draft model's logits are not numbers: check its weights and its dtype")
+        shadow = self._shadows[sequence]
+        shadow.num_pending -= 1
+        shadow.token_ids.append(token)
+        tree[(*parent, 0)] = token
+        for index, other in enumerate([other for other in likeliest if other != token][: self.siblings]):
+            tree[(*parent, index + 1)] = other
+
+
+def _tables(sequences: list[Sequence], num_groups: int) -> NDArray[np.int32]:
+    """Block tables [G, S, W]."""
+    width = max(len(table) for sequence in sequences for table in sequence.block_tables)
+    tables = np.zeros((num_groups, len(sequences), width), np.int32)
+    for row, sequence in enumerate(sequences):
+        for group, table in enumerate(sequence.block_tables):
+            tables[group, row, : len(table)] = table
+    return tables
 
 
 def _common(left: list[int], right: list[int], most: int) -> int:

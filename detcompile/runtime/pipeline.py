@@ -2,10 +2,12 @@
 
 With ``overlap`` a step is launched before the one ahead of it was read back: input tokens that the host does not know
 yet are taken from the device, where that step will have drawn them. A sequence that turns out to have ended has run one
-row too many, which nobody reads.
+row too many, which nobody reads. A step that drafts needs to know every token before it, so the step ahead of it is
+read back first.
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from detcompile.runtime.draft_tree import Path
@@ -14,11 +16,14 @@ from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import Speculator, Verification
+from detcompile.runtime.speculation_switch import Load
 from detcompile.runtime.step_builder import BlockTables, StepEntry
 from detcompile.runtime.step_work import Draw, build_work, lay_out
 from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
 
 __all__ = ["Ledger", "Pipeline"]
+
+FEW_ROWS = 256  # of logits, that fit beside what the largest step was measured to take
 
 
 class Ledger(Protocol):
@@ -49,8 +54,10 @@ class _InFlight(NamedTuple):
     launched: LaunchedStep
     plan: StepPlan
     draws: list[Draw]
+    drafting: bool
     drafted: dict[Sequence, Verification]
     prompts: tuple[StepEntry, ...]
+    load: Load
     started: float
     host_seconds: float
     num_waiting: int
@@ -61,7 +68,8 @@ class Pipeline:
 
     Args:
         width: blocks of the longest sequence.
-        overlap: launch a step before the last one's tokens are read back; not with a speculator, which needs them.
+        overlap: launch a step before the last one's tokens are read back, if it does not draft.
+        clock: seconds, for the speculator's switch.
     """
 
     def __init__(
@@ -73,8 +81,8 @@ class Pipeline:
         width: int,
         overlap: bool,
         speculator: Speculator | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        assert not (overlap and speculator), "drafts need the tokens of the step before"
         self.tally = Tally()
         self._scheduler = scheduler
         self._worker = worker
@@ -84,6 +92,9 @@ class Pipeline:
         num_seats = scheduler.config.max_num_seqs + (0 if speculator is None else speculator.most_branches)
         self._tables = BlockTables(len(scheduler.blocks.groups), num_seats, width)
         self._in_flight: _InFlight | None = None
+        self._clock = clock
+        self._load = Load(0)  # of the last step launched: the next one will be like it
+        self._seconds = 0.0  # in here since a step was finished
 
     @property
     def busy(self) -> bool:
@@ -92,14 +103,22 @@ class Pipeline:
 
     def advance(self) -> None:
         """Launch a step and finish one, as far as there is anything to do."""
-        before = self._in_flight
-        self._in_flight = self._launch(before)
-        if before is None and not self._overlap:
-            before, self._in_flight = self._in_flight, None
+        started = self._clock()
+        before, self._in_flight = self._in_flight, None
+        drafting = self._speculator is not None and self._speculator.wants(self._load)
+        if before is None or not drafting:
+            launched = self._launch(before, drafting)
+            if before is None and (drafting or not self._overlap):
+                before = launched
+            else:
+                self._in_flight = launched
         if before is not None:
             self._finish(before)
         elif self._in_flight is None:
             assert not self._scheduler.num_unfinished, "sequences are left and none can run"
+        self._seconds += self._clock() - started
+        if before is not None:
+            self._observe(before)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""
@@ -109,7 +128,7 @@ class Pipeline:
             self._speculator.forget(sequence)
         self._scheduler.remove(sequence)
 
-    def _launch(self, before: _InFlight | None) -> _InFlight | None:
+    def _launch(self, before: _InFlight | None, drafting: bool) -> _InFlight | None:
         started = time.perf_counter()
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
@@ -120,10 +139,14 @@ class Pipeline:
             self._ledger.admitted(entry)
         if not plan.entries:
             return None
+        num_tokens = sum(entry.num_tokens for entry in plan.entries)
+        num_decodes = sum(entry.start >= entry.sequence.num_prompt_tokens for entry in plan.entries)
+        self._load = Load(num_decodes, num_tokens - num_decodes)
         drafted: dict[Sequence, Verification] = {}
-        if self._speculator is not None:
-            left = self._scheduler.config.max_num_batched_tokens - sum(entry.num_tokens for entry in plan.entries)
-            drafted = self._speculator.draft(plan.entries, left)
+        if self._speculator is not None and drafting:
+            config = self._scheduler.config
+            rows_left = max(config.max_num_seqs, FEW_ROWS) - len(plan.entries)
+            drafted = self._speculator.draft(plan.entries, min(config.max_num_batched_tokens - num_tokens, rows_left))
         entries, draws = lay_out(plan.entries, drafted)
         prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
         pending = {} if before is None else {draw.sequence: row for row, draw in enumerate(before.draws)}
@@ -133,10 +156,22 @@ class Pipeline:
         for draw in draws:
             draw.sequence.num_pending += not draw.path
         host_seconds = time.perf_counter() - started
-        num_waiting = len(self._scheduler.waiting)
-        return _InFlight(launched, plan, draws, drafted, prompts, time.monotonic(), host_seconds, num_waiting)
+        return _InFlight(
+            launched,
+            plan,
+            draws,
+            drafting,
+            drafted,
+            prompts,
+            self._load,
+            time.monotonic(),
+            host_seconds,
+            len(self._scheduler.waiting),
+        )
 
     def _finish(self, step: _InFlight) -> None:
+        if self._speculator is not None and step.drafting:
+            self._speculator.draft_ahead()
         result = self._worker.collect(step.launched)
         started = time.perf_counter()
         for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
@@ -145,13 +180,17 @@ class Pipeline:
         drawn = {(draw.sequence, draw.path): row for row, draw in enumerate(step.draws)}
         num_generated = 0
         ended: list[Sequence] = []
+        newest: dict[Sequence, int] = {}
         for sequence, path in drawn:
             if not path:
                 sequence.num_pending -= 1
                 if self._ledger.is_open(sequence):  # neither cancelled nor ended meanwhile
-                    goes_on, count = self._follow(sequence, step.drafted.get(sequence), drawn, result)
+                    goes_on, count, row = self._follow(sequence, step.drafted.get(sequence), drawn, result)
                     num_generated += count
+                    newest |= {sequence: row} if goes_on else {}
                     ended += [] if goes_on else [sequence]
+        if self._speculator is not None and result.hidden is not None:
+            self._speculator.observe(newest, result.hidden)
         for entry in step.plan.entries:
             if entry.sequence in self._scheduler.running:
                 self._scheduler.blocks.settle(entry.sequence)
@@ -165,10 +204,10 @@ class Pipeline:
         verification: Verification | None,
         drawn: dict[tuple[Sequence, Path], int],
         result: StepResult,
-    ) -> tuple[bool, int]:
+    ) -> tuple[bool, int, int]:
         """Hand on the token drawn after a sequence's newest one, and those after drafts that were right.
 
-        Returns whether the sequence goes on, and how many tokens it got.
+        Returns whether the sequence goes on, how many tokens it got, and the row of the last of them.
         """
         path: Path = ()
         count = 0
@@ -188,17 +227,21 @@ class Pipeline:
                 self._tables.leave(branch.stand_in)
             self._tables.leave(sequence)  # its blocks may be another branch's now
             self._ledger.verified(sequence, len(verification.tree), len(path))
-        return goes_on, count
+        return goes_on, count, row
+
+    def _observe(self, step: _InFlight) -> None:
+        """Tell the switch what a step took, from the end of the one before, and gave."""
+        seconds, self._seconds = self._seconds, 0.0
+        if self._speculator is not None:
+            self._speculator.timed(step.load, seconds, drafting=step.drafting)
 
     def _record(self, step: _InFlight, num_tokens: int, finish_seconds: float) -> None:
-        total = sum(entry.num_tokens for entry in step.plan.entries)
-        decodes = sum(entry.start >= entry.sequence.num_prompt_tokens for entry in step.plan.entries)
         record = StepRecord(
             launched=step.started,
             finished=time.monotonic(),
             host_seconds=step.host_seconds + finish_seconds,
-            num_prefill_tokens=total - decodes,
-            num_decodes=decodes,
+            num_prefill_tokens=step.load.num_prefill_tokens,
+            num_decodes=step.load.num_decodes,
             num_waiting=step.num_waiting,
         )
         self.tally.add(record, num_tokens)

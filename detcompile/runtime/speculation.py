@@ -11,20 +11,27 @@ expected length for a rate of right guesses; Miao et al., "SpecInfer", ASPLOS 20
 """
 
 import logging
+import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.drafters import Drafter, NGramDrafter
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
 from detcompile.runtime.step_builder import StepEntry
 
-__all__ = ["Branch", "SpeculationConfig", "Speculator", "Verification"]
+__all__ = ["Branch", "SpeculationConfig", "Speculator", "SwitchName", "Verification"]
 
 logger = logging.getLogger(__name__)
+
+SwitchName = Literal["automatic", "always"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,8 @@ class SpeculationConfig:
     Args:
         drafter: None looks the tokens up in the sequence itself (NGramDrafter).
         max_nodes: of one sequence's tree.
-        max_sequences: with more decodes than this in a step, none is drafted: the batch fills the device.
+        max_sequences: with more decodes than this in a step, none is drafted.
+        switch: "automatic" drafts where that was measured to be sooner (SpeculationSwitch), "always" in every step.
 
     Raises:
         InvalidInput: a value that cannot be.
@@ -42,12 +50,15 @@ class SpeculationConfig:
 
     drafter: Drafter | None = None
     max_nodes: int = 16
-    max_sequences: int = 32
+    max_sequences: int = 128
+    switch: SwitchName = "automatic"
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "max_sequences"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)} must be at least 1")
+        if self.switch not in get_args(SwitchName):
+            raise InvalidInput(f"SpeculationConfig: switch={self.switch!r}: one of {', '.join(get_args(SwitchName))}")
 
 
 class Branch(NamedTuple):
@@ -94,6 +105,9 @@ class Speculator:
         self.vocab_size = vocab_size
         self.error: Exception | None = None
         self.num_drafted = self.num_accepted = 0
+        self.draft_seconds = 0.0
+        self._accepted_now = 0  # since a step was observed
+        self.switch = SpeculationSwitch()
         self._drafter: Drafter | None = config.drafter or NGramDrafter()
         self._blocks = blocks
 
@@ -102,6 +116,12 @@ class Speculator:
         """Branches that one step can have."""
         return self.config.max_sequences * self.config.max_nodes
 
+    def wants(self, load: Load) -> bool:
+        """Whether a step that is like ``load`` should draft; then every token before it has to be known."""
+        if self._drafter is None or load.num_decodes > self.config.max_sequences:
+            return False
+        return self.config.switch == "always" or self.switch.wants(load)
+
     def draft(self, entries: SequenceOf[StepEntry], budget: int) -> dict[Sequence, Verification]:
         """Trees for the decoding sequences of a planned step, within what is left of its token budget."""
         decoding = [e for e in entries if e.num_tokens == 1 and e.start + 1 == e.sequence.num_tokens and _fit(e)]
@@ -109,13 +129,14 @@ class Speculator:
             return {}
         sequences = [entry.sequence for entry in decoding]
         room = [min(s.most_tokens - s.num_tokens - 1, self.config.max_nodes, budget) for s in sequences]
+        started = time.perf_counter()
         try:
             trees = self._drafter.propose(sequences, room)
             self._check(trees, len(sequences))
         except Exception as error:
-            logger.warning("the drafter failed; decoding goes on without it: %r", error)
-            self.error, self._drafter = error, None
+            self._switch_off(error)
             return {}
+        self.draft_seconds += time.perf_counter() - started
         found = {}
         for entry, tree, depth in zip(decoding, trees, room, strict=True):
             verification = self._lay_out(entry, tree.pruned(self.config.max_nodes, depth), budget)
@@ -123,6 +144,14 @@ class Speculator:
                 found[entry.sequence] = verification
                 budget -= sum(e.num_tokens for e in verification.entries()) - 1
         return found
+
+    def draft_ahead(self) -> None:
+        """A step was launched and is not read back yet: a drafter that can work meanwhile does."""
+        self._tell("draft_ahead")
+
+    def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
+        """Show a drafter that reads them the states that newest tokens were drawn from: rows of [R, H]."""
+        self._tell("observe", rows, hidden)
 
     def settle(self, verification: Verification, path: Path) -> None:
         """Keep the blocks of a branch through ``path``, the node reached, and give the others back."""
@@ -135,11 +164,31 @@ class Speculator:
                 self._blocks.discard(branch.stand_in.block_tables, first)
         self.num_drafted += len(verification.tree)
         self.num_accepted += len(path)
+        self._accepted_now += len(path)
+
+    def timed(self, load: Load, seconds: float, *, drafting: bool) -> None:
+        """A step has taken so long, its drafts settled."""
+        accepted, self._accepted_now = self._accepted_now, 0
+        tokens = 1.0 + accepted / max(1, load.num_decodes)
+        self.switch.observe(load, seconds, tokens, drafted=drafting)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         if self._drafter is not None:
             self._drafter.forget(sequence)
+
+    def _tell(self, method: str, *arguments: object) -> None:
+        """Call what a drafter may have or not."""
+        act = getattr(self._drafter, method, None)
+        try:
+            if act is not None:
+                act(*arguments)
+        except Exception as error:
+            self._switch_off(error)
+
+    def _switch_off(self, error: Exception) -> None:
+        logger.warning("the drafter failed; decoding goes on without it: %r", error)
+        self.error, self._drafter = error, None
 
     def _check(self, trees: SequenceOf[DraftTree], count: int) -> None:
         if len(trees) != count:

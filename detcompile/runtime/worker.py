@@ -43,6 +43,7 @@ class StepResult(NamedTuple):
     invalid: list[bool]  # the row's logits were no numbers
     logprobs: list[Logprobs | None]
     prompt_logprobs: list[list[Logprobs]]  # one entry a PromptRows
+    hidden: Tensor | None = None  # [R, H] on the device, good until the next launch; None if the forward gives none
 
 
 class LaunchedStep(NamedTuple):

@@ -34,7 +34,7 @@ class Engine:
     Args:
         worker: runs the steps. blocks: of the worker's KV cache.
         intake: turns prompts into checked requests.
-        overlap: launch a step before the last one's tokens are read back; not with speculation, which needs them.
+        overlap: launch a step before the last one's tokens are read back, unless it drafts.
     """
 
     def __init__(

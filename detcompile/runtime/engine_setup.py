@@ -90,7 +90,7 @@ def engine_over(
         vocab_size=model.num_token_ids,
         eos_token_ids=model.eos_token_ids,
     )
-    overlap = (model.device.type == "cuda" if config.overlap is None else config.overlap) and speculation is None
+    overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(
         worker, blocks, intake, config, overlap=overlap, max_context=model.max_context, speculation=speculation
     )

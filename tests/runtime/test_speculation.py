@@ -79,9 +79,11 @@ def drafting_model(device: str):
     return detcompile.compile(random_model("llama", torch.float32, device), max_context=120)
 
 
-def assert_unmoved(name: str, device: str, config: EngineConfig, speculation: SpeculationConfig):
+def assert_unmoved(name: str, device: str, config: EngineConfig, speculation: SpeculationConfig, switch=None):
     prompts, params, expected = workload(name, device)
     engine = compiled(name, torch.float32, device).engine(config, speculation=speculation)
+    if switch is not None:
+        engine.speculator.switch = switch
     found = engine.generate(prompts, params, progress=False)
     engine.check()
     assert [output.outputs for output in found] == [output.outputs for output in expected]
@@ -112,14 +114,14 @@ def test_no_tree_moves_a_bit(name, config, accuracy, seed, max_nodes, device):
     if name == "granite_swa" and config.num_blocks == 60:
         config = EngineConfig(num_blocks=120, block_size=16)  # each of its groups needs blocks
     drafter = Oracle(workload(name, device)[2], accuracy, seed)
-    assert_unmoved(name, device, config, SpeculationConfig(drafter=drafter, max_nodes=max_nodes))
+    assert_unmoved(name, device, config, SpeculationConfig(drafter=drafter, max_nodes=max_nodes, switch="always"))
 
 
 @pytest.mark.parametrize("siblings", [0, 2])
 def test_a_draft_model_moves_no_bit(siblings, device):
     drafter = drafting_model(device).drafter(4, siblings=siblings, num_sequences=2)
     config = EngineConfig(num_blocks=90, block_size=16, max_num_batched_tokens=64)
-    engine, _ = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=drafter))
+    engine, _ = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=drafter, switch="always"))
     assert engine.speculator.num_drafted > 0
     drafter._blocks.check([])
 
@@ -128,7 +130,7 @@ def test_a_draft_model_of_equal_weights_is_always_right(device):
     """The drafter draws with the target's noise: also where tokens are sampled, each draft is what the target draws."""
     twin = detcompile.compile(random_model("qwen3", torch.float32, device), max_context=2048)
     config = EngineConfig(num_blocks=400, block_size=16)
-    engine, found = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=twin.drafter(4)))
+    engine, found = assert_unmoved("qwen3", device, config, SpeculationConfig(drafter=twin.drafter(4), switch="always"))
     assert 0 < engine.speculator.num_accepted == engine.speculator.num_drafted
     assert sum(output.metrics.num_accepted_tokens for output in found) == engine.speculator.num_accepted
 
@@ -138,7 +140,8 @@ def test_right_drafts_save_steps(device):
     config = EngineConfig(num_blocks=100, block_size=16)
     expected = model.engine(config).generate([5, 6, 7], params, progress=False)
     for accuracy, most in ((1.0, 20), (0.0, 40)):
-        engine = model.engine(config, speculation=SpeculationConfig(drafter=Oracle(expected, accuracy, 0)))
+        speculation = SpeculationConfig(drafter=Oracle(expected, accuracy, 0), switch="always")
+        engine = model.engine(config, speculation=speculation)
         found = engine.generate([5, 6, 7], params, progress=False)
         assert found[0].outputs == expected[0].outputs
         assert most // 4 < engine.stats.num_steps <= most
@@ -168,7 +171,7 @@ class Broken:
 )
 def test_a_broken_drafter_is_switched_off_and_moves_no_bit(how, goes_on, caplog):
     config = EngineConfig(num_blocks=400, block_size=16)
-    engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=Broken(how)))
+    engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=Broken(how), switch="always"))
     assert (engine.speculator.error is None) == goes_on
     assert goes_on or "the drafter failed" in caplog.text
 
@@ -179,7 +182,7 @@ def test_a_draft_model_with_nan_is_switched_off():
         model.lm_head.weight.fill_(float("nan"))
     drafter = detcompile.compile(model, max_context=120).drafter(3)
     config = EngineConfig(num_blocks=400, block_size=16)
-    engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=drafter))
+    engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=drafter, switch="always"))
     assert "not numbers" in str(engine.speculator.error)
 
 
@@ -221,7 +224,7 @@ def test_what_is_no_tree_is_refused(tokens):
         DraftTree(tokens)
 
 
-@pytest.mark.parametrize("bad", [{"max_nodes": 0}, {"max_sequences": 0}])
+@pytest.mark.parametrize("bad", [{"max_nodes": 0}, {"max_sequences": 0}, {"switch": "never"}])
 def test_settings_that_cannot_be_are_refused(bad):
-    with pytest.raises(InvalidInput, match="must be at least 1"):
+    with pytest.raises(InvalidInput, match=r"must be at least 1|one of automatic, always"):
         SpeculationConfig(**bad)

@@ -1,5 +1,9 @@
 """What the ranks of a group compute in tests/parallel: graphs and compiled models, to be compared with one rank's."""
 
+import traceback
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,7 +20,17 @@ from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, random_model
 from tests.parallel.collective_cases import check_all
 
-__all__ = ["DENSE", "SERVED", "compile_one", "dense_logits", "one_layer", "rank_results", "served_logits"]
+__all__ = [
+    "DENSE",
+    "Failure",
+    "PARTS",
+    "SERVED",
+    "compile_one",
+    "dense_logits",
+    "one_layer",
+    "rank_results",
+    "served_logits",
+]
 
 THREE = Numerics(tp_sizes=(1, 3, 6))
 # Of three ranks: six heads over two key heads, so that one rank reads both; and four heads, which every rank computes.
@@ -32,21 +46,29 @@ DENSE = {
 }
 # Models that are compiled and serve steps.
 SERVED = {2: [("gpt2", torch.float32), ("tiny", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}
+PARTS = ("collectives", "dense", "served")
 STEPS = [("composition", 65), ("chunking", 97), ("decode", 17), ("padding", 33)]
 
 
-def rank_results(rank: int, tp: int, device: str, dense: list[str], served: list[tuple[str, torch.dtype]]) -> dict:
-    """Everything that is asked of one rank, in one process."""
-    numerics = THREE if tp == 3 else Numerics()
-    results = {
-        "collectives": check_all(rank, tp, device),
-        "another model": _refusal_of_another_model(rank, tp, device),
-        "dense": {name: dense_logits(one_layer(name, device, tp), tp, numerics, tp == 3).cpu() for name in dense},
-        "served": {},
-    }
-    for name, dtype in served:
-        model = compile_one(name, dtype, device, tp)
-        results["served"][name, dtype] = (model.fingerprint_parts, served_logits(model))
+class Failure(str):
+    """The traceback of a case that raised."""
+
+
+def rank_results(
+    rank: int, tp: int, device: str, parts: tuple[str, ...], served: list[tuple[str, torch.dtype]]
+) -> dict[str, Any]:
+    """What is asked of one rank, in one process: of each part of PARTS that is named, by its name.
+
+    A case that raises leaves its traceback in its place. All ranks come to the same end, so that the next one can run.
+    """
+    results: dict[str, Any] = {}
+    if "collectives" in parts:
+        results["collectives"] = _attempt(lambda: check_all(rank, tp, device))
+        results["another model"] = _attempt(lambda: _refusal_of_another_model(rank, tp, device))
+    if "dense" in parts:
+        results["dense"] = {name: _attempt(lambda name=name: _dense(name, device, tp)) for name in DENSE[tp]}
+    if "served" in parts:
+        results["served"] = {case: _attempt(lambda case=case: _served(*case, device, tp)) for case in served}
     return results
 
 
@@ -90,6 +112,22 @@ def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(
 def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
     """A model of DENSE[tp]."""
     return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES.get((tp, name), {}))
+
+
+def _attempt(compute: Callable[[], Any]) -> Any:
+    try:
+        return compute()
+    except Exception:
+        return Failure(traceback.format_exc())
+
+
+def _dense(name: str, device: str, tp: int) -> Tensor:
+    return dense_logits(one_layer(name, device, tp), tp, THREE if tp == 3 else Numerics(), tp == 3).cpu()
+
+
+def _served(name: str, dtype: torch.dtype, device: str, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+    model = compile_one(name, dtype, device, tp)
+    return model.fingerprint_parts, served_logits(model)
 
 
 def _refusal_of_another_model(rank: int, tp: int, device: str) -> str:

@@ -5,6 +5,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ from torch import multiprocessing
 
 __all__ = ["run_ranks"]
 
-START = "forkserver"  # imports once for all ranks of all groups, and never touches a GPU
-
+# A fork server imports once for all ranks of all groups. A process that forks may not have asked for GPUs before, and
+# some import may ask, so that ranks on GPUs start on their own.
+START = {"cpu": "forkserver", "cuda": "spawn"}
+PATIENCE = timedelta(seconds=150)  # for a rank that another one waits for; compilations are a part of it
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_type: str = "cpu") -> list[Any]:
-    """``function(rank, *args)`` on every rank, over gloo or NCCL; the results, in rank order.
+    """``function(rank, *args)`` on every rank, over gloo or NCCL; the results, in rank order. Rank r has GPU r.
 
     A rank that raises ends all of them, and its traceback is raised here.
     """
     multiprocessing.set_forkserver_preload([__name__, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
         given = (num_ranks, _free_port(), device_type, folder, function, args)
-        multiprocessing.start_processes(_rank_main, given, nprocs=num_ranks, start_method=START)
+        multiprocessing.start_processes(_rank_main, given, nprocs=num_ranks, start_method=START[device_type])
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(num_ranks)]
 
 
@@ -35,16 +38,18 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    backend = "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=num_ranks)
+        backend = "cpu:gloo,cuda:nccl"  # as in the workers of compile(tp=n)
+    dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=PATIENCE)
     try:
-        torch.save(function(rank, *args), Path(folder, f"{rank}.pt"))
+        result = function(rank, *args)
     except BaseException:
         traceback.print_exc()  # spawn shows one rank's, which need not be the one that broke first
-        raise
-    finally:
-        dist.destroy_process_group()
+        raise  # without leaving the group: NCCL would wait there for ranks that wait for this one
+    torch.save(result, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -1,6 +1,7 @@
 """Ranks give the bits of one: collectives, graphs of every architecture, and compiled models that serve steps.
 
-Processes are slow to start, so that each number of ranks runs once, with everything in it.
+Processes are slow to start, so that on CPUs each number of ranks runs once, with everything in it. On GPUs each part
+runs in processes of its own, and what breaks one of them is no word on the others.
 """
 
 import functools
@@ -9,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+import detcompile
 from detcompile import Numerics
+from detcompile.remote_model import RemoteModel
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.parallel.cases import (
     DENSE,
+    PARTS,
     SERVED,
     THREE,
+    Failure,
     compile_one,
     dense_logits,
     one_layer,
@@ -24,8 +29,14 @@ from tests.parallel.cases import (
 )
 from tests.parallel.ranks import run_ranks
 
-MANY = ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "tiny"]
-ON_GPU = [(name, dtype) for name in MANY for dtype in (torch.bfloat16, torch.float32)]
+ON_GPU = [
+    ("tiny", torch.bfloat16),
+    ("llama", torch.bfloat16),
+    ("gpt2", torch.float32),
+    ("gemma3_text", torch.bfloat16),
+    ("qwen3", torch.float32),
+    ("phi3", torch.bfloat16),
+]
 
 
 def _needs_gpus(tp: int) -> list[Any]:
@@ -57,11 +68,22 @@ SIZES = [
 ]
 
 
+def results(device: str, tp: int, part: str, name: str | tuple[str, torch.dtype]) -> list[Any]:
+    """What each rank found under a name of a part."""
+    found = [ranks[part][name] if part in ("dense", "served") else ranks[name] for ranks in _ranks(device, tp, part)]
+    for rank, result in enumerate(found):
+        assert not isinstance(result, Failure), f"rank {rank} of {tp}:\n{result}"
+    return found
+
+
+def _ranks(device: str, tp: int, part: str) -> list[dict[str, Any]]:
+    return _run(device, tp, (part,) if device == "cuda" else PARTS)
+
+
 @functools.cache
-def results(device: str, tp: int) -> list[dict[str, Any]]:
-    """What each rank computed."""
+def _run(device: str, tp: int, parts: tuple[str, ...]) -> list[dict[str, Any]]:
     served = (SERVED_ON_GPU if device == "cuda" else SERVED)[tp]
-    return run_ranks(tp, rank_results, tp, device, DENSE[tp], served, device_type=device)
+    return run_ranks(tp, rank_results, tp, device, parts, served, device_type=device)
 
 
 @functools.cache
@@ -73,29 +95,40 @@ def alone(device: str, name: str, dtype: torch.dtype) -> tuple[dict[str, str], d
 @pytest.mark.parametrize(("device", "tp"), SIZES)
 def test_partial_sums_meet_in_the_tree_and_bytes_move_whole(device: str, tp: int):
     """The assertions are in the ranks; here every one of them got to its end."""
-    assert [result["collectives"] for result in results(device, tp)] == [24] * tp
+    assert results(device, tp, "collectives", "collectives") == [24] * tp
 
 
 @pytest.mark.parametrize(("device", "tp"), SIZES)
 def test_a_rank_with_other_weights_is_found_before_the_first_step(device: str, tp: int):
-    for result in results(device, tp):
-        assert f"ranks 0 and {tp - 1}" in result["another model"]
-        assert "weights" in result["another model"]
+    for refusal in results(device, tp, "collectives", "another model"):
+        assert f"ranks 0 and {tp - 1}" in refusal
+        assert "weights" in refusal
 
 
 @pytest.mark.parametrize(("device", "tp", "name"), _each(DENSE, {tp: DENSE[tp] for tp in SERVED_ON_GPU}))
 def test_the_certified_graph_of_an_architecture_keeps_its_bits(device: str, tp: int, name: str):
     whole = dense_logits(one_layer(name, device, tp), 1, THREE if tp == 3 else Numerics()).cpu()
     assert bool(whole.isfinite().all()) and len(whole.unique()) > whole.shape[0] * whole.shape[1]
-    for rank, result in enumerate(results(device, tp)):
-        assert_bitwise_equal(result["dense"][name], whole, f"{name} on rank {rank} of {tp}")
+    for rank, logits in enumerate(results(device, tp, "dense", name)):
+        assert_bitwise_equal(logits, whole, f"{name} on rank {rank} of {tp}")
 
 
 @pytest.mark.parametrize(("device", "tp", "case"), _each(SERVED, SERVED_ON_GPU))
 def test_a_served_model_keeps_its_bits_and_its_fingerprint(device: str, tp: int, case: tuple[str, torch.dtype]):
     parts, whole = alone(device, *case)
-    for rank, result in enumerate(results(device, tp)):
-        rank_parts, logits = result["served"][case]
+    for rank, (rank_parts, logits) in enumerate(results(device, tp, "served", case)):
         assert rank_parts == parts
         for what, expected in whole.items():
             assert_bitwise_equal(logits[what], expected, f"{what} on rank {rank} of {tp}")
+
+
+@pytest.mark.parametrize("tp", [pytest.param(tp, marks=_needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU])
+def test_workers_on_a_gpu_each_keep_the_bits_and_the_fingerprint(tp: int):
+    parts, whole = alone("cuda", "tiny", torch.bfloat16)
+    model = detcompile.compile(detcompile.load_model("tiny", dtype=torch.bfloat16, device="cuda"), tp=tp)
+    assert isinstance(model, RemoteModel)
+    with model:
+        assert model.fingerprint_parts == parts
+        logits = served_logits(model)
+    for what, expected in whole.items():
+        assert_bitwise_equal(logits[what], expected, f"{what} on {tp} workers")

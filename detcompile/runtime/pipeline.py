@@ -222,7 +222,7 @@ class Pipeline:
             path = child
             sequence.num_computed += 1
         if verification is not None and self._speculator is not None:
-            self._speculator.settle(verification, path)
+            self._speculator.settle(verification, path, cut=child is not None)
             for branch in verification.branches:
                 self._tables.leave(branch.stand_in)
             self._tables.leave(sequence)  # its blocks may be another branch's now

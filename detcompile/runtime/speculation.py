@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.draft_statistics import DraftStatistics
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.drafters import Drafter, NGramDrafter
 from detcompile.runtime.kv_blocks import KVBlocks
@@ -104,12 +105,22 @@ class Speculator:
         self.config = config
         self.vocab_size = vocab_size
         self.error: Exception | None = None
-        self.num_drafted = self.num_accepted = 0
+        self.statistics = DraftStatistics()
         self.draft_seconds = 0.0
         self._accepted_now = 0  # since a step was observed
         self.switch = SpeculationSwitch()
         self._drafter: Drafter | None = config.drafter or NGramDrafter()
         self._blocks = blocks
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens verified."""
+        return self.statistics.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were right."""
+        return self.statistics.num_accepted
 
     @property
     def most_branches(self) -> int:
@@ -153,8 +164,12 @@ class Speculator:
         """Show a drafter that reads them the states that newest tokens were drawn from: rows of [R, H]."""
         self._tell("observe", rows, hidden)
 
-    def settle(self, verification: Verification, path: Path) -> None:
-        """Keep the blocks of a branch through ``path``, the node reached, and give the others back."""
+    def settle(self, verification: Verification, path: Path, *, cut: bool) -> None:
+        """Keep the blocks of a branch through ``path``, the node reached, and give the others back.
+
+        Args:
+            cut: the sequence ended there, though a guess for what follows was right.
+        """
         winner = verification.through(path)
         first = verification.start // self._blocks.pool.block_size
         for branch in verification.branches[1:]:
@@ -162,8 +177,9 @@ class Speculator:
                 self._blocks.adopt(verification.sequence, branch.stand_in.block_tables, first)
             else:
                 self._blocks.discard(branch.stand_in.block_tables, first)
-        self.num_drafted += len(verification.tree)
-        self.num_accepted += len(path)
+        tree = verification.tree
+        rejected = not cut and path not in tree.branches()
+        self.statistics.add(len(tree), tree.depth, len(path), rejected=rejected)
         self._accepted_now += len(path)
 
     def timed(self, load: Load, seconds: float, *, drafting: bool) -> None:

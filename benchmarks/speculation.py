@@ -1,0 +1,272 @@
+"""Speculation beside plain decoding: milliseconds a token, tokens a step against the formula, and equality by bytes.
+
+    python -m benchmarks.speculation --commit $(git rev-parse --short HEAD) [--layers 36] [--small]
+
+On a GPU the target is Qwen3-8B's shape and the draft Qwen3-0.6B's, random weights in bf16; ``--small`` takes the
+embedded model and a draft of one layer. Greedy, end tokens ignored; all engines share the compiled model.
+
+model    the draft model runs and its time counts; each token that it proposes is then replaced by the right one with
+         probability --rate, by a wrong one otherwise.
+n-gram   proposals of the same rate that cost nothing.
+tree     a tree of 16 nodes, all wrong, in every step, beside plain steps.
+
+"always" drafts in every step, "automatic" where that is measured to be sooner; "wrong" are proposals that never hold,
+under the automatic switch. Each engine runs a workload once to warm up and then --repeats times; medians count. A
+difference to the plain tokens ends the program. Writes benchmarks/results/speculation-<device>-<commit>.json.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import detcompile
+from benchmarks.cpu import cpu_name
+from benchmarks.model import QWEN3_8B, build
+from detcompile import CompiledModel, Numerics
+from detcompile.runtime.draft_statistics import expected_tokens
+from detcompile.runtime.draft_tree import DraftTree
+from detcompile.runtime.draft_tree import Path as NodePath
+from detcompile.runtime.drafters import Drafter
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.model_drafter import ModelDrafter
+from detcompile.runtime.outputs import RequestOutput
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import SpeculationConfig
+
+QWEN3_0_6B = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "tie_word_embeddings": True}
+PROMPT_LENGTH = 16
+MAX_CONTEXT = 1024  # of the draft
+TREE: tuple[NodePath, ...] = (
+    (0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+
+
+class Steered:
+    """Chains of ``num_tokens`` that are right at ``rate`` a token; a draft model, if there is one, really drafts first.
+
+    Args:
+        truth: what each prompt is continued with.
+    """
+
+    def __init__(
+        self, truth: dict[tuple[int, ...], list[int]], rate: float, num_tokens: int, model: ModelDrafter | None = None
+    ) -> None:
+        self.truth, self.rate, self.num_tokens = truth, rate, num_tokens
+        self.model = model
+        self.random = random.Random(0)
+
+    def propose(self, sequences: list[Sequence], max_depth: list[int]) -> list[DraftTree]:
+        """A chain for each."""
+        if self.model is None:
+            return [self._chain(sequence, min(depth, self.num_tokens)) for sequence, depth in zip(sequences, max_depth)]
+        trees = []
+        for sequence, tree in zip(sequences, self.model.propose(sequences, max_depth)):
+            steered = self._chain(sequence, tree.depth)
+            if tree.depth:  # the draft's cache then takes what is right for its own, as it would if it had guessed it
+                shadow = self.model._shadows[sequence]
+                shadow.token_ids[len(sequence.token_ids) :] = steered.along((0,) * tree.depth)
+            trees.append(steered)
+        return trees
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is kept of it here."""
+        if self.model is not None:
+            self.model.forget(sequence)
+
+    def _chain(self, sequence: Sequence, depth: int) -> DraftTree:
+        rest = self.truth[tuple(sequence.token_ids[: sequence.num_prompt_tokens])][sequence.num_generated :]
+        right = True
+        tokens = []
+        for token in rest[:depth]:
+            right = right and self.random.random() < self.rate
+            tokens.append(token if right else token ^ 1)
+        return DraftTree.chain(tokens)
+
+
+class WrongTrees:
+    """A tree of one shape for each sequence, with tokens that do not follow."""
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
+        self.truth = truth
+
+    def propose(self, sequences: list[Sequence], max_depth: list[int]) -> list[DraftTree]:
+        """The shape of TREE."""
+        trees = []
+        for sequence, depth in zip(sequences, max_depth):
+            token = self.truth[tuple(sequence.token_ids[: sequence.num_prompt_tokens])][sequence.num_generated]
+            trees.append(DraftTree({path: token ^ (1 << path[-1]) for path in TREE if len(path) <= depth}))
+        return trees
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+class Workload:
+    """So many prompts of random tokens, each continued by so many."""
+
+    def __init__(self, batch: int, num_tokens: int, vocab_size: int) -> None:
+        rng = random.Random(batch)
+        self.prompts = [[rng.randrange(vocab_size) for _ in range(PROMPT_LENGTH)] for _ in range(batch)]
+        self.params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+    def run(self, engine: Engine, repeats: int) -> tuple[float, list[RequestOutput]]:
+        """Milliseconds a token of one sequence, from the first tokens of all to the last of any; and the answers."""
+        taken = []
+        for _ in range(repeats + 1):
+            outputs = engine.generate(self.prompts, self.params, progress=False)
+            metrics = [output.metrics for output in outputs if output.metrics is not None]
+            first = max(metric.token_times[0] for metric in metrics)
+            last = max(metric.token_times[-1] for metric in metrics)
+            taken.append(1e3 * (last - first) / ((self.params.max_tokens or 2) - 1))
+        return statistics.median(taken[1:]), outputs
+
+
+def free() -> None:
+    """Give back the memory of engines that nobody holds any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+class Comparison:
+    """One target under several drafters."""
+
+    def __init__(self, target: CompiledModel, draft: CompiledModel, arguments: argparse.Namespace) -> None:
+        self.target, self.draft = target, draft
+        self.rate, self.num_tokens, self.repeats = arguments.rate, arguments.k, arguments.repeats
+        batches = [int(batch) for batch in arguments.batches.split(",")]
+        self.works = {batch: Workload(batch, arguments.tokens, target.vocab_size) for batch in batches}
+        self.config = EngineConfig(
+            prefix_caching=False,
+            max_num_seqs=256,  # also the rows of logits whose graphs are captured beforehand
+            max_num_batched_tokens=2048,
+            num_blocks=8 * max(batches) + 256,
+        )
+        self.plain: dict[int, float] = {}
+        self.expected: dict[int, list[list[int]]] = {}
+
+    @property
+    def truth(self) -> dict[tuple[int, ...], list[int]]:
+        """What every prompt is continued with."""
+        return {
+            tuple(prompt): tokens
+            for batch, work in self.works.items()
+            for prompt, tokens in zip(work.prompts, self.expected[batch])
+        }
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """Plain decoding first, then each kind of drafts."""
+        engine = self.target.engine(self.config)
+        for batch, work in self.works.items():
+            self.plain[batch], outputs = work.run(engine, self.repeats)
+            self.expected[batch] = tokens_of(outputs)
+            yield {"drafts": "none", "batch": batch, "ms a token": self.plain[batch]}
+        del engine
+        free()
+        yield from self._drafted("n-gram", lambda rate: Steered(self.truth, rate, self.num_tokens))
+        small = self.draft.drafter(self.num_tokens, num_sequences=max(self.works))
+        yield from self._drafted("model", lambda rate: Steered(self.truth, rate, self.num_tokens, small))
+        if 1 in self.works:
+            yield self._tree()
+
+    def _drafted(self, name: str, drafter: Callable[[float], Drafter]) -> Iterator[dict[str, object]]:
+        for switch, rate in (("always", self.rate), ("automatic", self.rate), ("automatic", 0.0)):
+            speculation = SpeculationConfig(drafter=drafter(rate), switch=switch)  # type: ignore[arg-type]
+            engine = self.target.engine(self.config, speculation=speculation)
+            for batch in self.works:
+                yield {"drafts": name, "switch": switch, "rate": rate} | self._run(engine, batch, rate)
+            del engine
+            free()
+
+    def _run(self, engine: Engine, batch: int, rate: float) -> dict[str, object]:
+        speculator = engine.speculator
+        assert speculator is not None
+        before = speculator.statistics.num_trees, speculator.statistics.num_accepted, speculator.draft_seconds
+        taken, outputs = self.works[batch].run(engine, self.repeats)
+        assert tokens_of(outputs) == self.expected[batch], "speculation changed tokens"
+        assert speculator.error is None, speculator.error
+        trees = speculator.statistics.num_trees - before[0]
+        row: dict[str, object] = {"batch": batch, "ms a token": taken, "speedup": self.plain[batch] / taken}
+        row["trees"] = trees
+        if trees:
+            accepted = speculator.statistics.num_accepted - before[1]
+            row["tokens a step"] = 1 + accepted / trees
+            row["by the formula"] = expected_tokens(rate, self.num_tokens)
+            row["draft ms a step"] = 1e3 * (speculator.draft_seconds - before[2]) * batch / trees
+        return row
+
+    def _tree(self) -> dict[str, object]:
+        """Milliseconds of a step that verifies TREE for one sequence, beside a plain one."""
+        speculation = SpeculationConfig(drafter=WrongTrees(self.truth), max_nodes=len(TREE), switch="always")
+        engine = self.target.engine(self.config, speculation=speculation)
+        taken, outputs = self.works[1].run(engine, self.repeats)
+        assert tokens_of(outputs) == self.expected[1], "speculation changed tokens"
+        branches = DraftTree({path: path[-1] for path in TREE}).branches()
+        return {
+            "drafts": f"tree of {len(TREE)}",
+            "batch": 1,
+            "rows": sum(1 + len(leaf) for leaf in branches),
+            "ms a step": taken,
+            "of a plain step": taken / self.plain[1],
+        }
+
+
+def models(arguments: argparse.Namespace) -> tuple[CompiledModel, CompiledModel, str]:
+    """Target, draft, and what they are."""
+    if arguments.small:
+        target = detcompile.compile(detcompile.load_model("tiny", dtype=torch.float32, device="cpu"))
+        config = AutoConfig.for_model(**(target.model.config.to_dict() | {"num_hidden_layers": 1, "layer_types": None}))
+        draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        return target, detcompile.compile(draft, max_context=MAX_CONTEXT), "embedded model, draft of one layer, fp32"
+    numerics = Numerics(tp_sizes=(1,))
+    target = detcompile.compile(build(arguments.layers), numerics=numerics)
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=28, **(QWEN3_8B | QWEN3_0_6B))
+    with torch.device("cuda"):
+        draft = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    compiled = detcompile.compile(draft, numerics=numerics, max_context=MAX_CONTEXT)
+    return target, compiled, f"Qwen3-8B shape, {arguments.layers} layers, draft of Qwen3-0.6B's shape, bf16, random"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--small", action="store_true", help="the embedded model on a CPU")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rate", type=float, default=0.8)
+    parser.add_argument("--k", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    target, draft, name = models(arguments)
+    hardware = cpu_name() if arguments.small else torch.cuda.get_device_name()
+    path = arguments.out / f"speculation-{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
+    report = {"commit": arguments.commit, "hardware": hardware, "torch": torch.__version__, "model": name}
+    report |= {"k": arguments.k, "tokens": arguments.tokens, "compile seconds": time.monotonic() - started, "rows": []}
+    print(f"[{time.monotonic() - started:5.0f} s] compiled", flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for row in Comparison(target, draft, arguments).rows():
+        report["rows"].append(row)
+        path.write_text(json.dumps(report, indent=1))
+        shown = ", ".join(f"{key} {f'{v:.3g}' if isinstance(v, float) else v}" for key, v in row.items())
+        print(f"[{time.monotonic() - started:5.0f} s] {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

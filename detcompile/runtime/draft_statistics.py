@@ -1,0 +1,61 @@
+"""DraftStatistics: how right the drafts of an engine were, and the tokens a step that this lets expect."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+__all__ = ["DraftStatistics", "expected_tokens"]
+
+
+def expected_tokens(rate: float, depth: int) -> float:
+    """Tokens of a step whose chain of ``depth`` guesses is right at ``rate`` each: (1 - rate^(depth + 1)) / (1 - rate).
+
+    Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, equation 1.
+    """
+    return depth + 1.0 if rate == 1 else (1 - rate ** (depth + 1)) / (1 - rate)
+
+
+@dataclass(slots=True)
+class DraftStatistics:
+    """Counts over every tree that was verified.
+
+    Attributes:
+        num_drafted, num_accepted: nodes, and those that were right.
+        num_rejected: trees whose guesses ended in being wrong; the others were right to a leaf, or cut by a stop.
+        depths: how many trees were so deep.
+    """
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+    depths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, num_nodes: int, depth: int, num_accepted: int, *, rejected: bool) -> None:
+        """One more tree."""
+        self.num_drafted += num_nodes
+        self.num_accepted += num_accepted
+        self.num_rejected += rejected
+        self.depths[depth] += 1
+
+    @property
+    def num_trees(self) -> int:
+        """Trees that were verified."""
+        return self.depths.total()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the nodes reached below which a guess was right: the alpha of Leviathan et al."""
+        reached = self.num_accepted + self.num_rejected
+        return self.num_accepted / reached if reached else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Measured: tokens that a sequence with drafts got in a step."""
+        return 1.0 + self.num_accepted / self.num_trees if self.num_trees else 1.0
+
+    @property
+    def expected_tokens_per_step(self) -> float:
+        """What ``acceptance_rate`` lets expect of trees of these depths."""
+        if not self.num_trees:
+            return 1.0
+        rate = self.acceptance_rate
+        return sum(count * expected_tokens(rate, depth) for depth, count in self.depths.items()) / self.num_trees

@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 import detcompile
 from benchmarks.model import QWEN3_8B, build
@@ -29,22 +30,25 @@ from benchmarks.schedulers import POLICIES, real_rows
 from benchmarks.serve import plain_lowering, prompts
 from benchmarks.simulation import log_normal_trace
 from detcompile import CompiledModel, Numerics
+from tests.runtime.test_engine_machine import run_machine
 
 __all__ = ["machine", "repeat", "trace"]
 
 PROMPT_LENGTH = 32
 GAMES = 4  # of the state machine, between two looks at the count
+BUDGETS = (4096, 100, 512, 40, 4096, 7)  # tokens of a step
+settings.register_profile("at size", deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 def machine(model: CompiledModel, requests: int) -> dict[str, object]:
     """Play until so many requests were compared; a difference ends the program."""
-    from tests.runtime.test_engine_machine import run_machine  # needs hypothesis, which the other parts do not
-
     tally: Counter[str] = Counter()
     started, games = time.perf_counter(), 0
     while tally["requests"] < requests:
-        tally += run_machine(model, overlap=games % (2 * GAMES) == 0, max_examples=GAMES)
+        overlap = games % (2 * GAMES) == 0
+        tally += run_machine(model, overlap=overlap, max_examples=GAMES, budgets=BUDGETS, crowd=4)
         games += GAMES
+        print(games, dict(tally), flush=True)
     return {"games": games, **tally, "different": 0, "seconds": time.perf_counter() - started}
 
 
@@ -93,6 +97,7 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1))
         print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
 
+    settings.load_profile("at size")
     parts = arguments.parts.split(",")
     numerics = Numerics(tp_sizes=(1,))
     if set(parts) != {"plain"}:

@@ -18,10 +18,10 @@ __all__ = ["run_machine"]
 MOST_PROMPT, MOST_NEW = 90, 36  # tokens; windows are 70
 MOST_TOKENS = MOST_PROMPT + MOST_NEW
 ACTIONS = ["add_some", "go_on", "cancel", "add_some", "go_on", "add_some", "cancel", "go_on", "drain"]
+BUDGETS = (1, 2, 7, 16, 40, 100, 4096)
 CONFIGS = st.fixed_dictionaries(
     {
         "scheduler": st.sampled_from(["stall_free", "prefill_first", "simple_chunking"]),
-        "max_num_batched_tokens": st.sampled_from([1, 2, 7, 16, 40, 100, 4096]),
         "max_num_seqs": st.sampled_from([32, 5, 32, 2, 1]),
         "block_size": st.sampled_from([16, 16, 16, 16, 16, 32, 64, 256]),
         "allocation": st.sampled_from(["lazy", "lazy", "lazy", "reserve"]),
@@ -36,20 +36,24 @@ class EngineMachine(RuleBasedStateMachine):
 
     model: CompiledModel
     overlap: bool
+    budgets: tuple[int, ...]  # max_num_batched_tokens
+    crowd: int  # requests that come together, where one does elsewhere
     tally: Counter[str]  # of requests compared, and preemptions
 
     @initialize(
         config=CONFIGS,
+        budget=st.integers(0, 99),
         one_group=st.booleans(),
         spare=st.sampled_from([0, 0, 1, 3, 40]),
         graphs=st.booleans(),
         data=st.data(),
     )
-    def build(self, config, one_group, spare, graphs, data):
+    def build(self, config, budget, one_group, spare, graphs, data):
         num_groups = 1 if one_group else len(self.model._kv_groups)
         least = -(-MOST_TOKENS // config["block_size"]) * num_groups  # for one request
         config = EngineConfig(
             **config,
+            max_num_batched_tokens=self.budgets[budget % len(self.budgets)],
             overlap=self.overlap,
             num_blocks=1 + least + spare,
             cuda_graphs=graphs if self.model.device.type == "cuda" else None,
@@ -80,7 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def add_some(self, data):
         few = self.engine.config.max_num_batched_tokens <= 2  # they would take long
-        for _ in range(1 if few else data.draw(st.sampled_from([5, 3, 1]))):
+        for _ in range(1 if few else self.crowd * data.draw(st.sampled_from([5, 3, 1]))):
             self.add(data)
 
     @st.composite
@@ -137,10 +141,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.drain(None)
 
 
-def run_machine(model: CompiledModel, *, overlap: bool, max_examples: int) -> Counter[str]:
+def run_machine(
+    model: CompiledModel, *, overlap: bool, max_examples: int, budgets: tuple[int, ...] = BUDGETS, crowd: int = 1
+) -> Counter[str]:
     """Play so many games; what was compared in them."""
     tally: Counter[str] = Counter()
-    machine = type("Machine", (EngineMachine,), {"model": model, "overlap": overlap, "tally": tally})
+    given = {"model": model, "overlap": overlap, "budgets": budgets, "crowd": crowd, "tally": tally}
+    machine = type("Machine", (EngineMachine,), given)
     run_state_machine_as_test(machine, settings=settings(max_examples=max_examples, stateful_step_count=8))
     return tally
 

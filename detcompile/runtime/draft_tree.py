@@ -1,14 +1,17 @@
 """DraftTree: tokens that may come next, as a tree of guesses.
 
 A node is named by its path: ``(0,)`` is the first guess for the next token, ``(1,)`` another one, ``(0, 2)`` the third
-guess for what follows ``(0,)``. The root, the sequence's newest token, is ``()``.
+guess for what follows ``(0,)``. The root, the sequence's newest token, is ``()``. A list of paths is a shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["DraftTree", "Path"]
+__all__ = ["DraftTree", "Path", "require_shape"]
 
 Path = tuple[int, ...]
 
@@ -18,13 +21,17 @@ class DraftTree:
 
     Args:
         tokens: token id of each node.
+        distributions: of nodes that were drawn at random, the probabilities [V] (float32, on the target's device) that
+            they were drawn from, given the older siblings: only ``acceptance="rejection"`` reads them. A node without
+            is taken for the only token that could have been proposed there, which is never wrong and accepts less.
 
     Raises:
         InvalidInput: a node without its parent, or two children of one node with the same token.
     """
 
-    def __init__(self, tokens: Mapping[Path, int]) -> None:
+    def __init__(self, tokens: Mapping[Path, int], distributions: Mapping[Path, Tensor] | None = None) -> None:
         self.tokens = dict(sorted(tokens.items(), key=lambda item: (len(item[0]), item[0])))
+        self.distributions = distributions or {}
         self._child: dict[tuple[Path, int], Path] = {}
         for path, token in self.tokens.items():
             if not path or (path[:-1] and path[:-1] not in self.tokens):
@@ -37,10 +44,15 @@ class DraftTree:
         """Each token the only guess after the one before."""
         return cls({(0,) * (depth + 1): token for depth, token in enumerate(tokens)})
 
+    @classmethod
+    def of(cls, shape: Sequence[Path], tokens: Sequence[int]) -> "DraftTree":
+        """A tree of a shape such as ``[(0,), (0, 0), (0, 1), (1,)]``, and the token of each of its nodes."""
+        return cls(dict(zip(require_shape(shape), tokens, strict=True)))
+
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Tokens of the longest path."""
         return max((len(path) for path in self.tokens), default=0)
@@ -49,10 +61,24 @@ class DraftTree:
         """The node that guesses ``token`` after ``path``."""
         return self._child.get((path, token))
 
+    def children(self, path: Path) -> list[Path]:
+        """The guesses for what follows ``path``, the first guess first."""
+        return self._children.get(path, [])
+
+    def ancestors(self, path: Path) -> list[Path]:
+        """The nodes above a node, from below the root down."""
+        return [path[:depth] for depth in range(1, len(path))]
+
+    def levels(self) -> list[list[Path]]:
+        """The nodes at depth 1, 2, …"""
+        levels: list[list[Path]] = [[] for _ in range(self.depth)]
+        for path in self.tokens:
+            levels[len(path) - 1].append(path)
+        return levels
+
     def branches(self) -> list[Path]:
         """Every leaf, that of the first guesses first, so that most nodes are on the first branches."""
-        parents = {path[:-1] for path in self.tokens}
-        return sorted(path for path in self.tokens if path not in parents)
+        return sorted(path for path in self.tokens if path not in self._children)
 
     def along(self, leaf: Path) -> list[int]:
         """Tokens from below the root to ``leaf``."""
@@ -60,5 +86,33 @@ class DraftTree:
 
     def pruned(self, max_nodes: int, max_depth: int) -> "DraftTree":
         """The first ``max_nodes`` nodes, level by level, that lie no deeper than ``max_depth``."""
-        kept = [(path, token) for path, token in self.tokens.items() if len(path) <= max_depth]
-        return DraftTree(dict(kept[: max(0, max_nodes)]))
+        if len(self.tokens) <= max_nodes and self.depth <= max_depth:
+            return self
+        return self.only([path for path in self.tokens if len(path) <= max_depth][: max(0, max_nodes)])
+
+    def only(self, paths: Iterable[Path]) -> "DraftTree":
+        """The tree of these nodes, whose parents are among them."""
+        return DraftTree({path: self.tokens[path] for path in paths}, self.distributions)
+
+    @cached_property
+    def _children(self) -> dict[Path, list[Path]]:
+        children: dict[Path, list[Path]] = {}
+        for path in self.tokens:
+            children.setdefault(path[:-1], []).append(path)
+        return children
+
+
+def require_shape(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """The paths of a tree's nodes, in their order.
+
+    Raises:
+        InvalidInput: none, one twice, a negative index, or a node without its parent.
+    """
+    shape = tuple(tuple(path) for path in paths)
+    known = set(shape)
+    if not shape or len(known) != len(shape):
+        raise InvalidInput(f"a draft tree of {list(paths)}: give at least one path, and each once")
+    for path in shape:
+        if not path or min(path) < 0 or (path[:-1] and path[:-1] not in known):
+            raise InvalidInput(f"draft node {path} of {list(paths)}: no parent there, or no place among its siblings")
+    return shape

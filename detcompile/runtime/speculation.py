@@ -90,6 +90,12 @@ class Verification(NamedTuple):
                 found.setdefault(leaf[:depth], (stand_in, depth))
         return found
 
+    def slots(self, path: Path, block_size: int) -> list[list[int]]:
+        """Where the KV cache holds the root and the nodes down to ``path``: slots of each group."""
+        tables = self.through(path).stand_in.block_tables
+        places = range(self.start, self.start + 1 + len(path))
+        return [[table[p // block_size] * block_size + p % block_size for p in places] for table in tables]
+
     def through(self, path: Path) -> Branch:
         """The first branch through a node."""
         return next(branch for branch in self.branches if branch.leaf[: len(path)] == path)
@@ -178,7 +184,7 @@ class Speculator:
             else:
                 self._blocks.discard(branch.stand_in.block_tables, first)
         tree = verification.tree
-        rejected = not cut and path not in tree.branches()
+        rejected = not cut and bool(tree.children(path))
         self.statistics.add(len(tree), tree.depth, len(path), rejected=rejected)
         self._accepted_now += len(path)
 
@@ -232,8 +238,9 @@ class Speculator:
         if not branches:
             return None
         kept = {branch.leaf[:depth] for branch in branches for depth in range(1, len(branch.leaf) + 1)}
-        pruned = DraftTree({path: token for path, token in tree.tokens.items() if path in kept})
-        return Verification(sequence, pruned, tuple(branches), entry.start, self._copies(entry, branches))
+        if len(kept) < len(tree):
+            tree = tree.only(kept)
+        return Verification(sequence, tree, tuple(branches), entry.start, self._copies(entry, branches))
 
     def _copies(self, entry: StepEntry, branches: SequenceOf[Branch]) -> tuple[tuple[int, int], ...]:
         first, inside = divmod(entry.start, self._blocks.pool.block_size)

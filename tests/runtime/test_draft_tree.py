@@ -1,0 +1,120 @@
+"""Trees of drafts: shapes, relatives, and growth by probability."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.draft_statistics import DraftStatistics, expected_tokens
+from detcompile.runtime.draft_tree import DraftTree, require_shape
+from detcompile.runtime.drafters import NO_DRAFT
+from detcompile.runtime.growing_tree import GrowingTree
+from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.speculation import SpeculationConfig, Speculator
+from detcompile.runtime.step_builder import StepEntry
+from detcompile.step import KVGroup
+
+SHAPE = [(0,), (0, 0), (0, 1), (1,), (0, 0, 0)]
+
+
+def test_a_tree_of_a_shape_knows_its_relatives():
+    tree = DraftTree.of(SHAPE, [5, 6, 7, 8, 9])
+    assert tree.along((0, 0, 0)) == [5, 6, 9]
+    assert tree.ancestors((0, 0, 0)) == [(0,), (0, 0)] and tree.ancestors((1,)) == []
+    assert tree.levels() == [[(0,), (1,)], [(0, 0), (0, 1)], [(0, 0, 0)]]
+    assert tree.children(()) == [(0,), (1,)] and tree.children((0,)) == [(0, 0), (0, 1)] and tree.children((1,)) == []
+    assert tree.branches() == [(0, 0, 0), (0, 1), (1,)]
+    assert tree.only([(0,), (0, 1)]).tokens == {(0,): 5, (0, 1): 7}
+    assert NO_DRAFT.levels() == []
+
+
+@pytest.mark.parametrize("shape", [[], [(0, 0)], [()], [(0,), (0,)], [(-1,)], [(0,), (1, 0)]])
+def test_what_is_no_shape_is_refused(shape):
+    with pytest.raises(InvalidInput, match="draft"):
+        require_shape(shape)
+
+
+chances = st.lists(st.floats(0.0, 1.0, width=16), min_size=1, max_size=3)
+
+
+@given(table=st.lists(chances, min_size=1, max_size=30), max_nodes=st.integers(1, 9), depth=st.integers(1, 4))
+def test_a_grown_tree_holds_the_likeliest_paths(table, max_nodes, depth):
+    """Beside all paths of a small tree, weighed and sorted; the width is not what limits it."""
+
+    def candidates(path):
+        return [(index, p) for index, p in enumerate(sorted(table[hash(path) % len(table)], reverse=True))]
+
+    growing, whole = GrowingTree(max_nodes, width=100), {(): 1.0}
+    for level in range(depth):
+        growing.expand([(path, candidates(path)) for path in growing.frontier()])
+        for path in [path for path in whole if len(path) == level]:
+            whole |= {(*path, token): whole[path] * p for token, p in candidates(path)}
+    del whole[()]
+    best = sorted(whole, key=lambda path: (-whole[path], len(path), path))[:max_nodes]
+    tree = growing.tree()
+    assert set(tree.tokens) == set(best)
+    assert all(tree.along(path) == list(path) for path in tree.tokens)
+    assert growing.expected_accepted() == math.fsum(whole[path] for path in best)
+
+
+def test_a_grown_tree_expands_no_more_than_its_width():
+    growing = GrowingTree(10, width=2)
+    assert growing.frontier() == [()]
+    growing.expand([((), [(7, 0.5), (8, 0.3), (9, 0.2)])])
+    assert growing.frontier() == [(0,), (1,)] and growing.along((1,)) == [8]
+    with pytest.raises(InvalidInput, match="within 0 and 1"):
+        growing.expand([((0,), [(1, float("nan"))])])
+    with pytest.raises(InvalidInput, match="at least 1"):
+        GrowingTree(0, 1)
+
+
+class Fixed:
+    """Proposes one tree."""
+
+    def __init__(self, tree):
+        self.tree = tree
+
+    def propose(self, sequences, max_depth):
+        return [self.tree for _ in sequences]
+
+    def forget(self, sequence):
+        pass
+
+
+def test_each_path_has_slots_at_its_logical_positions():
+    blocks = KVBlocks(BlockPool(20, 16), [KVGroup((0,), 0)], prefix_caching=False)
+    sequence = Sequence(list(range(18)), max_length=100)
+    assert blocks.admit(sequence, 18) == 0
+    sequence.num_computed = 18
+    speculator = Speculator(SpeculationConfig(drafter=Fixed(DraftTree.of(SHAPE, [5, 6, 7, 8, 9]))), blocks, 100)
+    verification = speculator.draft([StepEntry(sequence, 17, 1)], 100)[sequence]
+    own = sequence.block_tables[0]
+    assert verification.slots((0, 0, 0), 16) == [[own[1] * 16 + place for place in (1, 2, 3, 4)]]
+    for path in verification.tree.tokens:
+        (slots,) = verification.slots(path, 16)
+        assert [slot % 16 for slot in slots] == [1 + depth for depth in range(len(path) + 1)]
+    taken = [tuple(verification.slots(leaf, 16)[0]) for leaf in verification.tree.branches()]
+    assert len({slots[0] // 16 for slots in taken}) == 3, "each branch has a block of its own"
+    speculator.settle(verification, (0, 1), cut=False)
+    assert verification.slots((0, 1), 16)[0][0] // 16 == sequence.block_tables[0][1], "the winner's block is taken over"
+    blocks.release(sequence)
+    assert blocks.pool.num_free == blocks.pool.num_usable
+
+
+@given(rate=st.floats(0.0, 1.0), depth=st.integers(0, 8))
+def test_expected_tokens_are_the_sum_of_the_chances(rate, depth):
+    assert expected_tokens(rate, depth) == pytest.approx(sum(rate**n for n in range(depth + 1)))
+
+
+def test_statistics_of_drafts():
+    statistics = DraftStatistics()
+    assert (statistics.acceptance_rate, statistics.tokens_per_step, statistics.expected_tokens_per_step) == (0, 1, 1)
+    for accepted, rejected in ((5, False), (2, True), (0, True), (3, False)):  # the last was cut by a stop
+        statistics.add(5, 5, accepted, rejected=rejected)
+    assert statistics.acceptance_rate == 10 / 12
+    assert statistics.tokens_per_step == 3.5
+    assert statistics.expected_tokens_per_step == pytest.approx(expected_tokens(10 / 12, 5))

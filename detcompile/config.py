@@ -4,13 +4,14 @@
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
 | DETCOMPILE_CPU_ISA | the widest the machine has | avx512bf16, avx512, avx2 or portable |
+| DETCOMPILE_PEER_MEMORY | 1 | 0: sums over ranks travel by NCCL also where GPUs map each other's memory |
 | CXX | g++ | C++ compiler for the CPU templates |
 """
 
 import os
 from pathlib import Path
 
-__all__ = ["cache_directory", "cpu_isa_override", "cxx_compiler"]
+__all__ = ["cache_directory", "cpu_isa_override", "cxx_compiler", "peer_memory_allowed", "turn_multicast_off"]
 
 
 def cache_directory() -> Path:
@@ -26,3 +27,14 @@ def cpu_isa_override() -> str | None:
 def cxx_compiler() -> str:
     """Command that compiles C++17."""
     return os.environ.get("CXX", "g++")
+
+
+def turn_multicast_off() -> None:
+    """NVLink multicast, for communicators and memory that this process opens from now on, unless the caller decided."""
+    for variable, off in {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}.items():
+        os.environ.setdefault(variable, off)
+
+
+def peer_memory_allowed() -> bool:
+    """Whether kernels may write into the memory of other GPUs."""
+    return os.environ.get("DETCOMPILE_PEER_MEMORY", "1") != "0"

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile
 from detcompile.compiled import CompiledModel
+from detcompile.config import turn_multicast_off
 from detcompile.remote_model import ModelFacts, RankPlan
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import affordable_blocks, new_cache, new_worker
@@ -120,6 +121,7 @@ class RankServer:
         return list(self._made)
 
     def _join(self, device: torch.device, port: int) -> None:
+        turn_multicast_off()
         store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.tp)

@@ -12,8 +12,9 @@ Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`
 So matmul_partial and tree_all_reduce on R ranks have the bits of matmul with the whole tree on one. The partials travel
 as they are and every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
 that is little, in two (a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much.
-No element's sum notices. No floating-point number is added by the communication library: what sharded_embedding sums
-are the bytes, as integers, of which all ranks but one hold zeros.
+GPUs that map each other's memory do this in one kernel (collectives_triton.py). No element's sum notices. No
+floating-point number is added by the communication library: what sharded_embedding sums are the bytes, as integers, of
+which all ranks but one hold zeros.
 """
 
 import math
@@ -27,6 +28,8 @@ from detcompile.errors import InvalidInput
 from detcompile.float32 import add_tree
 from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
+from detcompile.templates.collectives_memory import peer_memory
+from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
 
@@ -66,8 +69,13 @@ def tree_all_reduce(
     group: str,
     out_dtype: torch.dtype,
     two_shot: bool | None = None,
+    peers: bool = True,
 ) -> Tensor:
-    """The op on any device; ``two_shot`` forces a way, and both give the same bits.
+    """The op on any device.
+
+    Args:
+        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. All give the same
+            bits.
 
     Raises:
         InvalidInput: the radices do not make the group's size, or shapes do not fit.
@@ -79,9 +87,15 @@ def tree_all_reduce(
         raise InvalidInput(
             f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [M, N]"
         )
+    partial = partial.contiguous()
+    memory = peer_memory(group, partial.device) if peers and partial.is_cuda else None
+    levels = sum(radix > 1 for radix in radices)
+    if memory is not None and levels <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
+        out = partial.new_empty(partial.shape, dtype=out_dtype)
+        reduce_over_peers(memory, partial, *_epilogue(bias, residual), tuple(radices), out, two_shot)
+        return out
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
-    partial = partial.contiguous()
     if two_shot:
         return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype)
     return add_partials(_gather(partial, group), bias, residual, radices, out_dtype)
@@ -92,10 +106,7 @@ def add_partials(
 ) -> Tensor:
     """float32 partials [R, M, N] of the ranks -> [M, N], with the epilogue of the matmul template."""
     _, M, N = partials.shape
-    if residual is not None and residual.stride(-1) != 1:
-        residual = residual.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
+    bias, residual = _epilogue(bias, residual)
     out = partials.new_empty((M, N), dtype=out_dtype)
     if out.numel() == 0:
         return out
@@ -130,6 +141,13 @@ def add_partials(
 def reference_tree_sum(partials: Tensor, radices: Sequence[int]) -> Tensor:
     """float32 partials [R, M, N] -> their sum [M, N] in the tree's order, written out."""
     return torch.from_numpy(add_tree(list(partials.numpy()), tuple(radices)))
+
+
+def _epilogue(bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """With unit strides."""
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    return None if bias is None else bias.contiguous(), residual
 
 
 def _reduce_then_gather(

@@ -19,6 +19,7 @@ from detcompile.passes.shard import pin_row_parallel, shard
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, random_model
 from tests.parallel.collective_cases import check_all
+from tests.parallel.peer_cases import check_peers
 
 __all__ = [
     "DENSE",
@@ -65,6 +66,8 @@ def rank_results(
     if "collectives" in parts:
         results["collectives"] = _attempt(lambda: check_all(rank, tp, device))
         results["another model"] = _attempt(lambda: _refusal_of_another_model(rank, tp, device))
+        if device == "cuda":
+            results["peers"] = _attempt(lambda: check_peers(rank, tp))
     if "dense" in parts:
         results["dense"] = {name: _attempt(lambda name=name: _dense(name, device, tp)) for name in DENSE[tp]}
     if "served" in parts:

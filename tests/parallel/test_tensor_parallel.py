@@ -62,6 +62,7 @@ def _name(case: Any) -> str:
 
 
 SERVED_ON_GPU = {2: ON_GPU, 4: ON_GPU}
+ON_GPUS = [pytest.param(tp, marks=_needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU]
 SIZES = [
     *(pytest.param("cpu", tp, id=f"cpu-{tp}") for tp in DENSE),
     *(pytest.param("cuda", tp, marks=_needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU),
@@ -98,6 +99,14 @@ def test_partial_sums_meet_in_the_tree_and_bytes_move_whole(device: str, tp: int
     assert results(device, tp, "collectives", "collectives") == [24] * tp
 
 
+@pytest.mark.parametrize("tp", ON_GPUS)
+def test_sums_over_memory_of_other_gpus_have_the_bits_of_the_library(tp: int):
+    """Also where ranks come late, and in CUDA graphs."""
+    if not all(torch.cuda.can_device_access_peer(0, other) for other in range(1, tp)):
+        pytest.skip("these GPUs do not map each other's memory")
+    assert results("cuda", tp, "collectives", "peers") == [True] * tp
+
+
 @pytest.mark.parametrize(("device", "tp"), SIZES)
 def test_a_rank_with_other_weights_is_found_before_the_first_step(device: str, tp: int):
     for refusal in results(device, tp, "collectives", "another model"):
@@ -122,7 +131,7 @@ def test_a_served_model_keeps_its_bits_and_its_fingerprint(device: str, tp: int,
             assert_bitwise_equal(logits[what], expected, f"{what} on rank {rank} of {tp}")
 
 
-@pytest.mark.parametrize("tp", [pytest.param(tp, marks=_needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU])
+@pytest.mark.parametrize("tp", ON_GPUS)
 def test_workers_on_a_gpu_each_keep_the_bits_and_the_fingerprint(tp: int):
     parts, whole = alone("cuda", "tiny", torch.bfloat16)
     model = detcompile.compile(detcompile.load_model("tiny", dtype=torch.bfloat16, device="cuda"), tp=tp)

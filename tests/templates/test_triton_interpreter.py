@@ -10,7 +10,10 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("family", ["rows", "rope", "matmul", "attention", "attention_scores", "sampling"])
+FAMILIES = ["rows", "rope", "matmul", "attention", "attention_scores", "sampling", "collectives"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_in_the_interpreter(family: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "DETCOMPILE_CACHE": str(tmp_path)}
     test = HERE / f"test_triton_{family}.py"

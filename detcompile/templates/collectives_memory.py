@@ -1,0 +1,115 @@
+"""PeerMemory: boxes and flags on every GPU of a group, into which the kernels of all its ranks write.
+
+Legend: R ranks, C channels: program c of a kernel speaks with program c of the other ranks' kernels, and with no other.
+
+    boxes [C, 2, R, BOX] float32   what rank r sent to channel c; two, so that one can be read while the next one fills
+    flags [C, LANES] int32         the epoch of the last box that rank r has sent
+    epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent
+
+Allocated once a group, at its first use, whatever the shapes: larger sums go through the boxes piece by piece.
+"""
+
+import socket
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from detcompile.config import peer_memory_allowed, turn_multicast_off
+from detcompile.errors import ScheduleError
+from detcompile.parallel import process_group
+from detcompile.templates.tuning import capturing
+
+__all__ = ["BOX", "CHANNELS", "LANES", "PeerMemory", "peer_memory"]
+
+CHANNELS = 256
+BOX = 8192  # float32 elements
+LANES = 8  # ranks at most; a power of two
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_MEMORIES: dict[str, tuple[dist.ProcessGroup, "PeerMemory | None"]] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMemory:
+    """One rank's view of a group's memory.
+
+    Attributes:
+        rank: of this process in the group. boxes: of every rank, as this GPU sees them.
+        flags: of this rank. flag_addresses: [R] int64, of every rank's flags, as this GPU sees them.
+        owner: keeps the memory mapped.
+    """
+
+    rank: int
+    boxes: tuple[Tensor, ...]
+    flags: Tensor
+    flag_addresses: Tensor
+    epochs: Tensor
+    owner: Any = None
+
+
+def peer_memory(group: str, device: torch.device) -> PeerMemory | None:
+    """Of the group of this name; None where its GPUs cannot map each other's memory. All ranks get it, or none does.
+
+    Raises:
+        ScheduleError: the first call is made while a CUDA graph is captured.
+    """
+    ranks = process_group(group)
+    found = _MEMORIES.get(group)
+    if found is None or found[0] is not ranks:  # the name may be that of an earlier group
+        if capturing():
+            raise ScheduleError(
+                "tree_all_reduce: the ranks have not opened their memory to each other, which cannot happen while a "
+                "CUDA graph is captured; run the model once before capturing"
+            )
+        found = _MEMORIES[group] = (ranks, _agreed(ranks, device))
+    return found[1]
+
+
+def _agreed(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """What _open gives, if every rank of a group on one machine succeeds."""
+    if not 2 <= ranks.size() <= LANES:
+        return None
+    here = (socket.gethostname(), BOOT_ID.read_text() if BOOT_ID.exists() else "", peer_memory_allowed())
+    if any(there != here or not there[2] for there in _exchange(here, ranks)):
+        return None
+    memory, problem = None, ""
+    try:
+        memory = _open(ranks, device)
+    except RuntimeError as error:  # of the driver, in a hundred ways
+        problem = str(error).strip().splitlines()[0]
+    problems = {rank: text for rank, text in enumerate(_exchange(problem, ranks)) if text}
+    if problems:
+        warnings.warn(f"GPUs cannot map each other's memory, sums travel by NCCL instead: {problems}", stacklevel=2)
+        return None
+    return memory
+
+
+def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    turn_multicast_off()  # nothing here uses it
+    num_ranks, rank = ranks.size(), ranks.rank()
+    num_flags, num_boxes = CHANNELS * LANES, CHANNELS * 2 * num_ranks * BOX
+    memory = symmetric_memory.empty(num_flags + num_boxes, dtype=torch.float32, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, ranks.group_name)
+    flags = [handle.get_buffer(other, (num_flags,), torch.int32) for other in range(num_ranks)]
+    return PeerMemory(
+        rank=rank,
+        boxes=tuple(handle.get_buffer(r, (num_boxes,), torch.float32, num_flags) for r in range(num_ranks)),
+        flags=flags[rank],
+        flag_addresses=torch.tensor([there.data_ptr() for there in flags], dtype=torch.int64, device=device),
+        epochs=torch.zeros(CHANNELS, dtype=torch.int32, device=device),
+        owner=(memory, handle),
+    )
+
+
+def _exchange(mine: Any, ranks: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(everyone, mine, group=ranks)
+    return everyone

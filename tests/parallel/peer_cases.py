@@ -1,0 +1,107 @@
+"""What one rank does in the tests of sums over memory that GPUs open to each other: against the library's way."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from detcompile import Numerics
+from detcompile.parallel import TensorParallel, tensor_parallel
+from detcompile.templates.collectives import tree_all_reduce
+from detcompile.templates.collectives_memory import peer_memory
+from tests.bits import assert_bitwise_equal
+
+__all__ = ["check_peers"]
+
+# The last ones go through the boxes several times, in one shot and in two.
+SHAPES = [(1, 1), (1, 4096), (3, 67), (16, 4096), (65, 1000), (256, 4096), (300, 8192), (1500, 8192)]
+SLEEP_CYCLES = 2_000_000  # about a millisecond: many sums of the other ranks
+NUM_SUMS = 300
+NUM_REPLAYS = 7
+
+
+def check_peers(rank: int, tp: int) -> bool:
+    """Every check on this rank; whether there was such memory."""
+    ranks, device = tensor_parallel(tp), torch.device("cuda", rank)
+    if peer_memory(ranks.group, device) is None:
+        return False
+    above, _ = Numerics().split_radices(tp)
+    for seed, (M, N) in enumerate(SHAPES):
+        for two_shot in (False, True, None):
+            _check_shape(ranks, above, M, N, seed, two_shot)
+    _check_ranks_that_come_late(ranks, above)
+    _check_graphs(ranks, above)
+    torch.cuda.synchronize()
+    return True
+
+
+def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    normal, spread = (torch.randn(shape, generator=generator, device="cuda") for _ in range(2))
+    return (normal * torch.exp(spread)).to(dtype)
+
+
+def _check_shape(
+    ranks: TensorParallel, above: tuple[int, ...], M: int, N: int, seed: int, two_shot: bool | None
+) -> None:
+    partial = _draw(100 * seed + ranks.rank, M, N)
+    bias, residual = _draw(seed + 50, N), _draw(seed + 60, M, N, dtype=torch.bfloat16)
+    half = torch.bfloat16
+    for dtype, *epilogue in ((half, None, None), (half, bias, residual), (torch.float32, bias, None)):
+        expected = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, peers=False)
+        out = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, two_shot)
+        assert_bitwise_equal(out, expected, f"{M, N}, {dtype}, two_shot={two_shot}")
+
+
+def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tuple[Tensor, Callable[[], Tensor]]]:
+    """Sums of all sizes and ways in one order on all ranks: a partial, and what reduces it."""
+    rng = random.Random(ranks.size)
+    found = []
+    for index in range(count):
+        M, N, two_shot = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096)), rng.choice((False, True, None))
+        partial = _draw(1000 * index + ranks.rank, M, N)
+
+        def reduce(partial: Tensor = partial, two_shot: bool | None = two_shot, **way: bool) -> Tensor:
+            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, two_shot, **way)
+
+        found.append((partial, reduce))
+    return found
+
+
+def _check_ranks_that_come_late(ranks: TensorParallel, above: tuple[int, ...]) -> None:
+    """A rank that sleeps finds in its boxes what was meant for it, whatever the others do meanwhile."""
+    sums = _sums(ranks, above, NUM_SUMS)
+    expected = [reduce(peers=False) for _, reduce in sums]
+    own = random.Random(ranks.rank)
+    outs = []
+    for _, reduce in sums:
+        if own.random() < 0.1:
+            torch.cuda._sleep(own.randrange(SLEEP_CYCLES))
+        outs.append(reduce())
+    for index, (out, wanted) in enumerate(zip(outs, expected)):
+        assert_bitwise_equal(out, wanted, f"sum {index}")
+
+
+def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
+    """Replays of graphs with an odd and an even number of meetings, mixed with sums outside."""
+    own = random.Random(ranks.rank)
+    graphs = []
+    for count in (3, 8):
+        sums = _sums(ranks, above, count)
+        for _, reduce in sums:
+            reduce()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [reduce() for _, reduce in sums]
+        graphs.append((graph, sums, outs))
+    for replay in range(NUM_REPLAYS):
+        for graph, sums, outs in graphs[: 1 + replay % 2]:
+            for index, (partial, _) in enumerate(sums):
+                partial.copy_(_draw(replay * 31 + index * 7 + ranks.rank, *partial.shape))
+            torch.cuda._sleep(own.randrange(SLEEP_CYCLES))
+            graph.replay()
+            for index, ((_, reduce), out) in enumerate(zip(sums, outs)):
+                assert_bitwise_equal(out, reduce(peers=False), f"replay {replay}, sum {index}")
+            sums[0][1]()

@@ -22,6 +22,9 @@ from detcompile.runtime.draft_tree import DraftTree
 from detcompile.runtime.drafters import NGramDrafter
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.medusa_drafter import MedusaDrafter
+from detcompile.runtime.medusa_heads import MedusaHeads
+from detcompile.runtime.mirror_drafter import MirrorDrafter
 from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
@@ -39,6 +42,9 @@ __all__ = [
     "EngineError",
     "InvalidInput",
     "Logprobs",
+    "MedusaDrafter",
+    "MedusaHeads",
+    "MirrorDrafter",
     "NGramDrafter",
     "Numerics",
     "NumericsError",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +15,18 @@ from detcompile.fingerprints import fingerprint, fingerprint_parts
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.certificate import Certificate
-from detcompile.passes.lowering import Lowered
+from detcompile.passes.layer_views import layers_of
+from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVShape
+from detcompile.runtime.medusa_drafter import MedusaDrafter
+from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter
-from detcompile.runtime.padded_batch import keep_columns, repad, unpad
+from detcompile.runtime.padded_batch import keep_columns, language_loss, repad, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
@@ -31,7 +35,6 @@ from detcompile.runtime.step_builder import build_step
 
 __all__ = ["CompiledModel"]
 
-IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
 BLOCK_SIZE = 64
 
 
@@ -134,18 +137,37 @@ class CompiledModel:
             num_token_ids=self.vocab_size,
             num_logits=self._num_logits,
             eos_token_ids=self._stop_tokens(None),
+            hidden_size=0 if self.ranks is not None else self.model.get_output_embeddings().weight.shape[1],
+            forward_with_states=lambda: self._forward_with_states,
         )
 
     def drafter(
-        self, num_tokens: int = 5, *, siblings: int = 0, num_sequences: int = 32, cuda_graphs: bool | None = None
+        self,
+        num_tokens: int = 5,
+        *,
+        siblings: int = 0,
+        num_sequences: int = 32,
+        layers: int | SequenceOf[int] | None = None,
+        cuda_graphs: bool | None = None,
     ) -> ModelDrafter:
         """This model as the drafter of another one's engine: ``SpeculationConfig(drafter=small.drafter())``.
+
+        With ``layers`` it drafts for itself, by early exit or by skipping layers (Zhang et al., "Draft & Verify", ACL
+        2024): ``model.engine(speculation=SpeculationConfig(drafter=model.drafter(layers=2)))``. The weights are shared,
+        the KV cache of its layers is its own.
 
         Args:
             num_tokens: of a draft. siblings: more guesses beside each of them.
             num_sequences: its KV cache holds so many sequences of the longest context.
+            layers: the first so many of the model's layers, or these ones; None for all. Compiles them.
             cuda_graphs: None: on a GPU.
+
+        Raises:
+            InvalidInput: layers that the model has not, or a model that ranks share.
         """
+        if layers is not None:
+            part = self._with_layers(range(layers) if isinstance(layers, int) else tuple(layers))
+            return part.drafter(num_tokens, siblings=siblings, num_sequences=num_sequences, cuda_graphs=cuda_graphs)
         on_gpu = self.device.type == "cuda"
         runner, blocks = self.new_runner(
             num_sequences * _whole_blocks(self.max_context), cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs
@@ -157,6 +179,35 @@ class CompiledModel:
             max_context=self.max_context,
             num_tokens=num_tokens,
             siblings=siblings,
+            tokenizer=self.tokenizer,
+        )
+
+    def medusa_drafter(
+        self,
+        heads: MedusaHeads | str | Path,
+        *,
+        num_nodes: int = 8,
+        num_candidates: int = 4,
+        paths: SequenceOf[tuple[int, ...]] | None = None,
+    ) -> MedusaDrafter:
+        """Medusa heads on this model's hidden states as the drafter of its own engine.
+
+        Args:
+            heads: trained for this model, or a folder of them; "tiny" has those of the embedded model.
+            num_nodes, num_candidates: of a tree that grows by probability. paths: a fixed tree instead.
+
+        Raises:
+            InvalidInput: heads for another model, a tree that cannot be, or a model that ranks share.
+        """
+        if self.engine_model.hidden_size == 0:
+            raise InvalidInput("ranks that share a model hand out no hidden states: compile with tp=1")
+        loaded = heads if isinstance(heads, MedusaHeads) else MedusaHeads.load(heads)
+        return MedusaDrafter(
+            loaded.to(self.device, self.dtype),
+            self.model.get_output_embeddings().weight.detach(),
+            num_nodes=num_nodes,
+            num_candidates=num_candidates,
+            paths=paths,
         )
 
     def new_runner(
@@ -176,6 +227,16 @@ class CompiledModel:
         num_blocks = max(1, -(-num_tokens // block_size)) * len(self._kv_groups) + 1
         blocks = KVBlocks(BlockPool(num_blocks, block_size, order), self._kv_groups, prefix_caching=False)
         return self._runner(num_blocks, block_size, cuda_graphs), blocks
+
+    @cached_property
+    def _forward_with_states(self) -> Any:
+        return lower_with_states(self.model, self.numerics, self.certificate)
+
+    def _with_layers(self, layers: SequenceOf[int]) -> "CompiledModel":
+        if self.ranks is not None:
+            raise InvalidInput("ranks that share a model do not draft with its layers: compile with tp=1")
+        view = layers_of(self.model, layers)
+        return CompiledModel(view, lower_view(view, self.numerics), self.numerics, self.max_context)
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Runner:
         return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size), cuda_graphs)
@@ -217,7 +278,7 @@ class CompiledModel:
         arrays = build_step([(sequence, sequence.num_uncomputed) for sequence in sequences], blocks)
         rows, mask = keep_columns(batch.mask, logits_to_keep)
         logits = repad(runner.run(arrays._replace(logits_to_keep=rows.numpy())), mask)
-        loss = None if labels is None else _loss(logits, labels, batch.mask)
+        loss = None if labels is None else language_loss(logits, labels, batch.mask)
         return CausalLMOutput(loss=loss, logits=logits)
 
     @torch.no_grad()
@@ -332,17 +393,3 @@ def _row_seeds(seed: int | SequenceOf[int] | None, rows: int) -> list[int | None
             f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
         )
     return list(seeds)
-
-
-def _loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross entropy, fp32, of labels one column to the right; a sum over tokens, so it depends on the batch."""
-    wanted = labels[:, 1:].to(logits.device)
-    counted = (wanted != IGNORED_LABEL) & mask[:, :-1].to(logits.device)
-    if not counted.any():
-        raise InvalidInput("no token has a label: every label is -100, padding, or in the first column")
-    bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
-    if len(bad):
-        raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")
-    logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
-    chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
-    return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()

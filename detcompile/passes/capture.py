@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
@@ -20,7 +21,7 @@ from detcompile.passes.adapters import adapt
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
-__all__ = ["DenseForward", "PackedForward", "freeze_rope", "observe_attention", "probe_attention"]
+__all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 
 MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask")
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
@@ -43,6 +44,29 @@ class PackedForward(nn.Module):
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **{STEP_KWARG: step}, **kwargs
         ).logits.squeeze(0)
         return logits if self.chooses_rows else logits[logits_to_keep]
+
+
+class StatesForward(PackedForward):
+    """As PackedForward, with the rows that the language-model head reads beside the logits it makes of them.
+
+    forward(…) -> ([R, V], [R, H])
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._read: list[Tensor] = []
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
+        logits = PackedForward.forward(self, input_ids, position_ids, step, logits_to_keep)
+        hidden = self._read.pop().squeeze(0)
+        return logits, hidden if self.chooses_rows else hidden[logits_to_keep]
+
+    def watch(self) -> RemovableHandle:
+        """Keep what the head reads, until the handle is removed."""
+        return self.model.get_output_embeddings().register_forward_pre_hook(self._note)
+
+    def _note(self, head: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self._read.append(given[0])
 
 
 class DenseForward(nn.Module):

@@ -16,14 +16,21 @@ from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.attention import AttentionCall
 from detcompile.passes.backend import Backend, Program, cause
-from detcompile.passes.capture import DenseForward, PackedForward, freeze_rope, observe_attention, probe_attention
+from detcompile.passes.capture import (
+    DenseForward,
+    PackedForward,
+    StatesForward,
+    freeze_rope,
+    observe_attention,
+    probe_attention,
+)
 from detcompile.passes.certificate import Certificate, Role
 from detcompile.passes.provenance import sympy_size
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StepInputs
 from detcompile.weights import weights_digest
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]
 
 CAPTURE_BLOCK_SIZE = 16
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
@@ -84,9 +91,42 @@ def lower(
         shard(model, attention, numerics, ranks, replicate_attention)
         attention, groups = observe_attention(model, numerics.kv_chunk)
     _certify_batches(model, numerics, len(attention))
-    forward, certificate = _compile_packed(model, numerics, attention, len(groups))
+    forward, certificate = _compile_packed(PackedForward(model), numerics, attention, len(groups))
     shapes = tuple(call.shape for call in attention)
     return Lowered(forward, certificate, shapes, groups, num_token_ids, num_logits, whole_weights)
+
+
+def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
+    """A program over a part of a model that ``lower`` has changed, whose weights it shares (passes.layer_views).
+
+    Raises:
+        UnsupportedModel, UncertifiedOp: as ``lower``.
+    """
+    attention, groups = observe_attention(view, numerics.kv_chunk)
+    forward, certificate = _compile_packed(PackedForward(view), numerics, attention, len(groups))
+    shapes = tuple(call.shape for call in attention)
+    return Lowered(forward, certificate, shapes, groups, *_vocabulary(view))
+
+
+def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: Certificate) -> Callable[..., Any]:
+    """The forward of a model that ``lower`` has changed, which also returns the states [R, H] that its head reads.
+
+    Args:
+        certificate: of the forward without them.
+
+    Raises:
+        UnsupportedModel: the logits would be computed in other orders.
+    """
+    attention, groups = observe_attention(model, numerics.kv_chunk)
+    packed = StatesForward(model)
+    watched = packed.watch()
+    try:
+        forward, found = _compile_packed(packed, numerics, attention, len(groups))
+    finally:
+        watched.remove()
+    if found.orders != certificate.orders:
+        raise UnsupportedModel(f"{type(model).__name__} sums in other orders if its hidden states are read")
+    return forward
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
@@ -108,17 +148,17 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
 
 
 def _compile_packed(
-    model: PreTrainedModel, numerics: Numerics, attention: tuple[AttentionCall, ...], num_groups: int
-) -> tuple[Callable[..., Tensor], Certificate]:
+    module: PackedForward, numerics: Numerics, attention: tuple[AttentionCall, ...], num_groups: int
+) -> tuple[Callable[..., Any], Certificate]:
     backend = Backend(numerics, _packed_role, len(attention), join_weights=True)
-    packed = torch.compile(_with_own_code(PackedForward(model)), backend=backend, fullgraph=True, dynamic=None)
-    example = _example(model, attention, num_groups)
-    _run(lambda: packed(*example), model)
+    packed = torch.compile(_with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
+    example = _example(module.model, attention, num_groups)
+    _run(lambda: packed(*example), module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return _bind(program, example), certificate
 
 
-def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) -> Callable[..., Tensor]:
+def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) -> Callable[..., Any]:
     """The graph itself as a function of a step.
 
     Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
@@ -138,7 +178,7 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
             sources.append(("leaf", place[id(given)]) if id(given) in place else ("weight", given))
 
     @torch.no_grad()
-    def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+    def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
         given = _leaves(input_ids, position_ids, step, logits_to_keep)
         arguments: list[Any] = []
         for kind, source in sources:
@@ -146,8 +186,8 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
                 arguments.append(source)
             else:
                 arguments.append(given[source] if kind == "leaf" else given[source[0]].shape[source[1]])
-        (logits,) = program.run(*arguments)
-        return logits
+        outputs = program.run(*arguments)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return forward
 

@@ -99,7 +99,15 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The concatenation of ``parts`` [N, ...], which become views of it: their memory is not held twice."""
+    """The concatenation of ``parts`` [N, ...], which become views of it: their memory is not held twice.
+
+    Parts that lie one behind the other already, as another program over these weights left them, stay there.
+    """
+    first, ends = parts[0], itertools.accumulate(part.numel() * part.element_size() for part in parts)
+    places = [first.data_ptr(), *(first.data_ptr() + end for end in ends)]
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    if len(storages) == 1 and all(p.is_contiguous() and p.data_ptr() == at for p, at in zip(parts, places)):
+        return first.detach().as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
     whole = torch.cat([part.detach() for part in parts])
     for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = rows

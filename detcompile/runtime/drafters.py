@@ -1,19 +1,25 @@
 """Drafters: guesses at the next tokens of a sequence. A guess can be wrong, late or missing; it never changes a bit."""
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Any, Protocol
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.draft_tree import DraftTree
 from detcompile.runtime.sequence import Sequence
 
-__all__ = ["Drafter", "NGramDrafter", "NO_DRAFT"]
+__all__ = ["Drafter", "NGramDrafter", "NO_DRAFT", "require_fitting"]
 
 NO_DRAFT = DraftTree({})
 
 
 class Drafter(Protocol):
-    """What the engine asks of a drafter. One that has a ``vocab_size`` must have the target's."""
+    """What the engine asks of a drafter.
+
+    It may have more: ``vocab_size`` and ``tokenizer``, which have to be the target's; ``draft_ahead()``, called while
+    the target verifies what was proposed; ``reads_states = True`` with ``hidden_size`` and ``observe(rows, hidden)``,
+    called after each step with the states [R, H] that tokens were drawn from and the row of each sequence's newest one.
+    A drafter that raises, in any of them, is switched off.
+    """
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """A tree for each sequence, whose tokens are all known, no deeper than ``max_depth``; NO_DRAFT for none."""
@@ -39,7 +45,7 @@ class NGramDrafter:
             )
         self.num_tokens = num_tokens
         self.longest, self.shortest = longest, shortest
-        self._seen: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
+        self._seen: dict[Sequence, tuple[list[int], dict[tuple[int, ...], int]]] = {}
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """A chain for each sequence whose end stood in it before."""
@@ -59,11 +65,46 @@ class NGramDrafter:
         return NO_DRAFT
 
     def _places(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """Where each n-gram was last followed by a token: the index of that token. Reads each token once."""
+        """Where each n-gram was last followed by a token: the index of that token. Reads each token once, or again
+        if tokens were taken back."""
         tokens = sequence.token_ids
-        num_read, places = self._seen.get(sequence, (1, {}))
-        for place in range(num_read, len(tokens)):
+        read, places = self._seen.get(sequence, ([], {}))
+        if tokens[: len(read)] != read:
+            read, places = [], {}
+        for place in range(max(1, len(read)), len(tokens)):
             for size in range(self.shortest, min(self.longest, place) + 1):
                 places[tuple(tokens[place - size : place])] = place
-        self._seen[sequence] = (len(tokens), places)
+        self._seen[sequence] = (list(tokens), places)
         return places
+
+
+def require_fitting(drafter: Any, vocab_size: int, hidden_size: int, tokenizer: Any | None) -> None:
+    """Refuse a drafter for another model.
+
+    Args:
+        hidden_size: of the states that the target gives; 0 if it gives none.
+
+    Raises:
+        InvalidInput: another vocabulary or tokenizer, or states of another size, where they are known.
+    """
+    own_size = getattr(drafter, "vocab_size", None)
+    if own_size not in (None, vocab_size):
+        raise InvalidInput(
+            f"the drafter's vocabulary has {own_size} tokens, the model's {vocab_size}: a drafter needs the model's"
+            " tokenizer"
+        )
+    own = getattr(drafter, "tokenizer", None)
+    if own is not None and tokenizer is not None and own is not tokenizer and own.get_vocab() != tokenizer.get_vocab():
+        raise InvalidInput("the drafter's tokenizer gives other ids than the model's: take a drafter made for this one")
+    if not getattr(drafter, "reads_states", False):
+        return
+    if hidden_size == 0:
+        raise InvalidInput(
+            f"{type(drafter).__name__} reads the model's hidden states, which ranks do not hand out: compile with tp=1,"
+            " or take another drafter"
+        )
+    if drafter.hidden_size != hidden_size:
+        raise InvalidInput(
+            f"the drafter reads states of {drafter.hidden_size} values, the model's have {hidden_size}: take one that"
+            " was made for this model"
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.intake import Intake
@@ -38,6 +39,8 @@ class EngineModel(NamedTuple):
     num_token_ids: int  # ids that a prompt may hold
     num_logits: int  # ids that may be drawn
     eos_token_ids: tuple[int, ...]
+    hidden_size: int = 0  # of the states that the head reads; 0 where they cannot be had
+    forward_with_states: Callable[[], Callable[..., Any]] | None = None  # compiles it; None where it cannot be had
 
 
 def new_engine(
@@ -46,8 +49,12 @@ def new_engine(
     """An engine with its KV cache, ready to serve.
 
     Raises:
-        InvalidInput: the cache would not hold one block, or the drafter has another vocabulary.
+        InvalidInput: the cache would not hold one block, or the drafter is not for this model.
     """
+    if speculation is not None and getattr(speculation.drafter, "reads_states", False):
+        require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
+        if model.forward_with_states is not None:
+            model = model._replace(forward=model.forward_with_states())
     num_blocks = config.num_blocks or affordable_blocks(model, config)
     return engine_over(new_worker(model, config, num_blocks), num_blocks, model, config, tokenizer, speculation)
 
@@ -74,14 +81,10 @@ def engine_over(
     """An engine whose steps ``worker`` runs, here or in other processes, over a KV cache of ``num_blocks`` blocks.
 
     Raises:
-        InvalidInput: the drafter has another vocabulary.
+        InvalidInput: the drafter is not for this model.
     """
-    drafted_ids = getattr(speculation and speculation.drafter, "vocab_size", model.num_logits)
-    if drafted_ids != model.num_logits:
-        raise InvalidInput(
-            f"the drafter's vocabulary has {drafted_ids} tokens, the model's {model.num_logits}: a drafter needs the"
-            " model's tokenizer"
-        )
+    if speculation is not None:
+        require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
     pool = BlockPool(num_blocks, config.block_size)
     blocks = KVBlocks(pool, model.kv_groups, prefix_caching=config.prefix_caching)
     intake = Intake(

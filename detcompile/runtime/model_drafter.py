@@ -6,6 +6,7 @@ are close, the same noise then picks the same token, also at high temperature.
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class ModelDrafter:
 
     Args:
         runner, blocks: over the draft model's KV cache. max_context: tokens that it can read.
-        num_tokens: of the chain.
+        num_tokens: of the chain. tokenizer: of the draft model, if it is known.
 
     Raises:
         InvalidInput: numbers that cannot be.
@@ -47,18 +48,21 @@ class ModelDrafter:
         max_context: int,
         num_tokens: int = 5,
         siblings: int = 0,
+        tokenizer: Any | None = None,
     ) -> None:
         if num_tokens < 1 or not 0 <= siblings < vocab_size:
             raise InvalidInput(
                 f"ModelDrafter: num_tokens={num_tokens} must be at least 1, and siblings={siblings} at least 0"
             )
         self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.device = runner.kv_cache.device
         self.num_tokens = num_tokens
         self.siblings = siblings
         self._runner = runner
         self._blocks = blocks
         self._max_context = max_context
-        self._sampler = Sampler(vocab_size, runner.kv_cache.device)
+        self._sampler = Sampler(vocab_size, self.device)
         self._shadows: dict[Sequence, Sequence] = {}
 
     @torch.no_grad()

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["UnpaddedBatch", "keep_columns", "repad", "unpad"]
+__all__ = ["UnpaddedBatch", "keep_columns", "language_loss", "repad", "unpad"]
+
+IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
 
 
 class UnpaddedBatch(NamedTuple):
@@ -76,6 +78,27 @@ def repad(logits: Tensor, mask: Tensor) -> Tensor:
     padded = logits.new_zeros(*mask.shape, logits.shape[-1])
     padded[mask.to(logits.device)] = logits
     return padded
+
+
+def language_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Mean cross entropy, fp32, of labels one column to the right; a sum over tokens, so it depends on the batch.
+
+    Args:
+        logits: [B, C, V]. labels: [B, C], IGNORED_LABEL where none. mask: [B, C] bool, where there are tokens.
+
+    Raises:
+        InvalidInput: no label, or one out of the vocabulary.
+    """
+    wanted = labels[:, 1:].to(logits.device)
+    counted = (wanted != IGNORED_LABEL) & mask[:, :-1].to(logits.device)
+    if not counted.any():
+        raise InvalidInput("no token has a label: every label is -100, padding, or in the first column")
+    bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
+    if len(bad):
+        raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")
+    logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
+    chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
+    return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
 
 
 def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """One forward step on one device: arrays to the device, and CUDA graphs for the steps whose shapes come back.
 
-Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, V vocabulary size, W width of the block tables.
+Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, V vocabulary size, H hidden size, W width of
+the block tables.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ ALIGNMENT = 128  # bytes, of each array in a step's buffer
 MOST_SEQUENCES = 4096  # of a step
 NUM_STAGING = 3  # one being written while the copies of those before may still run
 
-Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
 
 
 class StepLayout(NamedTuple):
@@ -108,8 +109,12 @@ class Runner:
     in no live row's arithmetic, so all give the same bits.
 
     Args:
-        forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V].
+        forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
+            them and the states [R, H] that they were made of.
         cuda_graphs: needs a cache on a CUDA device.
+
+    Attributes:
+        states: of the last launch, good until the next one; None if the forward gives none.
 
     Raises:
         InvalidInput: CUDA graphs without a CUDA device.
@@ -121,6 +126,7 @@ class Runner:
         self.forward = forward
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
+        self.states: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, _Graph] = {}
         self._seen: set[StepLayout] = set()
@@ -150,8 +156,11 @@ class Runner:
             graph = self._graphs[layout] = self._capture(arrays, layout)
         buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffer
         self._upload(arrays, buffer)
-        logits = self._forward(buffer) if graph is None else graph.replay()
-        return logits[: len(arrays.logits_to_keep)]
+        found = self._forward(buffer) if graph is None else graph.replay()
+        logits, states = found if isinstance(found, tuple) else (found, None)
+        num_rows = len(arrays.logits_to_keep)
+        self.states = None if states is None else states[:num_rows]
+        return logits[:num_rows]
 
     def layout(self, arrays: StepArrays) -> StepLayout:
         """The padded layout that a step runs in."""
@@ -183,7 +192,7 @@ class Runner:
         self._upload(arrays, buffer)
         return _Graph(lambda: self._forward(buffer), buffer, self._memory_pool)
 
-    def _forward(self, buffer: StepBuffer) -> Tensor:
+    def _forward(self, buffer: StepBuffer) -> Any:
         t = buffer.tensors()
         pending = t["pending"]
         input_ids = torch.where(pending == NOT_PENDING, t["input_ids"], self.sampled[pending.clamp_min(0)])
@@ -228,7 +237,7 @@ class _Staging:
 class _Graph:
     """A captured forward over a buffer whose address never changes."""
 
-    def __init__(self, forward: Callable[[], Tensor], buffer: StepBuffer, memory_pool: Any) -> None:
+    def __init__(self, forward: Callable[[], Any], buffer: StepBuffer, memory_pool: Any) -> None:
         self.buffer = buffer
         warmup_stream = torch.cuda.Stream()
         warmup_stream.wait_stream(torch.cuda.current_stream())
@@ -237,12 +246,12 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(warmup_stream)
         self.graph = torch.cuda.CUDAGraph()
         with capture(self.graph, pool=memory_pool):
-            self.logits = forward()
+            self.found = forward()
 
-    def replay(self) -> Tensor:
-        """Logits of the layout, overwritten by the next replay of any graph that shares the memory pool."""
+    def replay(self) -> Any:
+        """What the forward gives for the layout, overwritten by the next replay of any graph of the memory pool."""
         self.graph.replay()
-        return self.logits
+        return self.found
 
 
 def mixed_layouts() -> list[tuple[int, int]]:

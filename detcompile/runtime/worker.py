@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
     invalid: list[bool]  # the row's logits were no numbers
     logprobs: list[Logprobs | None]
     prompt_logprobs: list[list[Logprobs]]  # one entry a PromptRows
-    hidden: Tensor | None = None  # [R, H] on the device, good until the next launch; None if the forward gives none
+    hidden: Tensor | None = None  # [R, H] on the device, what the rows were drawn from; None if the forward gives none
 
 
 class LaunchedStep(NamedTuple):
@@ -52,6 +52,7 @@ class LaunchedStep(NamedTuple):
     host: Any  # tensors on the host, good once ``done`` has happened
     done: torch.cuda.Event | None
     work: StepWork
+    hidden: Tensor | None = None
 
 
 class Worker:
@@ -90,7 +91,9 @@ class Worker:
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(host, done, work)
+        states = self.runner.states
+        hidden = None if states is None or plan is None else states[: len(work.rows)].clone()  # of a graph's memory
+        return LaunchedStep(host, done, work, hidden)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and read what it drew."""
@@ -104,7 +107,7 @@ class Worker:
             return StepResult([], [], [], prompt_logprobs)
         tokens = sampled.tokens.tolist()
         logprobs = _row_logprobs(launched.work.rows, tokens, sampled)
-        return StepResult(tokens, sampled.invalid.tolist(), logprobs, prompt_logprobs)
+        return StepResult(tokens, sampled.invalid.tolist(), logprobs, prompt_logprobs, launched.hidden)
 
     def warm_up(self, most_sequences: int, most_tokens: int) -> None:
         """Capture the graphs of every bucket of steps up to these sizes, over short sequences."""

@@ -1,0 +1,44 @@
+"""A model's layers, some of them: a module of its own that shares every weight with the model it was taken from."""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from detcompile.errors import InvalidInput, UnsupportedModel
+
+__all__ = ["layers_of"]
+
+
+def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """The model as if it had only these layers, between its embedding and its final norm and head.
+
+    Args:
+        layers: indices, each at most once, in the order of the model.
+
+    Raises:
+        InvalidInput: not such indices. UnsupportedModel: the model keeps its layers in no single list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+        raise InvalidInput(f"layers {tuple(layers)}: give some of 0 to {count - 1}, each once, in their order")
+    shared = itertools.chain(model.parameters(), model.buffers())
+    view: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    lists = [module for module in view.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if len(lists) != 1:
+        raise UnsupportedModel(f"{type(model).__name__} has {len(lists)} lists of {count} layers; one is needed")
+    kept = [lists[0][index] for index in layers]
+    lists[0]._modules = {str(index): layer for index, layer in enumerate(kept)}
+    for index, layer in enumerate(kept):
+        attention: Any
+        for attention in layer.modules():
+            if isinstance(getattr(attention, "layer_idx", None), int):
+                attention.layer_idx = index
+    config = view.config.get_text_config()
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index] for index in layers]
+    return view

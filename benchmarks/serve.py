@@ -1,6 +1,7 @@
 """The engine on one GPU: three offline workloads, the price of determinism, and equality by bytes at size.
 
     python -m benchmarks.serve --commit $(git rev-parse --short HEAD) [--layers 36] [--parts ours,plain,equal,repeat]
+    python -m benchmarks.serve --commit $(git rev-parse --short HEAD) --tp 2 [--layers 36]     workers on two GPUs
 
 The model is Qwen3-8B's shape with random weights in bf16. Workloads: (a) one sequence, prompt 16, 128 tokens out;
 (b) 1000 requests, prompt 16, 90 to 110 out; (c) 64 requests, prompt 2048, 16 out; greedy, end tokens ignored, no prefix
@@ -10,6 +11,7 @@ benchmarks/results/serve-<device>-<commit>.json after each part. Each workload r
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -27,6 +29,7 @@ from benchmarks.model import QWEN3_8B, build
 from detcompile import CompiledModel, Numerics
 from detcompile.passes import backend, lowering
 from detcompile.passes.certificate import Certificate
+from detcompile.remote_model import compile_in_workers
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling import SamplingParams, sample, token_logprobs
@@ -169,10 +172,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size; above 1 there are no --parts")
     parser.add_argument("--parts", default="ours,equal,plain,tree")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    name = torch.cuda.get_device_name().replace(" ", "-").lower()
+    name = torch.cuda.get_device_name().replace(" ", "-").lower() + (f"x{arguments.tp}" if arguments.tp > 1 else "")
     path = arguments.out / f"serve-{name}-{arguments.commit}.json"
     report: dict[str, object] = {
         "commit": arguments.commit,
@@ -188,6 +192,13 @@ def main() -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.tp > 1:
+        made = functools.partial(build, arguments.layers)  # on every rank, with the same weights
+        start = time.perf_counter()
+        with compile_in_workers(made, tp=arguments.tp, numerics=Numerics()) as workers:
+            keep("compile seconds", time.perf_counter() - start)
+            keep(f"tp_sizes=(1, 2, 4, 8), tp={arguments.tp}", serve(workers))
+        return
     parts = arguments.parts.split(",")
     if "ours" in parts or "equal" in parts:
         model = detcompile.compile(build(arguments.layers), numerics=Numerics(tp_sizes=(1,)))

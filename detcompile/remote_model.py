@@ -10,7 +10,7 @@ import pickle
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.status import Status
+from torch import nn
 from transformers import PreTrainedModel
 
 from detcompile.compiled import CompiledModel
@@ -46,7 +47,8 @@ class RankPlan(NamedTuple):
     """What every rank is told at its start."""
 
     path: str | None  # of the model's folder
-    file: int | None  # descriptor of a saved module, where there is no folder
+    file: int | None  # descriptor of a saved module
+    build: Callable[[], PreTrainedModel] | None  # what else makes the module, on the rank's device
     tp: int
     numerics: Numerics
     max_context: int | None
@@ -58,6 +60,8 @@ class RankPlan(NamedTuple):
         """The module on the rank's device, or what compile() loads it from."""
         if self.path is not None:
             return self.path
+        if self.build is not None:
+            return self.build()
         # Mapped, not read: ranks on a CPU share the file's pages, and the order of one after another.
         module = torch.load(f"/dev/fd/{self.file}", map_location="cpu", mmap=True, weights_only=False)
         return module.to(device)
@@ -196,7 +200,7 @@ class RemoteModel(CompiledModel):
 
 
 def compile_in_workers(
-    model: PreTrainedModel | str | Path,
+    model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel],
     *,
     tp: int,
     numerics: Numerics,
@@ -208,7 +212,8 @@ def compile_in_workers(
 
     Args:
         model: a folder, which each rank reads by itself, or a module, which is saved once to an unlinked temporary
-            file that all ranks map. Ranks on GPUs take cuda:0, cuda:1, ….
+            file that all ranks map; or a function, found by its module and name, which each rank calls to make the
+            same module on its current device. Ranks on GPUs take cuda:0, cuda:1, ….
         step_seconds: after which a step counts as hung; default: by STEP_SECONDS. ``group.step_seconds`` of the result
             can be set at any time.
         options: of compile(), handed on as they are.
@@ -219,10 +224,11 @@ def compile_in_workers(
     """
     device_type = _device_type(model, tp)
     with contextlib.ExitStack() as files:
-        saved = None if isinstance(model, (str, Path)) else files.enter_context(_saved(model))
+        saved = files.enter_context(_saved(model)) if isinstance(model, nn.Module) else None
         plan = RankPlan(
-            path=str(model) if saved is None else None,
+            path=str(model) if isinstance(model, (str, Path)) else None,
             file=None if saved is None else saved.fileno(),
+            build=None if isinstance(model, (str, Path, nn.Module)) else model,
             tp=tp,
             numerics=numerics,
             max_context=max_context,
@@ -250,11 +256,9 @@ def compile_in_workers(
     return RemoteModel(group, facts, numerics)
 
 
-def _device_type(model: PreTrainedModel | str | Path, tp: int) -> str:
-    if not isinstance(model, (str, Path)):
-        device_type = model.device.type
-    else:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+def _device_type(model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel], tp: int) -> str:
+    elsewhere = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type: str = getattr(model, "device", torch.device(elsewhere)).type
     if device_type == "cuda" and torch.cuda.device_count() < tp:
         raise InvalidInput(
             f"tp={tp} needs {tp} GPUs, this machine has {torch.cuda.device_count()}: take a smaller tp, or a module on"

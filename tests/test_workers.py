@@ -1,7 +1,9 @@
 """A model in worker processes gives the bits of one in this process, through every way to use it, or fails in time."""
 
+import functools
 import gc
 import os
+import pickle
 import signal
 import time
 from collections.abc import Iterator
@@ -17,10 +19,11 @@ import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.axes import AXES, score
 from detcompile.errors import EngineError, WorkerError
-from detcompile.remote_model import RemoteModel, compile_in_workers
+from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.verification import TP, ModelSpec, verify
+from detcompile.weights import weights_digest
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
@@ -125,6 +128,13 @@ class Unsendable(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hook = lambda x: x
+
+
+def test_a_function_makes_the_module_in_each_rank() -> None:
+    build = functools.partial(random_model, NAME, torch.float32)
+    plan = RankPlan(None, None, build, 1, Numerics(), None, "cpu", 1, {})
+    made = pickle.loads(pickle.dumps(plan)).load(torch.device("cpu"))
+    assert weights_digest(made) == weights_digest(build())
 
 
 def test_a_module_that_cannot_be_sent() -> None:

@@ -1,5 +1,6 @@
 """run_ranks: one function in so many processes of one torch.distributed group, and what each of them returned."""
 
+import faulthandler
 import os
 import socket
 import tempfile
@@ -19,6 +20,7 @@ __all__ = ["run_ranks"]
 # some import may ask, so that ranks on GPUs start on their own.
 START = {"cpu": "forkserver", "cuda": "spawn"}
 PATIENCE = timedelta(seconds=150)  # for a rank that another one waits for; compilations are a part of it
+MOST_SECONDS = 400  # of a rank on a GPU
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_type: str = "cpu") -> list[Any]:
@@ -40,6 +42,7 @@ def _rank_main(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     backend = "gloo"
     if device_type == "cuda":
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)  # a kernel that waits has no other end
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"  # as in the workers of compile(tp=n)
     dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=PATIENCE)
@@ -50,6 +53,7 @@ def _rank_main(
         raise  # without leaving the group: NCCL would wait there for ranks that wait for this one
     torch.save(result, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _free_port() -> int:

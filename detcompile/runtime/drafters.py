@@ -16,7 +16,8 @@ class Drafter(Protocol):
     """What the engine asks of a drafter.
 
     It may have more: ``vocab_size`` and ``tokenizer``, which have to be the target's; ``draft_ahead()``, called while
-    the target verifies what was proposed; ``reads_states = True`` with ``hidden_size`` and ``observe(rows, hidden)``,
+    the target verifies what was proposed; ``give_distributions()``, called where guesses are accepted by rejection, from
+    when on its trees tell what was drawn from which distribution; ``reads_states = True`` with ``hidden_size`` and ``observe(rows, hidden)``,
     called after each step with the states [R, H] that tokens were drawn from and the row of each sequence's newest one.
     A drafter that raises, in any of them, is switched off.
     """

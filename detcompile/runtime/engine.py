@@ -48,6 +48,8 @@ class Engine:
         max_context: int,
         speculation: SpeculationConfig | None = None,
     ) -> None:
+        if speculation is not None and speculation.acceptance == "rejection" and not isinstance(worker, Worker):
+            raise InvalidInput("workers in other processes accept exactly: take acceptance='exact', or tp=1")
         self.config = config
         self.scheduler = Scheduler(config, blocks)
         self._blocks = blocks

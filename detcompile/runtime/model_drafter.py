@@ -64,6 +64,8 @@ class ModelDrafter:
         self._max_context = max_context
         self._sampler = Sampler(vocab_size, self.device)
         self._shadows: dict[Sequence, Sequence] = {}
+        self._gives_distributions = False
+        self._distributions: list[Tensor] = []  # [S, V] of each level in the making
 
     @torch.no_grad()
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
@@ -79,6 +81,10 @@ class ModelDrafter:
                 depths[sequence] = depth
         trees = self._draft(depths) if depths else {}
         return [trees.get(sequence, NO_DRAFT) for sequence in sequences]
+
+    def give_distributions(self) -> None:
+        """From now on, tell what each token of a chain was drawn from; siblings are certain guesses."""
+        self._gives_distributions = True
 
     def forget(self, sequence: Sequence) -> None:
         """Free the draft model's keys of a sequence."""
@@ -125,10 +131,14 @@ class ModelDrafter:
             pending = {self._shadows[sequence]: row for row, sequence in enumerate(sequences)}
         found = iter(torch.cat(launched).tolist())
         trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
+        drawn_from: dict[Sequence, dict[Path, Tensor]] = {sequence: {} for sequence in depths}
         for level, sequences in enumerate(levels):
-            for sequence in sequences:
+            for row, sequence in enumerate(sequences):
                 self._read(sequence, next(found), (0,) * level, trees[sequence])
-        return {sequence: DraftTree(tree) for sequence, tree in trees.items()}
+                if self._distributions and not sequence.sampling.greedy:
+                    drawn_from[sequence][(0,) * (level + 1)] = self._distributions[level][row]
+        self._distributions = []
+        return {sequence: DraftTree(tree, drawn_from[sequence]) for sequence, tree in trees.items()}
 
     def _launch_level(
         self, sequences: list[Sequence], level: int, tables: NDArray[np.int32], pending: dict[Sequence, int]
@@ -143,6 +153,8 @@ class ModelDrafter:
         plan = self._sampler.prepare(rows)
         logits = self._runner.launch(build_arrays(entries, tables, self._blocks.pool.block_size, pending))
         sampled = self._sampler(logits, plan)
+        if self._gives_distributions:
+            self._distributions.append(self._sampler.probabilities(logits, plan))
         self._runner.sampled[: len(rows)].copy_(sampled.tokens)
         for shadow in shadows:
             shadow.num_computed = shadow.num_tokens

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "gumbel_noise_of", "noise_keys", "philox4x32", "portable_log"]
+__all__ = ["gumbel_noise", "gumbel_noise_of", "noise_keys", "philox4x32", "portable_log", "uniform_of"]
 
 NUM_ROUNDS = 10
 WORD_MASK = 0xFFFFFFFF
@@ -65,8 +65,12 @@ def gumbel_noise_of(keys: Tensor, vocab_size: int) -> Tensor:
 
     The uniform under it is (word + 1/2) / 2^32, strictly inside (0, 1), so the noise lies in (-3.2, 22.9).
     """
-    uniform = (_words(keys, vocab_size).to(torch.float64) + 0.5) * 2.0**-32
-    return -portable_log(-portable_log(uniform))
+    return -portable_log(-portable_log(uniform_of(keys, vocab_size)))
+
+
+def uniform_of(keys: Tensor, count: int) -> Tensor:
+    """Uniform numbers [R, count] float64, strictly inside (0, 1), of ``noise_keys`` [R, 5], on their device."""
+    return (_words(keys, count).to(torch.float64) + 0.5) * 2.0**-32
 
 
 def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

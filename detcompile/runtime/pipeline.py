@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.metrics import StepRecord, Tally
 from detcompile.runtime.outputs import Logprobs
+from detcompile.runtime.runner import MOST_SEQUENCES
 from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import Speculator, Verification
@@ -23,7 +24,7 @@ from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
 
 __all__ = ["Ledger", "Pipeline"]
 
-FEW_ROWS = 256  # of logits, that fit beside what the largest step was measured to take
+DRAFT_ROWS = 1024  # of logits, that fit beside what the largest step was measured to take
 
 
 class Ledger(Protocol):
@@ -145,7 +146,7 @@ class Pipeline:
         drafted: dict[Sequence, Verification] = {}
         if self._speculator is not None and drafting:
             config = self._scheduler.config
-            rows_left = max(config.max_num_seqs, FEW_ROWS) - len(plan.entries)
+            rows_left = min(config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
             drafted = self._speculator.draft(plan.entries, min(config.max_num_batched_tokens - num_tokens, rows_left))
         entries, draws = lay_out(plan.entries, drafted)
         prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import detcompile.templates.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.errors import InvalidInput
+from detcompile.runtime.acceptance import resolve
 from detcompile.runtime.logprobs import TokenLogprobs, token_logprobs
 from detcompile.runtime.penalties import FreshCounts, TokenCounts, penalise
 from detcompile.runtime.philox import gumbel_noise_of
@@ -86,8 +87,9 @@ class Sampler:
         columns = plan.columns.to(self.device)
         if plan.num_slots:
             self._counts.admit(plan.num_slots, FreshCounts(*(columns[f"fresh_{f}"] for f in FreshCounts._fields)))
+        distributions = torch.stack(plan.distributions) if plan.distributions else None
         for group in plan.groups:
-            self._work(group, rows, columns, tokens, invalid)
+            self._work(group, rows, columns, tokens, invalid, distributions)
         logprobs = None
         if plan.logprob_rows:
             wanted = columns["logprob_rows"]
@@ -95,14 +97,52 @@ class Sampler:
             logprobs = token_logprobs(own, tokens.index_select(0, wanted), plan.num_logprobs, self.radices)
         return Sampled(tokens, invalid, logprobs)
 
+    @torch.no_grad()
+    def probabilities(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
+        """What each row of ``logits`` [R, V] would be drawn from, [R, V] float32; zeros of rows that are greedy."""
+        found = torch.zeros(plan.num_rows, self.vocab_size, dtype=torch.float32, device=logits.device)
+        columns = {} if plan.columns is None else plan.columns.to(self.device)
+        for group in plan.groups:
+            if group.needs.drawn:
+                part = slice(group.start, group.stop)
+                scaled = self._scaled(self._own_logits(group, logits, columns), group.needs.filtered, columns, part)
+                chances = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
+                found.index_copy_(0, columns["rows"][part], chances)
+        return found
+
     def _work(
-        self, group: RowGroup, rows: Tensor, columns: dict[str, Tensor], tokens: Tensor, invalid: Tensor
+        self,
+        group: RowGroup,
+        rows: Tensor,
+        columns: dict[str, Tensor],
+        tokens: Tensor,
+        invalid: Tensor,
+        distributions: Tensor | None,
     ) -> None:
         """Redo the tokens of one group."""
         needs, part = group.needs, slice(group.start, group.stop)
         index = columns["rows"][part]
+        logits = self._own_logits(group, rows, columns)
+        chosen, bad = _likeliest(logits) if needs.biased or needs.penalised else (None, invalid.index_select(0, index))
+        if needs.drawn:
+            scaled = self._scaled(logits, needs.filtered, columns, part)
+            chosen, drawn_bad = (
+                self._resolve(scaled, columns, part, distributions)
+                if needs.proposed
+                else self._draw(scaled, columns, part)
+            )
+            bad = bad | drawn_bad
+        assert chosen is not None
+        tokens.index_copy_(0, index, chosen)
+        invalid.index_copy_(0, index, bad)
+        if needs.penalised:
+            self._counts.count(columns["slots"][part], chosen)
+
+    def _own_logits(self, group: RowGroup, rows: Tensor, columns: dict[str, Tensor]) -> Tensor:
+        """Logits [Q, V] float32 of a group, after biases and penalties."""
+        needs, part = group.needs, slice(group.start, group.stop)
         if group.first_row is None:
-            own = rows.index_select(0, index)
+            own = rows.index_select(0, columns["rows"][part])
         else:
             own = rows[group.first_row : group.first_row + group.stop - group.start]
         logits = own.to(torch.float32, copy=needs.biased)
@@ -115,28 +155,31 @@ class Sampler:
             logits = penalise(
                 logits, words, columns["repetition"][part], columns["frequency"][part], columns["presence"][part]
             )
-        chosen, bad = _likeliest(logits) if needs.biased or needs.penalised else (None, invalid.index_select(0, index))
-        if needs.drawn:
-            chosen, drawn_bad = self._draw(logits, needs.filtered, columns, part)
-            bad = bad | drawn_bad
-        assert chosen is not None
-        tokens.index_copy_(0, index, chosen)
-        invalid.index_copy_(0, index, bad)
-        if needs.penalised:
-            self._counts.count(columns["slots"][part], chosen)
+        return logits
 
-    def _draw(
-        self, logits: Tensor, filtered: bool, columns: dict[str, Tensor], part: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Gumbel-max: argmax of logprob + noise has the distribution of the softmax. Tokens [Q], and whether bad."""
+    def _scaled(self, logits: Tensor, filtered: bool, columns: dict[str, Tensor], part: slice) -> Tensor:
+        """Logits [Q, V] after temperature and filters."""
         # A tensor, not a number: CUDA turns a division by a number into a product with its reciprocal.
         scaled = logits / columns["temperature"][part]
         if filtered:
             top_k, mass_limit, min_p = (columns[name][part] for name in ("top_k", "mass_limit", "min_p"))
             scaled = _filter(scaled, top_k, mass_limit, min_p, self.radices)
+        return scaled
+
+    def _draw(self, scaled: Tensor, columns: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Gumbel-max: argmax of logprob + noise has the distribution of the softmax. Tokens [Q], and whether bad."""
         logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(self.radices))
         tokens = _gumbel_argmax(logprobs, columns["keys"][part])
         return tokens, _not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+    def _resolve(
+        self, scaled: Tensor, columns: dict[str, Tensor], part: slice, distributions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Accept a guess or draw from the residual. Tokens [Q], and whether bad."""
+        probabilities = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
+        keys = columns["acceptance_keys"][part], columns["residual_keys"][part]
+        tokens = resolve(probabilities, columns["guesses"][part], columns["sources"][part], distributions, keys)
+        return tokens, _not_finite(probabilities.sum(1))
 
 
 def sample(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.acceptance import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, Proposals
 from detcompile.runtime.penalties import FreshCounts, TokenCounts
 from detcompile.runtime.philox import noise_keys
 from detcompile.runtime.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class SampleRow(NamedTuple):
     sample_index: int = 0  # which of the n completions
     key: Hashable = None  # of the sequence
     token_ids: Sequence[int] = ()  # prompt, then output
+    proposals: Proposals | None = None  # guesses to accept or reject; None draws plainly
 
 
 class RowNeeds(NamedTuple):
@@ -46,6 +48,7 @@ class RowNeeds(NamedTuple):
     penalised: bool
     drawn: bool
     filtered: bool
+    proposed: bool
 
 
 class RowGroup(NamedTuple):
@@ -98,6 +101,7 @@ class SamplingPlan(NamedTuple):
     num_slots: int  # of TokenCounts; 0 where no row has penalties
     logprob_rows: tuple[int, ...]  # rows that want logprobs, in the order of Sampled.logprobs
     num_logprobs: int  # the most alternatives that one of them wants
+    distributions: tuple[Tensor, ...] = ()  # [V] on the device, that guesses were drawn from
 
 
 def plan_rows(
@@ -109,7 +113,7 @@ def plan_rows(
         InvalidInput: a row that samples has no seed.
     """
     biases = [_bias(row, eos_token_ids) for row in rows]
-    needs = [_needs(row.params, bool(bias)) for row, bias in zip(rows, biases)]
+    needs = [_needs(row, bool(bias)) for row, bias in zip(rows, biases)]
     special = sorted((i for i, need in enumerate(needs) if any(need)), key=lambda i: needs[i])
     logprob_rows = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
     if not special and not logprob_rows:
@@ -121,6 +125,9 @@ def plan_rows(
     penalised = any(need.penalised for need in needs)
     if penalised:
         columns |= _penalty_columns(own, counts)
+    distributions: list[Tensor] = []
+    if any(need.proposed for need in needs):
+        columns |= _proposal_columns(own, distributions)
     return SamplingPlan(
         len(rows),
         tuple(groups),
@@ -128,14 +135,17 @@ def plan_rows(
         counts.num_slots if penalised else 0,
         logprob_rows,
         max((rows[i].params.logprobs or 0 for i in logprob_rows), default=0),
+        tuple(distributions),
     )
 
 
-def _needs(params: SamplingParams, biased: bool) -> RowNeeds:
+def _needs(row: SampleRow, biased: bool) -> RowNeeds:
+    params = row.params
     drawn = not params.greedy
     if drawn and params.seed is None:
         raise InvalidInput("a request that samples needs a seed: call SamplingParams.seeded() first")
-    return RowNeeds(biased, params.penalised, drawn, drawn and params.filtered)
+    proposed = drawn and row.proposals is not None
+    return RowNeeds(biased, params.penalised, drawn, drawn and params.filtered, proposed)
 
 
 def _bias(row: SampleRow, eos_token_ids: Sequence[int]) -> dict[int, float]:
@@ -184,6 +194,28 @@ def _drawing_columns(rows: list[SampleRow]) -> dict[str, Tensor]:
         "top_k": _column([p.top_k if p.top_k > 0 else NO_LIMIT for p in params], torch.int64),
         "mass_limit": _column(limits, torch.int64),
         "min_p": _column([p.min_p for p in params], torch.float64),
+    }
+
+
+def _proposal_columns(rows: list[SampleRow], distributions: list[Tensor]) -> dict[str, Tensor]:
+    """Guesses and their sources [Q, C], and noise keys [Q, 5] of their own; known distributions are appended."""
+    most = max(len(row.proposals.tokens) for row in rows if row.proposals is not None)
+    guesses = torch.full((len(rows), most), NO_GUESS, dtype=torch.int64)
+    sources = torch.full((len(rows), most), CERTAIN, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        if row.proposals is None:
+            continue
+        guesses[index, : len(row.proposals.tokens)] = torch.tensor(row.proposals.tokens)
+        for column, distribution in enumerate(row.proposals.distributions):
+            if distribution is not None:
+                sources[index, column] = len(distributions)
+                distributions.append(distribution)
+    seeds, positions = [row.params.seed or 0 for row in rows], [row.position for row in rows]
+    return {
+        "guesses": guesses,
+        "sources": sources,
+        "acceptance_keys": noise_keys(seeds, positions, [ACCEPTANCE_STREAM + row.sample_index for row in rows]),
+        "residual_keys": noise_keys(seeds, positions, [RESIDUAL_STREAM + row.sample_index for row in rows]),
     }
 
 

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_statistics import DraftStatistics
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.drafters import Drafter, NGramDrafter
@@ -28,21 +29,27 @@ from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
 from detcompile.runtime.step_builder import StepEntry
 
-__all__ = ["Branch", "SpeculationConfig", "Speculator", "SwitchName", "Verification"]
+__all__ = ["AcceptanceName", "Branch", "SpeculationConfig", "Speculator", "SwitchName", "Verification"]
 
 logger = logging.getLogger(__name__)
 
+AcceptanceName = Literal["exact", "rejection"]
 SwitchName = Literal["automatic", "always"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Settings of speculative decoding. None of it can change a token or a logprob.
+    """Settings of speculative decoding. With exact acceptance, none of it can change a token or a logprob.
 
     Args:
         drafter: None looks the tokens up in the sequence itself (NGramDrafter).
         max_nodes: of one sequence's tree.
         max_sequences: with more decodes than this in a step, none is drafted.
+        acceptance: "exact" keeps a guess if it is the token that plain decoding draws there. "rejection" keeps it with
+            the probability that makes the outcome a draw from the target's distribution (runtime.acceptance): more
+            guesses stay where requests sample, but the tokens then depend on what was guessed, and so on batch-mates,
+            timing and the switch. Outside the bit contract; only equal drafts in equal steps give equal tokens again,
+            as one request alone with ``switch="always"`` gets. Greedy requests are accepted exactly in both.
         switch: "automatic" drafts where that was measured to be sooner (SpeculationSwitch), "always" in every step.
 
     Raises:
@@ -52,14 +59,16 @@ class SpeculationConfig:
     drafter: Drafter | None = None
     max_nodes: int = 16
     max_sequences: int = 128
+    acceptance: AcceptanceName = "exact"
     switch: SwitchName = "automatic"
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "max_sequences"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)} must be at least 1")
-        if self.switch not in get_args(SwitchName):
-            raise InvalidInput(f"SpeculationConfig: switch={self.switch!r}: one of {', '.join(get_args(SwitchName))}")
+        for name, known in (("acceptance", get_args(AcceptanceName)), ("switch", get_args(SwitchName))):
+            if getattr(self, name) not in known:
+                raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)!r}: one of {', '.join(known)}")
 
 
 class Branch(NamedTuple):
@@ -77,6 +86,7 @@ class Verification(NamedTuple):
     branches: tuple[Branch, ...]  # the first is in the sequence's own blocks
     start: int  # index of the newest token, the root
     copies: tuple[tuple[int, int], ...]  # (from, to) blocks: what stands before the root in its block
+    rejects: bool = False  # by rejection sampling; otherwise a guess is right if it is what the target draws
 
     def entries(self) -> list[StepEntry]:
         """The step's part of each branch: the root and the nodes of its path."""
@@ -89,6 +99,14 @@ class Verification(NamedTuple):
             for depth in range(len(leaf) + 1):
                 found.setdefault(leaf[:depth], (stand_in, depth))
         return found
+
+    def proposals(self, path: Path) -> Proposals | None:
+        """The guesses for what follows a node, if they are to be accepted or rejected there."""
+        children = self.tree.children(path)
+        if not self.rejects or not children:
+            return None
+        tokens = tuple(self.tree.tokens[child] for child in children)
+        return Proposals(tokens, tuple(self.tree.distributions.get(child) for child in children))
 
     def slots(self, path: Path, block_size: int) -> list[list[int]]:
         """Where the KV cache holds the root and the nodes down to ``path``: slots of each group."""
@@ -116,6 +134,8 @@ class Speculator:
         self._accepted_now = 0  # since a step was observed
         self.switch = SpeculationSwitch()
         self._drafter: Drafter | None = config.drafter or NGramDrafter()
+        if config.acceptance == "rejection":
+            self._tell("give_distributions")
         self._blocks = blocks
 
     @property
@@ -240,7 +260,8 @@ class Speculator:
         kept = {branch.leaf[:depth] for branch in branches for depth in range(1, len(branch.leaf) + 1)}
         if len(kept) < len(tree):
             tree = tree.only(kept)
-        return Verification(sequence, tree, tuple(branches), entry.start, self._copies(entry, branches))
+        rejects = self.config.acceptance == "rejection" and not sequence.sampling.greedy
+        return Verification(sequence, tree, tuple(branches), entry.start, self._copies(entry, branches), rejects)
 
     def _copies(self, entry: StepEntry, branches: SequenceOf[Branch]) -> tuple[tuple[int, int], ...]:
         first, inside = divmod(entry.start, self._blocks.pool.block_size)

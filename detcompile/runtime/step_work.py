@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.sampling import SampleRow
 from detcompile.runtime.sequence import Sequence
@@ -23,6 +24,7 @@ class Draw(NamedTuple):
     carrier: Sequence  # whose entry in the step has the logits: the sequence, or a branch's stand-in
     offset: int  # of the token in that entry
     path: Path = ()
+    proposals: Proposals | None = None  # guesses to accept or reject; None draws what plain decoding draws
 
 
 def lay_out(
@@ -36,7 +38,10 @@ def lay_out(
         verification = drafted.get(sequence)
         if verification is not None:
             laid_out += verification.entries()
-            draws += [Draw(sequence, *place, path) for path, place in verification.rows().items()]
+            draws += [
+                Draw(sequence, *place, path, verification.proposals(path))
+                for path, place in verification.rows().items()
+            ]
             continue
         laid_out.append(entry)
         if start + num_tokens == sequence.num_tokens:
@@ -82,6 +87,7 @@ def _sample_row(draw: Draw) -> SampleRow:
         sample_index=sequence.sample_index,
         key=sequence,
         token_ids=sequence.token_ids,
+        proposals=draw.proposals,
     )
 
 

@@ -25,7 +25,7 @@ from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.medusa_drafter import MedusaDrafter
 from detcompile.runtime.medusa_heads import MedusaHeads
-from detcompile.runtime.model_drafter import ModelDrafter
+from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.padded_batch import keep_columns, language_loss, repad, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
@@ -69,6 +69,7 @@ class CompiledModel:
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
         self._kv_groups = lowered.kv_groups
+        self._parts: dict[tuple[int, ...], CompiledModel] = {}  # some of the layers, for drafting
         self._generator: Engine | None = None  # behind generate(); kept, so that its CUDA graphs are
 
     @property
@@ -119,9 +120,15 @@ class CompiledModel:
             speculation: verify guesses at the next tokens in each step; the same tokens and logprobs, sooner.
 
         Raises:
-            InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory.
+            InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory; or ranks that
+                share a model, with speculation that switches itself.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        if self.ranks is not None and speculation is not None and speculation.switch == "automatic":
+            raise InvalidInput(
+                "ranks that share a model have to take the same steps, and each would switch speculation by its own"
+                " clock: pass SpeculationConfig(switch='always')"
+            )
         return new_engine(self.engine_model, config or EngineConfig(), tokenizer, speculation)
 
     @property
@@ -146,6 +153,8 @@ class CompiledModel:
         num_tokens: int = 5,
         *,
         siblings: int = 0,
+        tree: TreeKind = "chain",
+        max_nodes: int = 16,
         num_sequences: int = 32,
         layers: int | SequenceOf[int] | None = None,
         cuda_graphs: bool | None = None,
@@ -158,6 +167,7 @@ class CompiledModel:
 
         Args:
             num_tokens: of a draft. siblings: more guesses beside each of them.
+            tree: "chain", "grown" to ``max_nodes``, or a list of paths (ModelDrafter).
             num_sequences: its KV cache holds so many sequences of the longest context.
             layers: the first so many of the model's layers, or these ones; None for all. Compiles them.
             cuda_graphs: None: on a GPU.
@@ -166,8 +176,15 @@ class CompiledModel:
             InvalidInput: layers that the model has not, or a model that ranks share.
         """
         if layers is not None:
-            part = self._with_layers(range(layers) if isinstance(layers, int) else tuple(layers))
-            return part.drafter(num_tokens, siblings=siblings, num_sequences=num_sequences, cuda_graphs=cuda_graphs)
+            part = self._with_layers(tuple(range(layers) if isinstance(layers, int) else layers))
+            return part.drafter(
+                num_tokens,
+                siblings=siblings,
+                tree=tree,
+                max_nodes=max_nodes,
+                num_sequences=num_sequences,
+                cuda_graphs=cuda_graphs,
+            )
         on_gpu = self.device.type == "cuda"
         runner, blocks = self.new_runner(
             num_sequences * _whole_blocks(self.max_context), cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs
@@ -179,6 +196,8 @@ class CompiledModel:
             max_context=self.max_context,
             num_tokens=num_tokens,
             siblings=siblings,
+            tree=tree,
+            max_nodes=max_nodes,
             tokenizer=self.tokenizer,
         )
 
@@ -232,11 +251,15 @@ class CompiledModel:
     def _forward_with_states(self) -> Any:
         return lower_with_states(self.model, self.numerics, self.certificate)
 
-    def _with_layers(self, layers: SequenceOf[int]) -> "CompiledModel":
+    def _with_layers(self, layers: tuple[int, ...]) -> "CompiledModel":
         if self.ranks is not None:
             raise InvalidInput("ranks that share a model do not draft with its layers: compile with tp=1")
-        view = layers_of(self.model, layers)
-        return CompiledModel(view, lower_view(view, self.numerics), self.numerics, self.max_context)
+        if layers not in self._parts:
+            view = layers_of(self.model, layers)
+            self._parts[layers] = CompiledModel(
+                view, lower_view(view, self.numerics), self.numerics, self.max_context
+            )
+        return self._parts[layers]
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Runner:
         return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size), cuda_graphs)

@@ -1,4 +1,4 @@
-"""GrowingTree: a draft tree that grows level by level, to the nodes whose paths are likeliest under the draft.
+"""Trees in the making: GrowingTree keeps the nodes whose paths are likeliest under the draft, FixedTree fills a shape.
 
 Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", EMNLP 2024: the likeliest
 nodes of a level are expanded; in the end the likeliest of all stay. A path is never likelier than its parent, so these
@@ -10,9 +10,43 @@ import math
 from collections.abc import Sequence
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.draft_tree import DraftTree, Path
+from detcompile.runtime.draft_tree import DraftTree, Path, require_shape
 
-__all__ = ["GrowingTree"]
+__all__ = ["FixedTree", "GrowingTree"]
+
+
+class FixedTree:
+    """A tree of a given shape, filled level by level; path (0, 2) is the third candidate for what follows (0,).
+
+    Raises:
+        InvalidInput: no shape.
+    """
+
+    def __init__(self, shape: Sequence[Path]) -> None:
+        self._shape = set(require_shape(shape))
+        self._parents = sorted({path[:-1] for path in self._shape})
+        self._tokens: dict[Path, int] = {}
+        self._level = 0
+
+    def frontier(self) -> list[Path]:
+        """Nodes of the newest level that have children in the shape and were given a token."""
+        return [path for path in self._parents if len(path) == self._level and (not path or path in self._tokens)]
+
+    def along(self, path: Path) -> list[int]:
+        """Tokens from below the root to a node."""
+        return [self._tokens[path[: depth + 1]] for depth in range(len(path))]
+
+    def expand(self, level: Sequence[tuple[Path, Sequence[tuple[int, float]]]]) -> None:
+        """Add a level, as ``GrowingTree.expand``; candidates that the shape has no node for are dropped."""
+        for parent, candidates in level:
+            for index, (token, _) in enumerate(candidates):
+                if (*parent, index) in self._shape:
+                    self._tokens[*parent, index] = token
+        self._level += 1
+
+    def tree(self) -> DraftTree:
+        """The nodes that were given a token."""
+        return DraftTree(self._tokens)
 
 
 class GrowingTree:

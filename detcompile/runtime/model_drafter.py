@@ -4,9 +4,10 @@ It draws each draft with the seed, sample index and position that the target wil
 are close, the same noise then picks the same token, also at high temperature.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,26 +15,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime.draft_tree import DraftTree, Path
+from detcompile.runtime.draft_tree import DraftTree, Path, require_shape
 from detcompile.runtime.drafters import NO_DRAFT
+from detcompile.runtime.growing_tree import FixedTree, GrowingTree
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler, SampleRow
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import StepEntry, build_arrays
+from detcompile.runtime.step_builder import StepEntry, block_tables, build_arrays
+from detcompile.runtime.tree_drafting import TreeDrafting
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "TreeKind"]
+
+WIDTH = 4  # nodes of a level that a grown tree expands, and candidates of each
+
+TreeKind = Literal["chain", "grown"] | SequenceOf[Path]
 
 
 class ModelDrafter:
     """Drafts by a model of the same vocabulary, a level of all sequences' trees at a time.
 
     The tree is a chain of the draft model's own draws; with ``siblings``, each node of it has that many of the next
-    likeliest tokens beside it. Made by ``CompiledModel.drafter``.
+    likeliest tokens beside it. Other trees branch further. Made by ``CompiledModel.drafter``.
 
     Args:
         runner, blocks: over the draft model's KV cache. max_context: tokens that it can read.
-        num_tokens: of the chain. tokenizer: of the draft model, if it is known.
+        num_tokens: of the chain, or of the longest path. tokenizer: of the draft model, if it is known.
+        tree: "chain"; "grown" to the ``max_nodes`` likeliest nodes, WIDTH of a level expanded (GrowingTree); or the
+            paths of a fixed shape, such as [(0,), (0, 0), (0, 1), (1,)]. A chain is read back once, a tree every level.
 
     Raises:
         InvalidInput: numbers that cannot be.
@@ -48,12 +57,16 @@ class ModelDrafter:
         max_context: int,
         num_tokens: int = 5,
         siblings: int = 0,
+        tree: TreeKind = "chain",
+        max_nodes: int = 16,
         tokenizer: Any | None = None,
     ) -> None:
         if num_tokens < 1 or not 0 <= siblings < vocab_size:
             raise InvalidInput(
                 f"ModelDrafter: num_tokens={num_tokens} must be at least 1, and siblings={siblings} at least 0"
             )
+        if tree != "chain" and siblings:
+            raise InvalidInput(f"ModelDrafter: siblings={siblings} are of a chain: leave them out, or give a shape")
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.device = runner.kv_cache.device
@@ -64,6 +77,8 @@ class ModelDrafter:
         self._max_context = max_context
         self._sampler = Sampler(vocab_size, self.device)
         self._shadows: dict[Sequence, Sequence] = {}
+        self.new_tree, num_candidates = _trees(tree, max_nodes)
+        self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         self._gives_distributions = False
         self._distributions: list[Tensor] = []  # [S, V] of each level in the making
 
@@ -79,7 +94,13 @@ class ModelDrafter:
             depth = min(most, self.num_tokens, self._max_context - len(sequence.token_ids))
             if depth > 0 and self._follow(sequence, depth, sequences):
                 depths[sequence] = depth
-        trees = self._draft(depths) if depths else {}
+        if not depths:
+            return [NO_DRAFT] * len(sequences)
+        if self.new_tree is None:
+            trees = self._draft(depths)
+        else:
+            copies = {sequence: self._shadows[sequence] for sequence in depths}
+            trees = self._drafting.draft(copies, depths, {sequence: self.new_tree() for sequence in depths})
         return [trees.get(sequence, NO_DRAFT) for sequence in sequences]
 
     def give_distributions(self) -> None:
@@ -106,22 +127,22 @@ class ModelDrafter:
 
     def _make_room(self, shadow: Sequence, num_tokens: int, kept: SequenceOf[Sequence]) -> bool:
         """Blocks for a copy; those of sequences that are not asked about go first."""
-        others = [other for other in self._shadows if other not in kept]
         while True:
             if not shadow.block_tables:
                 enough = self._blocks.admit(shadow, num_tokens, reuse=False) is not None
             else:
                 enough = self._blocks.grow(shadow, num_tokens)
-            if enough or not others:
+            other = None if enough else next((other for other in self._shadows if other not in kept), None)
+            if other is None:
                 return enough
-            self.forget(others.pop())
+            self.forget(other)
 
     def _draft(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
         """Launch all levels, each reading the tokens of the one before on the device, then read them back at once."""
         levels = [
             [sequence for sequence, depth in depths.items() if level < depth] for level in range(max(depths.values()))
         ]
-        tables = _tables([self._shadows[sequence] for sequence in depths], len(self._blocks.groups))
+        tables = block_tables([self._shadows[sequence] for sequence in depths], len(self._blocks.groups))
         rows = {sequence: row for row, sequence in enumerate(depths)}
         launched: list[Tensor] = []
         pending: dict[Sequence, int] = {}
@@ -177,14 +198,17 @@ class ModelDrafter:
             tree[(*parent, index + 1)] = other
 
 
-def _tables(sequences: list[Sequence], num_groups: int) -> NDArray[np.int32]:
-    """Block tables [G, S, W]."""
-    width = max(len(table) for sequence in sequences for table in sequence.block_tables)
-    tables = np.zeros((num_groups, len(sequences), width), np.int32)
-    for row, sequence in enumerate(sequences):
-        for group, table in enumerate(sequence.block_tables):
-            tables[group, row, : len(table)] = table
-    return tables
+def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | FixedTree] | None, int]:
+    """What makes a sequence's tree, None for a chain, and the candidates of a node."""
+    if tree == "chain":
+        return None, 1
+    if tree == "grown":
+        GrowingTree(max_nodes, WIDTH)  # refuses what cannot be
+        return lambda: GrowingTree(max_nodes, WIDTH), WIDTH
+    if isinstance(tree, str):
+        raise InvalidInput(f"ModelDrafter: tree={tree!r}: 'chain', 'grown', or a list of paths")
+    shape = require_shape(tree)
+    return lambda: FixedTree(shape), 1 + max(max(path) for path in shape)
 
 
 def _common(left: list[int], right: list[int], most: int) -> int:

@@ -13,7 +13,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 
-__all__ = ["BlockTables", "NOT_PENDING", "StepArrays", "StepEntry", "build_arrays", "build_step"]
+__all__ = ["BlockTables", "NOT_PENDING", "StepArrays", "StepEntry", "block_tables", "build_arrays", "build_step"]
 
 NOT_PENDING = -1  # a token that the host knows
 
@@ -90,13 +90,19 @@ def build_step(
     _check_plan(sequences)
     _allocate_missing_blocks(sequences, blocks)
     entries = [StepEntry(sequence, sequence.num_computed, n) for sequence, n in sequences]
-    width = max(len(table) for sequence, _ in sequences for table in sequence.block_tables)
-    tables = np.zeros((len(blocks.groups), len(sequences), width), np.int32)
-    for row, (sequence, _) in enumerate(sequences):
-        for group, table in enumerate(sequence.block_tables):
-            tables[group, row, : len(table)] = table
+    tables = block_tables([sequence for sequence, _ in sequences], len(blocks.groups))
     arrays = build_arrays(entries, tables, blocks.pool.block_size, {})
     return arrays._replace(logits_to_keep=np.arange(len(arrays.input_ids))) if all_logits else arrays
+
+
+def block_tables(sequences: SequenceOf[Sequence], num_groups: int) -> NDArray[np.int32]:
+    """[G, S, W], each sequence's blocks, then zeros."""
+    width = max(len(table) for sequence in sequences for table in sequence.block_tables)
+    tables = np.zeros((num_groups, len(sequences), width), np.int32)
+    for row, sequence in enumerate(sequences):
+        for group, table in enumerate(sequence.block_tables):
+            tables[group, row, : len(table)] = table
+    return tables
 
 
 def build_arrays(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -24,11 +25,13 @@ class TensorParallel:
 
     Attributes:
         size: ranks of the group. rank: of this process, within the group. group: name of the process group.
+        device: where a rank puts its share of a model, wherever the whole one is; None: there.
     """
 
     size: int
     rank: int
     group: str
+    device: torch.device | None = None
 
     def share(self, whole: int) -> slice:
         """The range of ``whole`` features that this rank holds; ranks hold equal ones, in order."""
@@ -61,10 +64,10 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> TensorParallel:
-    """This process's place among ``size`` ranks.
+    """This process's place among ``size`` ranks. A group that speaks of GPUs' memory alone has its shares there.
 
     Args:
-        group: default: all processes of torch.distributed.
+        group: default: all processes of torch.distributed. On GPUs, the current one is this rank's.
 
     Raises:
         InvalidInput: torch.distributed was not initialised, or the group has another size.
@@ -79,4 +82,6 @@ def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> Tensor
     if chosen.size() != size:
         kind = "torch.distributed runs" if group is None else "the given group has"
         raise InvalidInput(f"tp={size}, but {kind} {chosen.size()} processes: pass tp_group, a group of {size} of them")
-    return TensorParallel(size=size, rank=chosen.rank(), group=chosen.group_name)
+    on_gpus = {device.type for device in chosen._device_types} == {"cuda"}
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
+    return TensorParallel(size=size, rank=chosen.rank(), group=chosen.group_name, device=device)

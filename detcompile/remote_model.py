@@ -56,16 +56,6 @@ class RankPlan(NamedTuple):
     num_threads: int
     options: dict[str, Any]  # of compile(), handed on
 
-    def load(self, device: torch.device) -> PreTrainedModel | str:
-        """The module on the rank's device, or what compile() loads it from."""
-        if self.path is not None:
-            return self.path
-        if self.build is not None:
-            return self.build()
-        # Mapped, not read: ranks on a CPU share the file's pages, and the order of one after another.
-        module = torch.load(f"/dev/fd/{self.file}", map_location="cpu", mmap=True, weights_only=False)
-        return module.to(device)
-
 
 class ModelFacts(NamedTuple):
     """What the parent knows of the model that its workers hold."""

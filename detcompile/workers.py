@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from detcompile.api import compile
+from detcompile.api import compile, load_model
 from detcompile.compiled import CompiledModel
 from detcompile.config import turn_multicast_off
+from detcompile.passes.shard import moves_after_sharding
 from detcompile.remote_model import ModelFacts, RankPlan
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import affordable_blocks, new_cache, new_worker
@@ -22,7 +24,7 @@ from detcompile.runtime.runner import Runner
 from detcompile.runtime.step_builder import StepArrays
 from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
 
-__all__ = ["RankServer"]
+__all__ = ["RankServer", "load_for_rank"]
 
 
 class _Served(NamedTuple):
@@ -65,7 +67,7 @@ class RankServer:
         if plan.tp > 1:
             self._join(device, port)
         self.note("loading")
-        model = plan.load(device)
+        model = load_for_rank(plan, device)
         self.note("compiling")
         self.model: CompiledModel = compile(
             model, tp=plan.tp, numerics=plan.numerics, max_context=plan.max_context, **plan.options
@@ -123,7 +125,7 @@ class RankServer:
     def _join(self, device: torch.device, port: int) -> None:
         turn_multicast_off()
         store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if device.type == "cpu" else "nccl"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.tp)
 
     def _served(self, name: int) -> _Served:
@@ -135,3 +137,19 @@ class RankServer:
         runner: Any = self._made[name]
         assert isinstance(runner, Runner)
         return runner
+
+
+def load_for_rank(plan: RankPlan, device: torch.device) -> PreTrainedModel:
+    """The module: on the rank's device where it may have to be whole there, otherwise on the CPU, mapped and not read.
+
+    compile() then cuts each weight and moves the share. So a rank reads what it keeps and what the fingerprint hashes,
+    the ranks share the file's pages, and no device ever holds the whole model.
+    """
+    if plan.path is not None:
+        module = load_model(plan.path, device="cpu")
+    elif plan.file is not None:
+        module = torch.load(f"/dev/fd/{plan.file}", map_location="cpu", mmap=True, weights_only=False)
+    else:
+        assert plan.build is not None
+        return plan.build()
+    return module if plan.tp > 1 and moves_after_sharding(module) else module.to(device)

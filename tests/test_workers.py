@@ -24,6 +24,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.verification import TP, ModelSpec, verify
 from detcompile.weights import weights_digest
+from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
@@ -133,7 +134,7 @@ class Unsendable(torch.nn.Module):
 def test_a_function_makes_the_module_in_each_rank() -> None:
     build = functools.partial(random_model, NAME, torch.float32)
     plan = RankPlan(None, None, build, 1, Numerics(), None, "cpu", 1, {})
-    made = pickle.loads(pickle.dumps(plan)).load(torch.device("cpu"))
+    made = load_for_rank(pickle.loads(pickle.dumps(plan)), torch.device("cpu"))
     assert weights_digest(made) == weights_digest(build())
 
 

@@ -24,8 +24,9 @@ from detcompile.passes.parallel_modules import (
 )
 from detcompile.passes.parallel_plans import ROW_STYLES, style_of, tensor_parallel_plan
 
-__all__ = ["pin_row_parallel", "row_parallel_patterns", "shard"]
+__all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
 
+KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # whose tables transformers makes when it loads the model
 PER_HEAD = ("sinks", "alibi_slopes")
 NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
 HALVES = ("gate_up_proj",)  # two projections in one weight
@@ -59,7 +60,10 @@ def shard(
     ranks: TensorParallel,
     replicate_attention: bool = False,
 ) -> None:
-    """Leave this rank its share of ``model``, in place.
+    """Leave this rank its share of ``model``, in place and on the rank's device.
+
+    What is cut is moved on the way, part after part, so that a device never holds more of the model than its share and
+    one layer's attention.
 
     Args:
         attention: the calls of the whole model.
@@ -81,12 +85,26 @@ def shard(
         shares[names[call.module]] = share
         if share is not None:
             _shard_heads(call.module, share, names[call.module], model.config.get_text_config().model_type, ranks)
+            call.module.to(ranks.device)
     for name, linear in _row_parallel(model, numerics):
-        _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks))
+        _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[0] not in shares and style_of(name, plan) == "column":
             _keep_columns(name, module, ranks)
+            module.to(ranks.device)
     _shard_vocabulary(model, ranks)
+    model.to(ranks.device)
+
+
+def moves_after_sharding(model: PreTrainedModel) -> bool:
+    """Whether ``shard`` may get the model on another device than it shall serve on.
+
+    Not where compile() computes constants before that: one device's powers are not another's.
+    """
+    config = model.config.get_text_config()
+    kinds = [getattr(module, "rope_type", "default") for module in model.modules()]
+    ropes = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
+    return config.model_type != "bloom" and ropes <= KNOWN_ROPES
 
 
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, nn.Linear | Conv1D]]:

@@ -40,11 +40,10 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    backend = "gloo"
     if device_type == "cuda":
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)  # a kernel that waits has no other end
         torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"  # as in the workers of compile(tp=n)
+    backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=PATIENCE)
     try:
         result = function(rank, *args)

@@ -1,6 +1,7 @@
 """What each rank keeps of a model: whole heads with the key heads they read, every feature once, or a refusal."""
 
 import dataclasses
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +16,8 @@ from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.passes import parallel_plans
 from detcompile.passes.capture import probe_attention
 from detcompile.passes.heads import HeadShare, features_of, head_share
-from detcompile.passes.parallel_modules import RowShardLinear
-from detcompile.passes.shard import shard
+from detcompile.passes.parallel_modules import GatheredLinear, RowShardLinear, ShardedEmbedding
+from detcompile.passes.shard import moves_after_sharding, shard
 from tests.bits import assert_bitwise_equal
 from tests.models import random_model
 
@@ -112,6 +113,29 @@ def test_a_rank_holds_the_tied_rows_once():
     model = sharded("gemma3_text", 4)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(model.lm_head.weight) == 40
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma3_text", "olmo2", "gpt2", "opt"])
+def test_the_share_goes_to_the_ranks_device_and_keeps_none_of_the_whole(name: str, tmp_path: Path):
+    """From a file that is mapped; "meta" stands for a GPU."""
+    random_model(name, torch.float32).save_pretrained(tmp_path)
+    for device in (None, torch.device("meta")):
+        model = detcompile.load_model(tmp_path, device="cpu")
+        assert moves_after_sharding(model)
+        calls, _ = probe_attention(model, 512)
+        shard(model, calls, Numerics(), dataclasses.replace(a_rank(2), device=device))
+        for what, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+            assert tensor.device == (device or torch.device("cpu")), what
+        for what, module in model.named_modules():
+            if isinstance(module, (RowShardLinear, ShardedEmbedding, GatheredLinear)):
+                assert module.weight.untyped_storage().nbytes() == module.weight.nbytes, what
+
+
+def test_models_whose_constants_are_computed_by_compile_are_moved_before():
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not moves_after_sharding(random_model("llama", torch.float32, rope_parameters=dynamic))
+    assert not moves_after_sharding(random_model("bloom", torch.float32))
+    assert moves_after_sharding(random_model("granite_swa", torch.float32))
 
 
 def test_heads_that_do_not_divide_are_refused_unless_replicated():

@@ -4,7 +4,8 @@ Legend: R ranks, C channels: program c of a kernel speaks with program c of the 
 
     boxes [C, 2, R, BOX] float32   what rank r sent to channel c; two, so that one can be read while the next one fills
     flags [C, LANES] int32         the epoch of the last box that rank r has sent
-    epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent
+    words [C, 2, R, WORDS] int64   boxes whose every element has an epoch beside it, and no flag
+    epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent, of either kind
 
 Allocated once a group, at its first use, whatever the shapes: larger sums go through the boxes piece by piece.
 """
@@ -25,10 +26,11 @@ from detcompile.errors import ScheduleError
 from detcompile.parallel import process_group
 from detcompile.templates.tuning import capturing
 
-__all__ = ["BOX", "CHANNELS", "LANES", "PeerMemory", "peer_memory"]
+__all__ = ["BOX", "CHANNELS", "LANES", "PeerMemory", "WORDS", "peer_memory"]
 
 CHANNELS = 256
 BOX = 8192  # float32 elements
+WORDS = 1024  # 64-bit words of a box of these
 LANES = 8  # ranks at most; a power of two
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -40,13 +42,14 @@ class PeerMemory:
     """One rank's view of a group's memory.
 
     Attributes:
-        rank: of this process in the group. boxes: of every rank, as this GPU sees them.
+        rank: of this process in the group. boxes, words: of every rank, as this GPU sees them.
         flags: of this rank. flag_addresses: [R] int64, of every rank's flags, as this GPU sees them.
         owner: keeps the memory mapped.
     """
 
     rank: int
     boxes: tuple[Tensor, ...]
+    words: tuple[Tensor, ...]
     flags: Tensor
     flag_addresses: Tensor
     epochs: Tensor
@@ -94,14 +97,18 @@ def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
     turn_multicast_off()  # nothing here uses it
     num_ranks, rank = ranks.size(), ranks.rank()
     num_flags, num_boxes = CHANNELS * LANES, CHANNELS * 2 * num_ranks * BOX
-    memory = symmetric_memory.empty(num_flags + num_boxes, dtype=torch.float32, device=device)
+    num_words = CHANNELS * 2 * num_ranks * WORDS
+    memory = symmetric_memory.empty(num_flags + num_boxes + 2 * num_words, dtype=torch.float32, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, ranks.group_name)
-    flags = [handle.get_buffer(other, (num_flags,), torch.int32) for other in range(num_ranks)]
+    everyone = range(num_ranks)
+    flags = [handle.get_buffer(r, (num_flags,), torch.int32) for r in everyone]
+    first_word = (num_flags + num_boxes) // 2
     return PeerMemory(
         rank=rank,
-        boxes=tuple(handle.get_buffer(r, (num_boxes,), torch.float32, num_flags) for r in range(num_ranks)),
+        boxes=tuple(handle.get_buffer(r, (num_boxes,), torch.float32, num_flags) for r in everyone),
+        words=tuple(handle.get_buffer(r, (num_words,), torch.int64, first_word) for r in everyone),
         flags=flags[rank],
         flag_addresses=torch.tensor([there.data_ptr() for there in flags], dtype=torch.int64, device=device),
         epochs=torch.zeros(CHANNELS, dtype=torch.int32, device=device),

@@ -1,8 +1,10 @@
-"""The command line: detcompile demo | generate | verify | check. Results on standard output, progress on error."""
+"""The command line: detcompile demo | generate | verify | check | tune-speculation. Results go to standard output,
+progress to standard error."""
 
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,8 @@ from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.tune_speculation import Workload, advice, tune_speculation
+from detcompile.tune_speculation_command import advice_text, read_text, speedup_plot, trials_table
 from detcompile.verification import ModelSpec, available_axes, verify
 
 __all__ = ["app", "main"]
@@ -212,6 +216,53 @@ def demo(
     console.print(_comparison_table(found, compiled.dtype))
     if not all(comparison.ours.holds for comparison in found):
         raise typer.Exit(1)
+
+
+@app.command(name="tune-speculation")
+def tune_speculation_command(
+    model: Model,
+    draft: Annotated[str | None, typer.Option(help="Folder of a smaller model with the same tokenizer.")] = None,
+    code: Annotated[Path | None, typer.Option(help="Text to cut code prompts from; default: this package's.")] = None,
+    prose: Annotated[Path | None, typer.Option(help="The same for prose; default: docstrings of this package.")] = None,
+    nodes: Annotated[str, typer.Option(help="Comma-separated sizes of drafts to try.")] = "1,2,3,5,8",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts of each kind, served together.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Generated for each prompt.")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, of which the fastest counts.")] = 2,
+    plot: Annotated[Path, typer.Option(help="Where the plot is written.")] = Path("speculation.svg"),
+    json_output: Json = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    tp_sizes: TpSizes = "1,2,4,8",
+) -> None:
+    """Try drafts on code and on prose: what is fastest, and what another draft model would have to be."""
+    target = _compile(ModelSpec(model, False, dtype, device, _sizes(tp_sizes)))
+    small = None if draft is None else _compile(ModelSpec(draft, False, dtype, device, _sizes(tp_sizes)))
+    workloads = [
+        Workload.of(kind, read_text(kind, file), target, batch, prompt_tokens)
+        for kind, file in (("code", code), ("prose", prose))
+    ]
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0, ignore_eos=True)
+    with _progress() as progress:
+        task = progress.add_task("measuring", total=None)
+        trials = tune_speculation(
+            target,
+            small,
+            workloads,
+            nodes=_sizes(nodes),
+            params=params,
+            repeats=repeats,
+            tick=lambda name: progress.update(task, description=f"measuring {name}"),
+        )
+    found = [one for kind in ("code", "prose") if (one := advice(trials, kind)) is not None]
+    plot.write_text(speedup_plot(trials, f"{model}, draft {draft or 'none'}, batch {batch}, {target.device}"))
+    if json_output:
+        print(json.dumps({"trials": [trial.to_json() for trial in trials], "advice": [asdict(one) for one in found]}))
+        return
+    Console().print(trials_table(trials))
+    print(advice_text(trials, found))
+    logs.print(f"plot: {plot}", highlight=False)
 
 
 def _answer(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:

@@ -26,7 +26,7 @@ from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.medusa_drafter import MedusaDrafter
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
-from detcompile.runtime.padded_batch import keep_columns, language_loss, repad, unpad
+from detcompile.runtime.padded_batch import keep_columns, language_loss, repad, row_seeds, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
@@ -175,18 +175,11 @@ class CompiledModel:
         Raises:
             InvalidInput: layers that the model has not, or a model that ranks share.
         """
+        source = self
         if layers is not None:
-            part = self._with_layers(tuple(range(layers) if isinstance(layers, int) else layers))
-            return part.drafter(
-                num_tokens,
-                siblings=siblings,
-                tree=tree,
-                max_nodes=max_nodes,
-                num_sequences=num_sequences,
-                cuda_graphs=cuda_graphs,
-            )
+            source = self._with_layers(tuple(range(layers) if isinstance(layers, int) else layers))
         on_gpu = self.device.type == "cuda"
-        runner, blocks = self.new_runner(
+        runner, blocks = source.new_runner(
             num_sequences * _whole_blocks(self.max_context), cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs
         )
         return ModelDrafter(
@@ -349,7 +342,7 @@ class CompiledModel:
                 ignore_eos=True,  # ``stop`` says what ends a row
                 stop_token_ids=stop,
             )
-            for row_seed in _row_seeds(seed, len(batch.token_ids))
+            for row_seed in row_seeds(seed, len(batch.token_ids))
         ]
         prompts = [self._checked(tokens, row, max_new_tokens) for row, tokens in enumerate(batch.token_ids)]
         engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
@@ -405,14 +398,3 @@ class CompiledModel:
 
 def _whole_blocks(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
     return -(-num_tokens // block_size) * block_size
-
-
-def _row_seeds(seed: int | SequenceOf[int] | None, rows: int) -> list[int | None]:
-    if seed is None:
-        return [None] * rows
-    seeds = [seed] if isinstance(seed, int) else list(seed)
-    if len(set(seeds)) != rows or len(seeds) != rows:
-        raise InvalidInput(
-            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
-        )
-    return list(seeds)

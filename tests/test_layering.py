@@ -17,7 +17,14 @@ MAX_LINES = 400
 
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
-    {"detcompile", "detcompile.cli", "detcompile.demo", "detcompile.generate_command"},
+    {
+        "detcompile",
+        "detcompile.cli",
+        "detcompile.demo",
+        "detcompile.generate_command",
+        "detcompile.tune_speculation",
+        "detcompile.tune_speculation_command",
+    },
     {"detcompile.api", "detcompile.axes", "detcompile.verification", "detcompile.workers"},
     {"detcompile.remote_model"},
     {"detcompile.compiled", "detcompile.fingerprints"},

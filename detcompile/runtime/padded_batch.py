@@ -3,6 +3,7 @@
 Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["UnpaddedBatch", "keep_columns", "language_loss", "repad", "unpad"]
+__all__ = ["UnpaddedBatch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
 
 IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
 
@@ -99,6 +100,22 @@ def language_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
     chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
     return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
+
+
+def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
+    """A seed for each row of a batch, None where it shall be drawn.
+
+    Raises:
+        InvalidInput: not as many different seeds as rows.
+    """
+    if seed is None:
+        return [None] * rows
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    if len(set(seeds)) != rows or len(seeds) != rows:
+        raise InvalidInput(
+            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
+        )
+    return list(seeds)
 
 
 def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ MOST_ELEMENTS = 1 << 30  # offsets are 32 bits wide
 # Elements of a block and the warps for it, up to a box.
 BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 16), (BOX, 16))
 PACKED_BLOCKS = ((256, 2), (512, 4), (WORDS, 8))
-# Roughly an H200's, and only to choose by: bytes that a GPU sends in a second, and seconds that flags take.
+# Roughly an H200's, and only to choose by: bytes that a GPU sends in a second, seconds of flags and of a word's way.
 LINK_BYTES = 4e11
 MEETING_SECONDS = 2e-6
+WORD_SECONDS = 0.8e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def choose_schedule(num_elements: int, num_ranks: int, out_bytes: int, way: Way 
     """
     sent = (num_ranks - 1) * num_elements / LINK_BYTES
     seconds: dict[Way, float] = {
-        "packed": 8 * sent,
+        "packed": 8 * sent + WORD_SECONDS,
         "one_shot": 4 * sent + MEETING_SECONDS,
         "two_shot": (4 + out_bytes) / num_ranks * sent + 2 * MEETING_SECONDS,
     }

@@ -56,7 +56,7 @@ class Failure(str):
 
 
 def rank_results(
-    rank: int, tp: int, device: str, parts: tuple[str, ...], served: list[tuple[str, torch.dtype]]
+    rank: int, tp: int, device: str, parts: tuple[str, ...], dense: list[str], served: list[tuple[str, torch.dtype]]
 ) -> dict[str, Any]:
     """What is asked of one rank, in one process: of each part of PARTS that is named, by its name.
 
@@ -69,7 +69,7 @@ def rank_results(
         if device == "cuda":
             results["peers"] = _attempt(lambda: check_peers(rank, tp))
     if "dense" in parts:
-        results["dense"] = {name: _attempt(lambda name=name: _dense(name, device, tp)) for name in DENSE[tp]}
+        results["dense"] = {name: _attempt(lambda name=name: _dense(name, device, tp)) for name in dense}
     if "served" in parts:
         results["served"] = {case: _attempt(lambda case=case: _served(*case, device, tp)) for case in served}
     return results

@@ -19,6 +19,7 @@ __all__ = ["TINY", "compile", "load_model"]
 
 TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parent / TINY
+EMBEDDED = {TINY: TINY_FOLDER, "tiny-draft": TINY_FOLDER / "draft"}  # the second drafts for the first
 
 
 def compile(
@@ -34,8 +35,8 @@ def compile(
 
     Args:
         model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in; or a local
-            folder of one; or "tiny". A module is changed in place and belongs to the result afterwards, also if it is
-            refused: load it again then.
+            folder of one; or "tiny", or its draft model "tiny-draft". A module is changed in place and belongs to the
+            result afterwards, also if it is refused: load it again then.
         tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
             result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
             process then calls compile() with the same whole model and keeps its share of it, and from then on all of
@@ -94,12 +95,13 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """A causal LM from a local folder, or "tiny"; with ``random``, the folder's (or file's) config with random weights.
+    """A causal LM from a local folder, "tiny" or "tiny-draft".
 
     Args:
+        random: the folder's (or file's) config with random weights.
         dtype: default: the checkpoint's own. device: default: a GPU if there is one.
     """
-    path = TINY_FOLDER if str(name) == TINY else Path(name)
+    path = EMBEDDED.get(str(name)) or Path(name)
     if not path.exists():
         raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {TINY!r}")
     device = _device(device)

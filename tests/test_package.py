@@ -70,10 +70,11 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(tmp_path):
     expected = {
         path.relative_to(source).as_posix()
         for path in (source / "detcompile").rglob("*")
-        if path.is_file() and (path.suffix == ".py" or path.parent.name in {"cpu", "tiny"})
+        if path.is_file() and (path.suffix == ".py" or path.parent.name in {"cpu", "tiny", "draft", "medusa"})
     }
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=300)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == expected
+    assert sum(path.stat().st_size for path in (ROOT / "detcompile" / "tiny").rglob("*") if path.is_file()) < 16_000_000

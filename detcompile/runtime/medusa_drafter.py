@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime.draft_tree import DraftTree, Path
+from detcompile.runtime.draft_tree import DraftTree, Path, require_shape
 from detcompile.runtime.drafters import NO_DRAFT
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.sampling import Sampler, SampleRow
@@ -166,8 +166,5 @@ def _require_fitting(heads: MedusaHeads, vocab_size: int, hidden_size: int) -> N
 
 
 def _require_tree(paths: SequenceOf[Path], num_heads: int) -> None:
-    DraftTree({path: index for index, path in enumerate(paths)})  # says which node has no parent
-    if not paths or max(map(len, paths)) > num_heads or min(min(path) for path in paths) < 0:
-        raise InvalidInput(
-            f"MedusaDrafter: paths={list(paths)}: one node at least, and no deeper than {num_heads} heads"
-        )
+    if max(map(len, require_shape(paths))) > num_heads:
+        raise InvalidInput(f"MedusaDrafter: paths={list(paths)}: no deeper than {num_heads} heads")

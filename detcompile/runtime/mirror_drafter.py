@@ -82,6 +82,12 @@ class MirrorDrafter:
                 self.num_ahead += 1
                 self._ready[sequence] = (tokens, tree)
 
+    def give_distributions(self) -> None:
+        """Have the inner drafter tell what its guesses were drawn from, if it can."""
+        tell = getattr(self.inner, "give_distributions", None)
+        if tell is not None:
+            tell()
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence, here and in the inner drafter."""
         self._bets.pop(sequence, None)
@@ -96,11 +102,12 @@ class MirrorDrafter:
         if not tokens or sequence.token_ids[:-1] != tokens:
             return None
         root = tree.child((), sequence.token_ids[-1])
-        below = {path[1:]: token for path, token in tree.tokens.items() if root and path[:1] == root and len(path) > 1}
+        below = [path for path in tree.tokens if path[:1] == root and len(path) > 1]
         if not below:
             return None
         self.num_used += 1
-        return DraftTree(below).pruned(len(below), max_depth)
+        known = {path[1:]: tree.distributions[path] for path in below if path in tree.distributions}
+        return DraftTree({path[1:]: tree.tokens[path] for path in below}, known).pruned(len(below), max_depth)
 
     def _stand_in(self, sequence: Sequence, tokens: list[int]) -> Sequence:
         stand_in = self._stand_ins.get(sequence)

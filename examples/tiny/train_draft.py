@@ -2,8 +2,8 @@
 
     python examples/tiny/train_draft.py --out DIR --minutes 12
 
-Writes DIR/draft (a Hugging Face folder without tokenizer: it is the target's) and DIR/medusa (heads for its hidden
-states), both bf16, and DIR/draft_metrics.json. Sources and held-out packages are those of corpus.py. One pass of the
+Writes DIR/draft (a Hugging Face folder with the target's tokenizer) and DIR/medusa (heads for its hidden states), both
+bf16, and metrics. Sources and held-out packages are those of corpus.py. One pass of the
 target over the windows teaches both students. A part of them is text that the target wrote itself, as drafts meet no
 other (Zhou et al., "DistillSpec", ICLR 2024).
 
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import transformers
 from corpus import collect_corpus
 from torch import Tensor, nn
@@ -75,16 +76,16 @@ def taught(logits: Tensor, teacher: Tensor) -> Tensor:
     return -(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def heads_loss(heads: MedusaHeads, lm_head: Tensor, hidden: Tensor, teacher: Tensor, every: int) -> Tensor:
-    """Head k learns what the target says k tokens later; nearer ones count more, as in Medusa's paper.
+def heads_loss(heads: MedusaHeads, lm_head: Tensor, hidden: Tensor, window: Tensor, every: int) -> Tensor:
+    """Head k learns the token that came k after the next one; nearer ones count more, as in Medusa's paper.
 
     Args:
-        hidden: [B, T, H] of the target. teacher: [B, T, V] its logits. every: of so many positions one is learned from.
+        hidden: [B, T, H] of the target. window: [B, T] tokens. every: of so many positions one is learned from.
     """
     loss = hidden.new_zeros(())
-    for index, rows in enumerate(heads.hidden(hidden[:, : -heads.num_heads : every])):
-        wanted = teacher[:, index + 1 :: every][:, : rows.shape[1]]
-        loss = loss + 0.8**index * taught(rows @ lm_head.T, wanted)
+    for index, rows in enumerate(heads.hidden(hidden[:, : -heads.num_heads - 1 : every])):
+        wanted = window[:, index + 2 :: every][:, : rows.shape[1]]
+        loss = loss + 0.8**index * F.cross_entropy((rows @ lm_head.T).float().flatten(0, 1), wanted.flatten().long())
     return loss
 
 
@@ -109,10 +110,8 @@ def train(target, draft, heads, windows: Tensor, states: Tensor, args: argparse.
     Args:
         windows: [N, T] tokens. states: [N, T, H] of the target over them.
     """
-    parameters = [
-        {"params": list(draft.parameters()), "rate": args.lr},
-        {"params": list(heads.parameters()), "rate": args.head_lr},
-    ]
+    groups = {"draft": (draft, args.lr), "heads": (heads, args.head_lr)}
+    parameters = [{"params": list(groups[s][0].parameters()), "rate": groups[s][1]} for s in args.students]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01)
     lm_head = target.get_output_embeddings().weight.detach()
     begin, step, recent, fraction = time.monotonic(), 0, [], 0.0
@@ -122,17 +121,21 @@ def train(target, draft, heads, windows: Tensor, states: Tensor, args: argparse.
             group["lr"] = group["rate"] * warm
         chosen = torch.randint(len(windows), (args.sequences,))
         hidden = states[chosen].float()
+        losses = {"draft": hidden.new_zeros(()), "heads": hidden.new_zeros(())}
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            teacher = (hidden @ lm_head.T).float()
-            draft_loss = taught(draft(input_ids=windows[chosen].long(), use_cache=False).logits.float(), teacher)
-            medusa_loss = heads_loss(heads, lm_head, hidden, teacher, args.head_stride)
-        (draft_loss + medusa_loss).backward()
+            if "draft" in args.students:
+                teacher = (hidden @ lm_head.T).float()
+                guessed = draft(input_ids=windows[chosen].long(), use_cache=False).logits.float()
+                losses["draft"] = taught(guessed, teacher)
+            if "heads" in args.students:
+                losses["heads"] = heads_loss(heads, lm_head, hidden, windows[chosen], args.head_stride)
+        sum(losses.values()).backward()
         for group in optimizer.param_groups:
             torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        recent.append((draft_loss.item(), medusa_loss.item()))
+        recent.append([loss.item() for loss in losses.values()])
         fraction = (time.monotonic() - begin) / max(1e-9, end - begin)
         if step % 100 == 0:
             mean = [round(sum(column) / len(column), 3) for column in zip(*recent)]
@@ -157,6 +160,7 @@ def agreement(target, draft, heads, window: Tensor) -> dict:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--students", nargs="+", choices=["draft", "heads"], default=["draft", "heads"])
     parser.add_argument("--minutes", type=float, default=12.0, help="wall-clock budget of the whole script")
     parser.add_argument("--own-minutes", type=float, default=2.0, help="of them for what the target writes itself")
     parser.add_argument("--state-minutes", type=float, default=2.0, help="of them for the target's hidden states")
@@ -165,10 +169,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128, help="of the draft model")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-layers", type=int, default=1)
-    parser.add_argument("--head-stride", type=int, default=4, help="heads learn from one of so many positions")
+    parser.add_argument("--head-layers", type=int, default=2)
+    parser.add_argument("--head-stride", type=int, default=2, help="heads learn from one of so many positions")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--head-lr", type=float, default=3e-3)
+    parser.add_argument("--head-lr", type=float, default=5e-3)
     parser.add_argument("--sequences", type=int, default=4, help="B")
     parser.add_argument("--length", type=int, default=256, help="T")
     return parser.parse_args()
@@ -204,9 +208,12 @@ def main() -> None:
         "held_out_packages": sorted({source.package for source in corpus.held_out}),
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},
     }
-    draft.to(torch.bfloat16).save_pretrained(args.out / "draft")
-    heads.to(torch.bfloat16).save(args.out / "medusa")
-    (args.out / "draft_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    if "draft" in args.students:
+        draft.to(torch.bfloat16).save_pretrained(args.out / "draft")
+        tokenizer.save_pretrained(args.out / "draft")
+    if "heads" in args.students:
+        heads.to(torch.bfloat16).save(args.out / "medusa")
+    (args.out / f"{'_'.join(args.students)}_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     say(json.dumps(metrics["agreement_held_out"]))
 
 

@@ -1,6 +1,7 @@
 """CompiledModel: called like the Hugging Face model it was made from; its bits depend on each row's own tokens."""
 
 from collections.abc import Sequence as SequenceOf
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ class CompiledModel:
     @property
     def engine_model(self) -> EngineModel:
         """What an engine has to know of this model."""
+        head = None if self.ranks is not None else self.model.get_output_embeddings()
         return EngineModel(
             forward=self.forward,
             kv_shapes=self._kv_shapes,
@@ -144,7 +146,7 @@ class CompiledModel:
             num_token_ids=self.vocab_size,
             num_logits=self._num_logits,
             eos_token_ids=self._stop_tokens(None),
-            hidden_size=0 if self.ranks is not None else self.model.get_output_embeddings().weight.shape[1],
+            hidden_size=0 if head is None else head.weight.shape[1],
             forward_with_states=lambda: self._forward_with_states,
         )
 
@@ -212,10 +214,10 @@ class CompiledModel:
             InvalidInput: heads for another model, a tree that cannot be, or a model that ranks share.
         """
         if self.engine_model.hidden_size == 0:
-            raise InvalidInput("ranks that share a model hand out no hidden states: compile with tp=1")
+            raise InvalidInput("no hidden states: ranks share this model, or it has no head of its own: take tp=1")
         loaded = heads if isinstance(heads, MedusaHeads) else MedusaHeads.load(heads)
         return MedusaDrafter(
-            loaded.to(self.device, self.dtype),
+            deepcopy(loaded).to(self.device, self.dtype),
             self.model.get_output_embeddings().weight.detach(),
             num_nodes=num_nodes,
             num_candidates=num_candidates,
@@ -249,9 +251,7 @@ class CompiledModel:
             raise InvalidInput("ranks that share a model do not draft with its layers: compile with tp=1")
         if layers not in self._parts:
             view = layers_of(self.model, layers)
-            self._parts[layers] = CompiledModel(
-                view, lower_view(view, self.numerics), self.numerics, self.max_context
-            )
+            self._parts[layers] = CompiledModel(view, lower_view(view, self.numerics), self.numerics, self.max_context)
         return self._parts[layers]
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Runner:

@@ -39,9 +39,9 @@ def own_text(target: nn.Module, tokens: Tensor, starts: Tensor, seconds: float) 
     while time.monotonic() < end or not parts:
         temperature = TEMPERATURES[len(parts) % len(TEMPERATURES)]
         options = {"do_sample": temperature > 0} | ({"temperature": temperature, "top_k": 0} if temperature else {})
-        at = starts[torch.randint(len(starts) - 1, (OWN_BATCH,))]
-        at = (at + torch.randint(0, 400, at.shape)).clamp_max(len(tokens) - PROMPT_TOKENS)
-        prompts = tokens[at[:, None] + torch.arange(PROMPT_TOKENS)].long()
+        at = starts[torch.randint(len(starts) - 1, (OWN_BATCH,), device=tokens.device)]
+        at = (at + torch.randint(0, 400, at.shape, device=tokens.device)).clamp_max(len(tokens) - PROMPT_TOKENS)
+        prompts = tokens[at[:, None] + torch.arange(PROMPT_TOKENS, device=tokens.device)].long()
         written = target.generate(
             prompts, min_length=OWN_LENGTH, max_length=OWN_LENGTH, attention_mask=torch.ones_like(prompts), **options
         )
@@ -99,7 +99,7 @@ def states_of(target: nn.Module, windows: Tensor, seconds: float) -> Tensor:
     for batch in windows.split(8):
         if time.monotonic() > end and parts:
             break
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(windows.device.type, dtype=torch.bfloat16):
             parts.append(target.model(input_ids=batch.long(), use_cache=False).last_hidden_state.bfloat16())
     return torch.cat(parts)
 
@@ -119,10 +119,10 @@ def train(target, draft, heads, windows: Tensor, states: Tensor, args: argparse.
         warm = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * fraction)))
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * warm
-        chosen = torch.randint(len(windows), (args.sequences,))
+        chosen = torch.randint(len(windows), (args.sequences,), device=windows.device)
         hidden = states[chosen].float()
         losses = {"draft": hidden.new_zeros(()), "heads": hidden.new_zeros(())}
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(windows.device.type, dtype=torch.bfloat16):
             if "draft" in args.students:
                 teacher = (hidden @ lm_head.T).float()
                 guessed = draft(input_ids=windows[chosen].long(), use_cache=False).logits.float()
@@ -145,16 +145,19 @@ def train(target, draft, heads, windows: Tensor, states: Tensor, args: argparse.
 
 
 @torch.inference_mode()
-def agreement(target, draft, heads, window: Tensor) -> dict:
+def agreement(target, draft, heads, window: Tensor, students: list[str]) -> dict:
     """How often a student's likeliest token is the target's, over [N, T] tokens."""
     hidden = target.model(input_ids=window, use_cache=False).last_hidden_state
     lm_head = target.get_output_embeddings().weight
     wanted = (hidden @ lm_head.T).argmax(-1)
-    guesses = [(0, draft(input_ids=window, use_cache=False).logits.argmax(-1))]
-    guesses += [(k + 1, (rows @ lm_head.T).argmax(-1)) for k, rows in enumerate(heads.hidden(hidden))]
-    names = ["draft", *(f"head {k + 1}" for k in range(heads.num_heads))]
-    found = [(wanted[:, k:] == guess[:, : guess.shape[1] - k]).float().mean().item() for k, guess in guesses]
-    return dict(zip(names, (round(value, 4) for value in found)))
+    guesses = {"draft": (0, draft(input_ids=window, use_cache=False).logits.argmax(-1))} if "draft" in students else {}
+    if "heads" in students:
+        states = enumerate(heads.hidden(hidden), start=1)
+        guesses |= {f"head {k}": (k, (rows @ lm_head.T).argmax(-1)) for k, rows in states}
+    return {
+        name: round((wanted[:, k:] == guess[:, : guess.shape[1] - k]).float().mean().item(), 4)
+        for name, (k, guess) in guesses.items()
+    }
 
 
 def parse_args() -> argparse.Namespace:
@@ -165,7 +168,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--own-minutes", type=float, default=2.0, help="of them for what the target writes itself")
     parser.add_argument("--state-minutes", type=float, default=2.0, help="of them for the target's hidden states")
     parser.add_argument("--windows", type=int, default=2000, help="of the corpus at most, each of T tokens")
-    parser.add_argument("--max-files", type=int, default=3000)
+    parser.add_argument("--max-files", type=int, default=3000, help="to find held-out ones among")
+    parser.add_argument("--train-files", type=int, default=1500, help="of the others")
     parser.add_argument("--hidden", type=int, default=128, help="of the draft model")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
@@ -182,29 +186,31 @@ def main() -> None:
     args = parse_args()
     end = time.monotonic() + 60 * args.minutes - 15  # evaluation and saving
     torch.manual_seed(0)
-    target = detcompile.load_model("tiny", dtype=torch.float32, device="cpu").requires_grad_(False)
+    target = detcompile.load_model("tiny", dtype=torch.float32).requires_grad_(False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(target.name_or_path)
     corpus = collect_corpus(args.max_files)
-    tokens, starts = encode(tokenizer, random.Random(2).sample(corpus.train, min(1500, len(corpus.train))))
-    apart, _ = encode(tokenizer, corpus.held_out)
+    files = random.Random(2).sample(corpus.train, min(args.train_files, len(corpus.train)))
+    tokens, starts = (tensor.to(target.device) for tensor in encode(tokenizer, files))
+    apart = encode(tokenizer, corpus.held_out)[0].to(target.device)
     say(f"{len(tokens) / 1e6:.1f} M tokens to train on, {len(apart) / 1e6:.2f} M held out")
     own = own_text(target, tokens, starts, 60 * args.own_minutes)[:, : args.length]
     say(f"the target wrote {own.numel() / 1e6:.2f} M tokens")
     windows = torch.cat([own.int(), draw(tokens, starts, args.windows, args.length - 1).int()])
-    windows = windows[torch.randperm(len(windows))]
+    windows = windows[torch.randperm(len(windows), device=windows.device)]
     states = states_of(target, windows, 60 * args.state_minutes)
     windows = windows[: len(states)]
     say(f"{windows.numel() / 1e6:.2f} M hidden states")
-    draft = build_draft(target, args)
-    heads = MedusaHeads(target.config.hidden_size, args.heads, num_layers=args.head_layers)
-    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in (("draft", draft), ("heads", heads))}
+    draft = build_draft(target, args).to(target.device)
+    heads = MedusaHeads(target.config.hidden_size, args.heads, num_layers=args.head_layers).to(target.device)
+    students = {"draft": draft, "heads": heads}
+    sizes = {name: sum(p.numel() for p in students[name].parameters()) for name in args.students}
     say(str(sizes))
     training = train(target, draft, heads, windows, states, args, end)
     window = apart[: len(apart) // args.length * args.length].view(-1, args.length)[:64].long()
     metrics = {
         "parameters": sizes,
         "training": training | {"own_tokens": own.numel(), "files": len(corpus.train)},
-        "agreement_held_out": agreement(target, draft, heads, window),
+        "agreement_held_out": agreement(target, draft, heads, window, args.students),
         "held_out_packages": sorted({source.package for source in corpus.held_out}),
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},
     }

@@ -130,7 +130,7 @@ class CompiledModel:
                 "ranks that share a model have to take the same steps, and each would switch speculation by its own"
                 " clock: pass SpeculationConfig(switch='always')"
             )
-        return new_engine(self.engine_model, config or EngineConfig(), tokenizer, speculation)
+        return new_engine(self.engine_model, config or EngineConfig(), tokenizer, speculation, self.ranks)
 
     @property
     def engine_model(self) -> EngineModel:

@@ -39,6 +39,12 @@ class TensorParallel:
         own = whole // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, on all of them, which have to call it."""
+        everyone = [0] * self.size
+        dist.all_gather_object(everyone, value, group=process_group(self.group))
+        return min(everyone)
+
     def require_equal(self, parts: Mapping[str, str]) -> None:
         """Compare ``parts`` with every other rank's; all ranks have to call it.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.parallel import TensorParallel
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
@@ -44,9 +45,16 @@ class EngineModel(NamedTuple):
 
 
 def new_engine(
-    model: EngineModel, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None = None
+    model: EngineModel,
+    config: EngineConfig,
+    tokenizer: Any | None,
+    speculation: SpeculationConfig | None = None,
+    ranks: TensorParallel | None = None,
 ) -> Engine:
     """An engine with its KV cache, ready to serve.
+
+    Args:
+        ranks: with whom the model is shared. All of them get as many blocks, since each schedules by its own count.
 
     Raises:
         InvalidInput: the cache would not hold one block, or the drafter is not for this model.
@@ -56,6 +64,8 @@ def new_engine(
         if model.forward_with_states is not None:
             model = model._replace(forward=model.forward_with_states())
     num_blocks = config.num_blocks or affordable_blocks(model, config)
+    if ranks is not None:
+        num_blocks = ranks.least(num_blocks)
     return engine_over(new_worker(model, config, num_blocks), num_blocks, model, config, tokenizer, speculation)
 
 

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from detcompile.passes.backend import Backend
 from detcompile.passes.capture import DenseForward, observe_attention, probe_attention
 from detcompile.passes.lowering import _dense_role, _with_own_code
 from detcompile.passes.shard import pin_row_parallel, shard
+from detcompile.runtime import engine_setup
+from detcompile.runtime.engine_config import EngineConfig
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, random_model
 from tests.parallel.collective_cases import check_all
@@ -71,7 +74,7 @@ def rank_results(
     if "dense" in parts:
         results["dense"] = {name: _attempt(lambda name=name: _dense(name, device, tp)) for name in dense}
     if "served" in parts:
-        results["served"] = {case: _attempt(lambda case=case: _served(*case, device, tp)) for case in served}
+        results["served"] = {case: _attempt(lambda case=case: _served(*case, device, tp, rank)) for case in served}
     return results
 
 
@@ -128,9 +131,15 @@ def _dense(name: str, device: str, tp: int) -> Tensor:
     return dense_logits(one_layer(name, device, tp), tp, THREE if tp == 3 else Numerics(), tp == 3).cpu()
 
 
-def _served(name: str, dtype: torch.dtype, device: str, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _served(
+    name: str, dtype: torch.dtype, device: str, tp: int, rank: int
+) -> tuple[dict[str, str], dict[str, Tensor], int]:
+    """Of a model: its fingerprint, its logits, and the blocks of an engine where each rank has room for more."""
     model = compile_one(name, dtype, device, tp)
-    return model.fingerprint_parts, served_logits(model)
+    logits = served_logits(model)
+    with mock.patch.object(engine_setup, "affordable_blocks", lambda *_: 41 + rank):  # one block is nobody's
+        engine = model.engine(EngineConfig(cuda_graphs=False))
+    return model.fingerprint_parts, logits, engine.stats.num_blocks
 
 
 def _refusal_of_another_model(rank: int, tp: int, device: str) -> str:

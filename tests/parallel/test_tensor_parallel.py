@@ -125,7 +125,8 @@ def test_the_certified_graph_of_an_architecture_keeps_its_bits(device: str, tp: 
 @pytest.mark.parametrize(("device", "tp", "case"), _each(SERVED, SERVED_ON_GPU))
 def test_a_served_model_keeps_its_bits_and_its_fingerprint(device: str, tp: int, case: tuple[str, torch.dtype]):
     parts, whole = alone(device, *case)
-    for rank, (rank_parts, logits) in enumerate(results(device, tp, "served", case)):
+    for rank, (rank_parts, logits, num_blocks) in enumerate(results(device, tp, "served", case)):
+        assert num_blocks == 40
         assert rank_parts == parts
         for what, expected in whole.items():
             assert_bitwise_equal(logits[what], expected, f"{what} on rank {rank} of {tp}")

@@ -22,7 +22,7 @@ from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler, SampleRow
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import StepEntry, block_tables, build_arrays
+from detcompile.runtime.step_builder import StepEntry, block_tables, build_arrays, pending_arrays
 from detcompile.runtime.tree_drafting import TreeDrafting
 
 __all__ = ["ModelDrafter", "TreeKind"]
@@ -166,13 +166,19 @@ class ModelDrafter:
     ) -> Tensor:
         """The next token of each chain, [S, 2 + siblings + 1]: whether it is invalid, itself, the likeliest tokens."""
         shadows = [self._shadows[sequence] for sequence in sequences]
-        entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
         rows = [
             SampleRow(shadow.sampling, shadow.num_tokens, sequence.num_generated + level, shadow.sample_index)
             for sequence, shadow in zip(sequences, shadows)
         ]
         plan = self._sampler.prepare(rows)
-        logits = self._runner.launch(build_arrays(entries, tables, self._blocks.pool.block_size, pending))
+        size = self._blocks.pool.block_size
+        if level == 0:
+            entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
+            arrays = build_arrays(entries, tables, size, {})
+        else:
+            positions = np.array([shadow.num_computed for shadow in shadows], np.int64)
+            arrays = pending_arrays(positions, [pending[shadow] for shadow in shadows], tables, size)
+        logits = self._runner.launch(arrays)
         sampled = self._sampler(logits, plan)
         if self._gives_distributions:
             self._distributions.append(self._sampler.probabilities(logits, plan))

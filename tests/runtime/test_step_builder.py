@@ -9,7 +9,14 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import NOT_PENDING, BlockTables, StepEntry, build_arrays, build_step
+from detcompile.runtime.step_builder import (
+    NOT_PENDING,
+    BlockTables,
+    StepEntry,
+    build_arrays,
+    build_step,
+    pending_arrays,
+)
 from detcompile.step import KVGroup
 
 
@@ -141,3 +148,15 @@ def test_block_tables_follow_their_sequences(events):
         for row, other in enumerate(sequences.values()):
             for group, table in enumerate(other.block_tables):
                 assert rows[group, row, : len(table)].tolist() == table
+
+
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6))
+def test_a_step_of_pending_tokens_is_what_the_long_way_gives(lengths):
+    sequences = [Sequence([1] * length, num_computed=length, num_pending=1) for length in lengths]
+    tables = np.arange(2 * len(lengths) * 5, dtype=np.int32).reshape(2, len(lengths), 5)
+    rows = {sequence: 7 + row for row, sequence in enumerate(sequences)}
+    entries = [StepEntry(sequence, length, 1) for sequence, length in zip(sequences, lengths)]
+    expected = build_arrays(entries, tables, 16, rows)
+    found = pending_arrays(np.array(lengths), list(rows.values()), tables, 16)
+    for name, one, other in zip(expected._fields, expected, found):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all(), name

@@ -228,3 +228,14 @@ def test_what_is_no_tree_is_refused(tokens):
 def test_settings_that_cannot_be_are_refused(bad):
     with pytest.raises(InvalidInput, match=r"must be at least 1|one of automatic, always"):
         SpeculationConfig(**bad)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chain_is_read_back_once(temperature, monkeypatch):
+    """The levels read each other's tokens on the device."""
+    drafter, reads = drafting_model("cpu").drafter(5, siblings=1, num_sequences=2), []
+    sequences = [Sequence([1, 2, 3], SamplingParams(temperature=temperature, seed=n), max_length=50) for n in (1, 2)]
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or read(tensor))
+    trees = drafter.propose(sequences, [5, 3])
+    assert len(reads) == 1 and [tree.depth for tree in trees] == [5, 3]

@@ -12,7 +12,7 @@ at memory of its own. Of a block of elements
 
 All add the partials of an element in the order of the tree over the ranks, in float32, so that they have the bits of
 `collectives.add_partials`. Filling a box again needs no leave: who sends box e + 2 has received box e + 1, which its
-reader sent after having read box e. Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
+reader sent after having read box e (of the same kind and size). Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
 
 All ranks have to launch the same sums in the same order, with as many elements and the same schedule. Programs start
 in the order of their numbers, so that the lowest unfinished one runs on every rank and none waits for ever.
@@ -37,7 +37,7 @@ LEVELS = 4  # of the tree over the ranks, at most
 MOST_ELEMENTS = 1 << 30  # offsets are 32 bits wide
 # Elements of a block and the warps for it, up to a box.
 BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 16), (BOX, 16))
-PACKED_BLOCKS = ((256, 2), (512, 4), (WORDS, 8))
+PACKED_BLOCKS = tuple((words, words // 128) for words in WORDS)
 # Roughly an H200's, and only to choose by: bytes that a GPU sends in a second, seconds of flags and of a word's way.
 LINK_BYTES = 4e11
 MEETING_SECONDS = 2e-6
@@ -96,19 +96,20 @@ def reduce_over_peers(
     kernel: Any
     boxes: tuple[Any, ...]
     if schedule.way == "packed":
-        kernel, boxes = packed_kernel, (memory.words,)
+        size = WORDS.index(schedule.block)
+        kernel, boxes = packed_kernel, (memory.words[size], memory.epochs[1 + size])
     else:
         kernel = two_shot_kernel if schedule.way == "two_shot" else one_shot_kernel
-        boxes = (memory.boxes, memory.flags, memory.flag_addresses)
+        boxes = (memory.boxes, memory.flags, memory.flag_addresses, memory.epochs[0])
     together = schedule.block * (num_ranks if schedule.way == "two_shot" else 1)
     kernel[(min(CHANNELS, triton.cdiv(total, together)),)](
-        partial, *boxes, memory.epochs,
+        partial, *boxes,
         out, out if bias is None else bias, out if residual is None else residual,
         total, out.shape[1], 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         RANK=memory.rank, RANKS=num_ranks, BLOCK=schedule.block,
         R0=levels[0], R1=levels[1], R2=levels[2], R3=levels[3],
-        **({"BOX": WORDS} if schedule.way == "packed" else {"BOX": BOX, "LANES": LANES}),
+        **({} if schedule.way == "packed" else {"BOX": BOX, "LANES": LANES}),
         num_warps=schedule.warps, enable_fp_fusion=False, **launch_options(out.device),
     )  # fmt: skip
 
@@ -117,7 +118,7 @@ def reduce_over_peers(
 def packed_kernel(
     partial_ptr, boxes, epochs_ptr, out_ptr, bias_ptr, residual_ptr, total, N, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A word is written and read in one piece: its upper half is the epoch, its lower half the bits of a partial."""
@@ -128,19 +129,19 @@ def packed_kernel(
     place = tl.arange(0, BLOCK)
     for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
         epoch += 1
-        box = (channel * 2 + (epoch & 1)) * (RANKS * BOX)
+        box = (channel * 2 + (epoch & 1)) * (RANKS * BLOCK)
         element = start + place
         own = tl.load(partial_ptr + element, mask=element < total, other=0.0)
         words = (epoch.to(tl.int64) << 32) | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
         for r in tl.static_range(RANKS):
             if r != RANK:
-                tl.store(boxes[r] + (box + RANK * BOX) + place, words)
+                tl.store(boxes[r] + (box + RANK * BLOCK) + place, words)
         t0, t1, t2, t3 = own, own, own, own
         for r in tl.static_range(RANKS):
             if r == RANK:
                 acc = own
             else:
-                acc = _unpacked(boxes[RANK] + (box + r * BOX) + place, epoch)
+                acc = _unpacked(boxes[RANK] + (box + r * BLOCK) + place, epoch)
             t0, t1, t2, t3 = _close_leaf(acc, r, t0, t1, t2, t3, R0, R1, R2, R3)
         y = _finish(
             _root(t0, t1, t2, t3, R0, R1, R2), element, total, N, bias_ptr, residual_ptr, residual_stride,

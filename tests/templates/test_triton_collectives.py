@@ -20,6 +20,7 @@ pytestmark = NEEDS_TRITON
 WAYS: tuple[Way, ...] = ("packed", "one_shot", "two_shot")
 HIGH = 1 << 30  # an epoch that nobody reaches
 BOX = 256 if INTERPRETED else collectives_memory.BOX
+WORDS = (64, 256) if INTERPRETED else collectives_memory.WORDS
 CASES = [(1, 5, (2,)), (3, 100, (3,)), (9, 170, (2,)), (7, 161, (2, 2)), (3, 100, (3, 2)), (1, 64, (2, 2, 2))]
 
 
@@ -31,16 +32,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collectives_triton, "BOX", BOX)
         monkeypatch.setattr(collectives_triton, "CHANNELS", 3)
         monkeypatch.setattr(collectives_triton, "BLOCKS", ((64, 4), (BOX, 4)))
-        monkeypatch.setattr(collectives_triton, "WORDS", BOX)
-        monkeypatch.setattr(collectives_triton, "PACKED_BLOCKS", ((64, 4), (BOX, 4)))
+        monkeypatch.setattr(collectives_triton, "WORDS", WORDS)
+        monkeypatch.setattr(collectives_triton, "PACKED_BLOCKS", tuple((words, 4) for words in WORDS))
 
 
 def memories(num_ranks: int) -> list[PeerMemory]:
     """Of every rank, all on one device."""
     boxes = tuple(torch.full((CHANNELS * 2 * num_ranks * BOX,), float("nan"), device=DEVICE) for _ in range(num_ranks))
     flags = [torch.full((CHANNELS * LANES,), HIGH, dtype=torch.int32, device=DEVICE) for _ in range(num_ranks)]
-    size = CHANNELS * 2 * num_ranks * (BOX if INTERPRETED else collectives_memory.WORDS)
-    words = tuple(torch.full((size,), HIGH << 32, device=DEVICE) for _ in range(num_ranks))
+    sizes = [CHANNELS * 2 * num_ranks * size for size in WORDS]
+    words = tuple(tuple(torch.full((size,), HIGH << 32, device=DEVICE) for _ in range(num_ranks)) for size in sizes)
     addresses = torch.tensor([there.data_ptr() for there in flags], device=DEVICE)
     return [
         PeerMemory(
@@ -49,7 +50,7 @@ def memories(num_ranks: int) -> list[PeerMemory]:
             words=words,
             flags=flags[rank],
             flag_addresses=addresses,
-            epochs=torch.full((CHANNELS,), 7, dtype=torch.int32, device=DEVICE),
+            epochs=torch.full((1 + len(WORDS), CHANNELS), 7, dtype=torch.int32, device=DEVICE),
         )
         for rank in range(num_ranks)
     ]
@@ -85,8 +86,8 @@ def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():
     (first, _), partial = memories(2), torch.zeros(1, 64, device=DEVICE)
     for way in WAYS:
         collectives_triton.reduce_over_peers(first, partial, None, None, (2,), torch.empty_like(partial), way)
-    assert first.epochs[:4].tolist() == [11, 7, 7, 7]
-    assert int(first.flags[first.rank]) == 11  # lanes without another rank speak with themselves
+    assert first.epochs[:, :4].tolist() == [[10, 7, 7, 7], [8, 7, 7, 7], *[[7] * 4] * (len(WORDS) - 1)]
+    assert int(first.flags[first.rank]) == 10  # lanes without another rank speak with themselves
 
 
 def test_more_is_sent_in_two_shots_and_no_block_outgrows_its_box():
@@ -94,4 +95,4 @@ def test_more_is_sent_in_two_shots_and_no_block_outgrows_its_box():
     order = [WAYS.index(schedule.way) for schedule in chosen]
     assert order == sorted(order) and set(order) == {0, 1, 2}
     for schedule in chosen:
-        assert schedule.block <= (collectives_memory.WORDS if schedule.way == "packed" else collectives_memory.BOX)
+        assert schedule.block in WORDS if schedule.way == "packed" else schedule.block <= BOX

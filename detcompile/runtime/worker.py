@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
     invalid: list[bool]  # the row's logits were no numbers
     logprobs: list[Logprobs | None]
     prompt_logprobs: list[list[Logprobs]]  # one entry a PromptRows
-    hidden: Tensor | None = None  # [R, H] on the device, what the rows were drawn from; None if the forward gives none
+    hidden: Tensor | None = None  # [R, H] on the device: what the rows were drawn from, good until the next launch
 
 
 class LaunchedStep(NamedTuple):
@@ -92,7 +92,7 @@ class Worker:
             done = torch.cuda.Event()
             done.record()
         states = self.runner.states
-        hidden = None if states is None or plan is None else states[: len(work.rows)].clone()  # of a graph's memory
+        hidden = None if states is None or plan is None else states[: len(work.rows)]
         return LaunchedStep(host, done, work, hidden)
 
     def collect(self, launched: LaunchedStep) -> StepResult:

@@ -12,7 +12,8 @@ at memory of its own. Of a block of elements
 
 All add the partials of an element in the order of the tree over the ranks, in float32, so that they have the bits of
 `collectives.add_partials`. Filling a box again needs no leave: who sends box e + 2 has received box e + 1, which its
-reader sent after having read box e (of the same kind and size). Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
+reader sent after having read box e, of the same kind and size. Epochs are counted on the device, so that a replayed
+CUDA graph goes on counting.
 
 All ranks have to launch the same sums in the same order, with as many elements and the same schedule. Programs start
 in the order of their numbers, so that the lowest unfinished one runs on every rank and none waits for ever.

@@ -24,6 +24,7 @@ from detcompile.runtime.sampling import Sampler, SampleRow
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry, block_tables, build_arrays, pending_arrays
 from detcompile.runtime.tree_drafting import TreeDrafting
+from detcompile.runtime.worker import Worker
 
 __all__ = ["ModelDrafter", "TreeKind"]
 
@@ -79,6 +80,9 @@ class ModelDrafter:
         self._shadows: dict[Sequence, Sequence] = {}
         self.new_tree, num_candidates = _trees(tree, max_nodes)
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
+        if runner.cuda_graphs:  # before anyone is served, as those of the target
+            most = blocks.pool.num_usable // (blocks.pool.blocks_for(max_context) * len(blocks.groups))
+            Worker(runner, self._sampler).warm_up(most, most * (num_tokens + 1))
         self._gives_distributions = False
         self._distributions: list[Tensor] = []  # [S, V] of each level in the making
 

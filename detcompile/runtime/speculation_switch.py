@@ -7,7 +7,8 @@ told.
 What it may lose is bounded by an account in units of plain steps. A step that drafted pays in what it gained or takes
 out what it lost; a plain step pays in RATE; nobody drafts on an empty account. So the tokens of n plain steps take the
 time of n * (1 + RATE) + DEPOSIT at most, and beside that the overdraft of one step and the WARM_UP drafts of each load,
-in which kernels are compiled and graphs captured: in the long run never slower than 0.97 times plain decoding.
+in which kernels are compiled and graphs captured: in the long run never slower than 0.97 times plain decoding. Later
+steps that compile or capture count for OUTLIER medians of their kind: they come once, and say nothing of the next.
 """
 
 import statistics
@@ -90,13 +91,15 @@ class SpeculationSwitch:
         if known.num_drafted <= WARM_UP or not known.plain:
             return
         known.drafted.append((seconds, tokens))
-        self._account = min(self._account + tokens - seconds / statistics.median(known.plain), SAVINGS)
+        counted = min(seconds, known.most_seconds)
+        self._account = min(self._account + tokens - counted / statistics.median(known.plain), SAVINGS)
         self._saving = self._saving or self._account <= 0
 
     def _observe_plain(self, known: "_Known", seconds: float) -> None:
         if self._num_plain == 1:  # it filled the pipeline again, which is part of what the drafts before cost
             if known.plain:
-                self._account -= max(0.0, seconds / statistics.median(known.plain) - 1.0)
+                more = seconds / statistics.median(known.plain) - 1.0
+                self._account -= min(max(0.0, more), OUTLIER)
                 self._saving = self._saving or self._account <= 0
             return
         known.plain.append(seconds)
@@ -121,10 +124,15 @@ class _Known:
         self.num_drafted = self.num_since_plain = 0
 
     @property
+    def most_seconds(self) -> float:
+        """That a step which drafted counts for."""
+        return OUTLIER * statistics.median(seconds for seconds, _ in self.drafted)
+
+    @property
     def gain(self) -> float | None:
         """Tokens a second of steps that drafted over those of plain ones."""
         if len(self.drafted) < NUM_TRIED or not self.plain:
             return None
-        most = OUTLIER * statistics.median(seconds for seconds, _ in self.drafted)
+        most = self.most_seconds
         seconds = sum(min(seconds, most) for seconds, _ in self.drafted)
         return statistics.median(self.plain) * sum(tokens for _, tokens in self.drafted) / seconds

@@ -74,6 +74,13 @@ def test_it_stops_when_drafts_go_wrong():
     assert simulation.run(1000, cost=1.5, tokens=1.0) < 100
 
 
+def test_a_graph_that_is_captured_late_does_not_switch_it_off():
+    simulation = Simulation()
+    simulation.run(100, cost=1.5, tokens=3.5)
+    simulation.run(1, cost=1000.0, tokens=3.5)
+    assert simulation.run(500, cost=1.5, tokens=3.5) > 480
+
+
 def test_each_load_is_judged_by_itself():
     simulation = Simulation()
     simulation.run(2000, cost=3.0, tokens=2.0, load=Load(64))

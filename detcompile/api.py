@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -13,6 +12,7 @@ from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.lowering import lower
+from detcompile.passes.positions import position_tables
 from detcompile.remote_model import compile_in_workers
 
 __all__ = ["TINY", "compile", "load_model"]
@@ -79,11 +79,11 @@ def _context(model: PreTrainedModel, max_context: int | None) -> int:
         raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
     if context < 1:
         raise InvalidInput(f"max_context={context}: a sequence holds at least one token")
-    tokens = model.get_input_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings < context:
+    for table in position_tables(model):
+        if table.rows - table.first < context:
             raise InvalidInput(
-                f"max_context={context}, but {name} has {module.num_embeddings} rows: pass a max_context within them"
+                f"max_context={context}, but {table.name} has {table.rows - table.first} rows for positions: pass a "
+                "max_context within them"
             )
     return context
 

@@ -10,7 +10,15 @@ from transformers import AttentionInterface
 from detcompile.errors import UnsupportedModel
 from detcompile.step import KVGroup, StepInputs
 
-__all__ = ["AttentionCall", "IMPLEMENTATION", "STEP_KWARG", "check_call", "pin_sdpa", "register_attention"]
+__all__ = [
+    "AttentionCall",
+    "IMPLEMENTATION",
+    "STEP_KWARG",
+    "StepDropped",
+    "check_call",
+    "pin_sdpa",
+    "register_attention",
+]
 
 IMPLEMENTATION = "detcompile"  # the model's attn_implementation
 STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention
@@ -36,6 +44,10 @@ HARMLESS = frozenset(
 # Keywords that the template gives their meaning: soft cap of the scores, one sink logit a head, ALiBi.
 UNDERSTOOD = ("scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes")
 PER_HEAD = ("s_aux", "alibi_slopes")
+
+
+class StepDropped(UnsupportedModel):
+    """A module between the model and its attention does not hand the step down."""
 
 
 class AttentionCall:
@@ -81,7 +93,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup]) -> None:
         step: StepInputs | None = kwargs.get(STEP_KWARG)
         if step is None:
             out = torch.ops.detcompile.dense_attention(query, key, value, *order)
-            return out.transpose(1, 2), None
+            return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
         layer = int(module.layer_idx)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
         out = torch.ops.detcompile.paged_attention(
@@ -109,7 +121,7 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
     if mask is not None:
         raise UnsupportedModel(f"{where} passes an attention mask of its own; only causal and sliding masks are known")
     if kwargs.get(STEP_KWARG) is None:
-        raise UnsupportedModel(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
+        raise StepDropped(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
     if kwargs.get("dropout"):
         raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
     if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):

@@ -18,7 +18,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters import adapt
-from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG, AttentionCall, check_call, register_attention
+from detcompile.passes.attention import (
+    IMPLEMENTATION,
+    STEP_KWARG,
+    AttentionCall,
+    StepDropped,
+    check_call,
+    register_attention,
+)
+from detcompile.passes.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
@@ -114,6 +122,10 @@ def probe_attention(
     register_attention(kv_chunk, ())  # before the model is told to use it
     if not adapt(model):
         _use_attention(model)
+    try:
+        return observe_attention(model, kv_chunk)
+    except StepDropped:
+        carry_step(model)
     return observe_attention(model, kv_chunk)
 
 
@@ -180,14 +192,16 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
 
     def watched(name: str, make: Any):
         def make_mask(*args: Any, **kwargs: Any):
-            if name not in MASK_KINDS:
+            # a decoder asks for a mask over its encoder's states, and there are none: nothing attends by it
+            idle = name == "create_bidirectional_mask" and kwargs.get("encoder_hidden_states", seen) is None
+            if name not in MASK_KINDS and not idle:
                 raise UnsupportedModel(
                     f"{type(model).__name__} asks for {name}, a mask the attention template does not have"
                 )
             shaped = [argument for argument in MASK_SHAPING if kwargs.get(argument) is not None]
             if shaped:
                 raise UnsupportedModel(f"{type(model).__name__} changes {name} by {', '.join(shaped)}")
-            seen.add(name)
+            seen.update(set() if idle else {name})
             return make(*args, **kwargs)
 
         return make_mask
@@ -211,5 +225,7 @@ def _check_calls(model: PreTrainedModel, calls: list[AttentionCall], masks: set[
             f"{name} has {layers} layers but called the attention interface for layers {called}: "
             "attention that does not pass through the interface cannot be pinned"
         )
-    if "create_sliding_window_causal_mask" in masks and not any(call.window for call in calls):
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    uses_sliding = kinds is None or "sliding_attention" in kinds  # says which mask a layer takes
+    if "create_sliding_window_causal_mask" in masks and uses_sliding and not any(call.window for call in calls):
         raise UnsupportedModel(f"{name} builds a sliding-window mask but tells no attention layer its window")

@@ -25,6 +25,8 @@ from detcompile.passes.capture import (
     probe_attention,
 )
 from detcompile.passes.certificate import Certificate, Role
+from detcompile.passes.experts import pin_experts
+from detcompile.passes.positions import give_positions
 from detcompile.passes.provenance import sympy_size
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StepInputs
@@ -78,7 +80,9 @@ def lower(
         )
     setattr(model, TAKEN, True)
     num_token_ids, num_logits = _vocabulary(model)
+    give_positions(model)
     freeze_rope(model, max_context)
+    pin_experts(model)
     attention, groups = probe_attention(model, numerics.kv_chunk)
     whole_weights = ""
     if ranks is None:

@@ -14,8 +14,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 
 from detcompile.passes.canonicalize import canonicalize
+from detcompile.passes.fills import join_fills
 from detcompile.passes.gates import fuse_gates
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
+from detcompile.passes.rankings import pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
 
@@ -23,6 +25,8 @@ __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen"
 
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     canonicalize,
+    join_fills,
+    pin_topk,
     pin_rms_norms,
     pin_reductions,
     pin_matmuls,

@@ -190,6 +190,24 @@ def _gather(node: fx.Node, ctx: Context) -> Rows:
     return gather(ctx.rows(node.args[0]), node.args[1], ctx.rows(node.args[2], "an index"))
 
 
+def _scatter_value(node: fx.Node, ctx: Context) -> Rows:
+    """x with one constant at chosen features of the same rows: where two indices are equal, both write the same."""
+    return Rows(join([ctx.rows(node.args[0]), _scattered(node, ctx)], len(shape_of(node))).dims)
+
+
+def _scattered(node: fx.Node, ctx: Context) -> Rows:
+    """The rows of the index, whose extents have to be x's but for the features that are chosen from."""
+    rank = len(shape_of(node))
+    dim = node.args[1] % rank
+    idx = ctx.rows(node.args[2], "an index")
+    require_feature(ctx.rows(node.args[0]), dim, "a scatter")
+    require_feature(idx, dim, "a scatter's index")
+    chosen, whole = shape_of(node.args[2]), shape_of(node)
+    if chosen[:dim] + chosen[dim + 1 :] != whole[:dim] + whole[dim + 1 :]:
+        raise Refusal("a scatter that leaves some rows alone")
+    return Rows((*idx.dims[:dim], (), *idx.dims[dim + 1 :]))
+
+
 def _index_select(node: fx.Node, ctx: Context) -> Rows:
     return _indexed(node, [None] * (node.args[1] % len(shape_of(node))) + [node.args[2]], ctx)
 
@@ -238,6 +256,7 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _view,
     aten.squeeze.dim: _view,
     aten.squeeze.dims: _view,
     aten.cat.default: _cat,
@@ -253,6 +272,7 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
+    aten.scatter.value: _scatter_value,
     aten.embedding.default: embedding,
     aten.full.default: _constant,
     aten.full_like.default: _constant,

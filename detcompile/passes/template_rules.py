@@ -46,6 +46,16 @@ def _matmul(node: fx.Node, ctx: Context) -> Rows:
     return out if residual is None else join([out, ctx.rows(residual)], 2)
 
 
+def _expert_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """Row m is multiplied by the weights of its own expert."""
+    x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
+    require_weight(w, "the experts' weights")
+    require_feature(x, 1, "the sum of a matrix product")
+    if len(node.args) > 3 and node.args[3] is not None:
+        require_weight(ctx.rows(node.args[3]), "the experts' bias")
+    return Rows((*join([Rows(x.dims[:1]), ids], 1).dims, w.dims[1]))
+
+
 def _last_dim(keep: bool) -> Rule:
     def rule(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
         value = ctx.rows(node.args[0])
@@ -61,6 +71,7 @@ def _last_dim(keep: bool) -> Rule:
 
 TEMPLATES: Mapping[Any, Rule] = {
     ours.matmul.default: _matmul,
+    ours.expert_matmul.default: _expert_matmul,
     ours.row_sum.default: _last_dim(keep=False),
     ours.row_var_mean.default: _last_dim(keep=False),
     ours.logsumexp.default: _last_dim(keep=False),

@@ -1,7 +1,7 @@
 """Importing this module registers every operation of torch.ops.detcompile."""
 
-from detcompile.templates import attention, collectives, embedding, gates, matmul, norms, rope, rows, softmax
+from detcompile.templates import attention, collectives, embedding, experts, gates, matmul, norms, rope, rows, softmax
 
 __all__ = ["FAMILIES"]
 
-FAMILIES = (attention, collectives, embedding, gates, matmul, norms, rope, rows, softmax)
+FAMILIES = (attention, collectives, embedding, experts, gates, matmul, norms, rope, rows, softmax)

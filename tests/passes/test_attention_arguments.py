@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import detcompile
 from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.passes.attention import STEP_KWARG, check_call
 from detcompile.passes.backend import cause
@@ -78,10 +77,3 @@ def test_sinks_and_slopes_are_weights(place: int) -> None:
 def test_an_adapter_caches_shared_heads_once() -> None:
     """Hugging Face copies falcon's key heads to its query heads; the cache holds them as they are."""
     assert lower(random_model("falcon", torch.float32), Numerics(), 512).kv_shapes == ((2, 20, 20), (2, 20, 20))
-
-
-def test_experts_with_sinks_are_still_refused() -> None:
-    """gpt_oss: its attention is understood, its experts are not."""
-    config = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 70}
-    with pytest.raises(UncertifiedOp, match=r"topk.*modeling_gpt_oss"):
-        detcompile.compile(random_model("gpt_oss", torch.float32, **config), max_context=512)

@@ -72,8 +72,6 @@ HOLES = {
     "pad: rows": (lambda x: F.pad(x, (0, 0, 1, -1)), "padding over"),
     "topk: as many as a count": (lambda x: x.topk(x.shape[1] % 8 + 1, -1).values, "a token or batch count"),
     "sort: ties in any order": (lambda x: torch.sort(x, -1).indices, "unstable sort"),
-    "topk: in any order": (lambda x: x.topk(9, -1, sorted=False).values, "sorted=False"),
-    "topk: ties": (lambda x: x.topk(2, -1).indices, "equal elements"),
     "gather: an index with fewer rows": (lambda x: x.gather(2, FIRST), "do not make its extents"),
     "sum: integers as floats": (lambda x: x.int().sum(-1, dtype=torch.float32), "floating-point sum"),
     "empty: memory nobody wrote": (lambda x: x + torch.empty_like(x), "nothing has written"),

@@ -1,0 +1,71 @@
+"""Mixtures of experts reach our template through transformers' ExpertsInterface.
+
+A token's experts are multiplied one by one (detcompile.expert_matmul), weighted by the router, and added left to right
+in the router's order, in float32: the order Experts of orders.py, written out as additions that the certificate reads.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.errors import UnsupportedModel
+
+__all__ = ["EXPERTS", "experts", "pin_experts"]
+
+EXPERTS = "detcompile"  # the model's experts implementation
+MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")  # set by use_experts_implementation
+
+
+def pin_experts(model: PreTrainedModel) -> int:
+    """Make the experts of ``model`` that take an implementation from outside call ours; says how many there are.
+
+    Raises:
+        UnsupportedModel: they are on a GPU, which has no template for them, or of a layout that is not known.
+    """
+    found = [(name, module) for name, module in model.named_modules() if all(hasattr(module, mark) for mark in MARKS)]
+    for name, module in found:
+        if next(module.parameters()).device.type != "cpu":
+            raise UnsupportedModel(f"{name}: a mixture of experts is compiled on a CPU only, there is no GPU kernel")
+        _require_known(name, module)
+        module.config._experts_implementation_internal = EXPERTS
+        if module.config._experts_implementation != EXPERTS:
+            raise UnsupportedModel(f"{name}: {type(module).__name__} takes no experts implementation from outside")
+    return len(found)
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [M, H], top_k_index [M, k] and top_k_weights [M, k], best expert first -> [M, H]."""
+    tokens, width = hidden_states.shape
+    chosen = top_k_index.shape[1]
+    x = hidden_states[:, None].expand(-1, chosen, -1).reshape(tokens * chosen, width)
+    ids = top_k_index.reshape(tokens * chosen)
+    inner = _product(module, x, ids, "gate_up_proj" if module.has_gate else "up_proj")
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outer = _product(module, inner, ids, "down_proj").view(tokens, chosen, -1)
+    weighted = (outer * top_k_weights[..., None]).float()
+    total = weighted[:, 0]
+    for rank in range(1, chosen):
+        total = total + weighted[:, rank]
+    return total.to(hidden_states.dtype)
+
+
+def _product(module: Any, x: Tensor, ids: Tensor, name: str) -> Tensor:
+    weight = getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    w_ENK = weight.transpose(1, 2) if module.is_transposed else weight
+    return torch.ops.detcompile.expert_matmul(x, ids, w_ENK, bias)
+
+
+def _require_known(name: str, module: nn.Module) -> None:
+    weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    given = {weight: getattr(module, weight, None) for weight in weights}
+    for weight, value in given.items():
+        if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point():
+            raise UnsupportedModel(f"{name}.{weight} is no stack of one matrix for each expert")
+
+
+ExpertsInterface.register(EXPERTS, experts)

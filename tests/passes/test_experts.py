@@ -1,0 +1,124 @@
+"""Mixtures of experts: the router's ties, the order of the experts' sum, the meaning, and the axes."""
+
+import functools
+import types
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import detcompile
+from detcompile import CompiledModel, Numerics, UncertifiedOp, UnsupportedModel
+from detcompile.axes import Configuration, score
+from detcompile.orders import Experts
+from detcompile.passes import pipeline
+from detcompile.passes.backend import Backend, cause
+from detcompile.passes.experts import experts, pin_experts
+from detcompile.passes.rankings import pin_topk
+from tests.bits import assert_bitwise_equal
+from tests.invariance.axis import configuration_for
+from tests.models import VOCAB_SIZE, random_model
+
+MIXTURE = {
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+
+
+def mixture(**changes: object) -> PreTrainedModel:
+    return random_model("qwen3_moe", torch.float32, **(MIXTURE | changes))
+
+
+@functools.cache
+def compiled_mixture() -> CompiledModel:
+    return detcompile.compile(mixture(), numerics=Numerics(tp_sizes=(1, 2)), max_context=256)
+
+
+def test_the_mixture_means_what_hugging_faces_means() -> None:
+    ids = torch.randint(0, VOCAB_SIZE, (2, 130), generator=torch.Generator().manual_seed(5))
+    plain = mixture()
+    plain.set_experts_implementation("eager")
+    with torch.no_grad():
+        expected = plain(ids, use_cache=False).logits
+    model = compiled_mixture()
+    assert (model(ids).logits - expected).norm() < 1e-5 * expected.norm()
+    products = [entry for entry in model.certificate.entries if entry.op == "detcompile.expert_matmul.default"]
+    assert len(products) == 2 * 2
+    assert {entry.order for entry in products} == {"Blocked(80, block=128)", "Blocked(48, block=128)"}
+
+
+@pytest.mark.parametrize("axis", ["batch", "composition", "padding", "chunking", "decode"])
+def test_every_axis_holds(axis: str) -> None:
+    configuration = configuration_for(axis, 67, 3)
+    alone = score(compiled_mixture(), Configuration((configuration.rows[configuration.target],)))
+    assert_bitwise_equal(score(compiled_mixture(), configuration), alone, configuration.describe())
+
+
+def stack_of_experts(dtype: torch.dtype) -> nn.Module:
+    """What experts() reads of a module, with eight experts."""
+    generator = torch.Generator().manual_seed(2)
+    marks = {"has_gate": False, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    weights = {
+        "up_proj": torch.randn(8, 24, 16, generator=generator).to(dtype),
+        "down_proj": torch.randn(8, 16, 24, generator=generator).to(dtype),
+    }
+    return types.SimpleNamespace(act_fn=torch.relu, _apply_gate=None, **marks, **weights)  # type: ignore[return-value]
+
+
+def test_experts_are_added_in_the_routers_order() -> None:
+    module = stack_of_experts(torch.float32)
+    x, weights = torch.randn(11, 16), torch.rand(11, 5)
+    ids = torch.stack([torch.randperm(8)[:5] for _ in range(11)])
+    parts = torch.stack([experts(module, x, ids[:, rank : rank + 1], weights[:, rank : rank + 1]) for rank in range(5)])
+    expected = torch.from_numpy(np.asarray(Experts(5).evaluate(parts.numpy())))
+    assert_bitwise_equal(experts(module, x, ids, weights), expected)
+    assert not torch.equal(experts(module, x, ids.flip(1), weights.flip(1)), expected)
+
+
+def ranked(x: torch.Tensor) -> torch.Tensor:
+    """The best three of each row as values and as places, then the worst two in no order."""
+    values, places = x.topk(3, -1)
+    worst = x.topk(2, -1, largest=False, sorted=False)
+    return torch.cat([values, places.float(), worst.values, worst.indices.float()], -1)
+
+
+def test_of_equal_elements_the_first_are_found() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0], [2.0] * 6, [0.0, -0.0, 5.0, 5.0, -1.0, -1.0]])
+    run = torch.compile(ranked, backend=Backend(Numerics()), fullgraph=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    expected = [[3, 3, 3, 1, 2, 4, 0, 1, 5, 0], [2, 2, 2, 0, 1, 2, 2, 2, 0, 1], [5, 5, 0, 2, 3, 0, -1, -1, 4, 5]]
+    assert run(x).tolist() == expected
+    assert run(x.repeat(30, 1))[-3:].tolist() == expected
+
+
+@pytest.mark.parametrize(("ordered", "message"), [(True, "equal elements"), (False, "sorted=False")])
+def test_a_ranking_that_was_not_pinned_is_refused(ordered: bool, message: str) -> None:
+    passes = tuple(apply for apply in pipeline.PASSES if apply is not pin_topk)
+    run = torch.compile(lambda x: x.topk(2, -1, sorted=ordered).indices, backend=Backend(Numerics()))
+    with mock.patch.object(pipeline, "PASSES", passes), pytest.raises(Exception) as refused:
+        run(torch.randn(6, 16))
+    assert message in str(cause(refused.value))
+
+
+def test_experts_on_a_gpu_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"model.layers.0.mlp.experts: .* on a CPU only"):
+        pin_experts(mixture().to("meta"))
+
+
+def test_experts_chosen_by_another_row_are_refused() -> None:
+    w = torch.randn(4, 16, 16)
+
+    def crossed(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.detcompile.expert_matmul(x, x.argmax(-1).flip(0) % 4, w, None)
+
+    run = torch.compile(crossed, backend=Backend(Numerics()), fullgraph=True)
+    with pytest.raises(Exception) as refused:
+        run(torch.randn(6, 16))
+    found = cause(refused.value)
+    assert isinstance(found, UncertifiedOp) and "flip" in str(found)

@@ -1,0 +1,43 @@
+"""A tensor filled slice by slice is a concatenation; one with a gap is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile import Numerics, UncertifiedOp
+from detcompile.passes.backend import Backend, cause
+
+
+def filled(x: Tensor, *pieces: tuple[int, int]) -> Tensor:
+    """x's first features copied into the given ranges of a tensor of 12 features that nothing else has written."""
+    out = x.new_empty(x.shape[0], 12)
+    for start, end in pieces:
+        out[:, start:end].copy_(x[:, : end - start] * (start + 1))
+    return out * 2
+
+
+def compiled(function: Callable[[Tensor], Tensor]) -> tuple[Backend, Callable[[Tensor], Tensor]]:
+    backend = Backend(Numerics())
+    return backend, torch.compile(function, backend=backend, fullgraph=True)
+
+
+def test_a_whole_fill_is_a_concatenation() -> None:
+    x = torch.randn(5, 8)
+
+    def whole(x: Tensor) -> Tensor:
+        return filled(x, (0, 5), (5, 6), (6, 12))
+
+    backend, run = compiled(whole)
+    assert torch.equal(run(x), whole(x))
+    assert "aten.cat.default" in {entry.op for entry in backend.certificates[0].entries}
+
+
+@pytest.mark.parametrize("pieces", [((0, 5), (6, 12)), ((0, 5), (5, 11)), ((1, 5), (5, 12)), ((0, 6), (7, 12), (6, 7))])
+def test_a_fill_that_is_not_in_order_or_has_a_gap_is_refused(pieces: tuple[tuple[int, int], ...]) -> None:
+    _, run = compiled(lambda x: filled(x, *pieces))
+    with pytest.raises(Exception) as refused:
+        run(torch.randn(5, 8))
+    found = cause(refused.value)
+    assert isinstance(found, UncertifiedOp) and "nothing has written" in str(found)

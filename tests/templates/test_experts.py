@@ -1,0 +1,76 @@
+"""expert_matmul: each row is its expert's product, in matmul's order, whatever rows and experts are beside it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.experts import expert_matmul_cpu, reference_expert_matmul
+from detcompile.templates.matmul import matmul_cpu
+from tests.bits import assert_bitwise_equal
+from tests.templates.cases import DTYPES, ISAS, KINDS, assert_as_accurate, sample
+
+E, N, K = 5, 37, 150
+
+
+def problem(rows: int, dtype: torch.dtype, kind: str = "heavy", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K], ids [M], w [E, N, K], bias [E, N]; some experts have many rows, some may have none."""
+    ids = torch.randint(0, E, (rows,), generator=torch.Generator().manual_seed(seed)).square() % E
+    return sample(kind, (rows, K), dtype, seed), ids, sample(kind, (E, N, K), dtype, 7), sample(kind, (E, N), dtype, 8)
+
+
+@given(rows=st.integers(1, 60), row=st.integers(0, 59), seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
+def test_a_row_ignores_its_neighbours(rows: int, row: int, seed: int, dtype: torch.dtype) -> None:
+    x, ids, w, bias = problem(rows, dtype, seed=seed)
+    own = slice(row % rows, row % rows + 1)
+    assert_bitwise_equal(expert_matmul_cpu(x, ids, w, bias)[own], expert_matmul_cpu(x[own], ids[own], w, bias))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_bytes_of_its_experts_matmul(dtype: torch.dtype, isa: str) -> None:
+    x, ids, w, bias = problem(40, dtype)
+    found = expert_matmul_cpu(x, ids, w, bias, isa)
+    for m, expert in enumerate(ids.tolist()):
+        product = matmul_cpu(x[m : m + 1], w[expert], bias[expert], None, (), isa=isa)
+        assert_bitwise_equal(found[m : m + 1], product, f"row {m}")
+    turned = w.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_bitwise_equal(expert_matmul_cpu(x, ids, turned, bias, isa), found, "weights as [E, K, N]")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_as_accurate_as_torch(dtype: torch.dtype, kind: str) -> None:
+    x, ids, w, _ = problem(200, dtype, kind)
+    theirs = x.new_zeros(len(x), N)
+    for expert in range(E):
+        theirs[ids == expert] = torch.nn.functional.linear(x[ids == expert], w[expert])
+    assert_as_accurate(
+        expert_matmul_cpu(x, ids, w, None), theirs, reference_expert_matmul(x, ids, w), f"{dtype} {kind}"
+    )
+
+
+def test_no_expert_gives_zeros_and_no_rows_give_none() -> None:
+    x, ids, w, bias = problem(9, torch.float32)
+    ids[3] = E
+    found = expert_matmul_cpu(x, ids, w, bias)
+    assert not found[3].any() and bool(found[2].any())
+    assert expert_matmul_cpu(x[:0], ids[:0], w, bias).shape == (0, N)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, ids, w, bias: (x, ids + E + 1, w, bias), "for 5 experts"),
+        (lambda x, ids, w, bias: (x, ids - E, w, bias), "for 5 experts"),
+        (lambda x, ids, w, bias: (x, ids[1:], w, bias), "Repeat a token"),
+        (lambda x, ids, w, bias: (x.bfloat16(), ids, w, bias), "equal dtypes"),
+        (lambda x, ids, w, bias: (x, ids.int(), w, bias), "int64"),
+        (lambda x, ids, w, bias: (x, ids, w, bias[:, 1:]), "Reshape it"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        expert_matmul_cpu(*change(*problem(4, torch.float32)))

@@ -75,20 +75,28 @@ def build_work(
         for sequence, _, num_tokens in prompts:
             kept += range(first[sequence], first[sequence] + num_tokens)
         arrays = arrays._replace(logits_to_keep=np.array(kept or [0], np.int64))  # a graph gives one row at least
-    return StepWork(arrays, tuple(map(_sample_row, draws)), _prompt_rows(prompts, len(draws)), tuple(copies))
+    return StepWork(arrays, _sample_rows(draws), _prompt_rows(prompts, len(draws)), tuple(copies))
 
 
-def _sample_row(draw: Draw) -> SampleRow:
-    sequence, depth = draw.sequence, len(draw.path)
-    return SampleRow(
-        params=sequence.sampling,
-        position=sequence.num_tokens + depth,
-        num_generated=sequence.num_generated + depth,
-        sample_index=sequence.sample_index,
-        key=sequence,
-        token_ids=sequence.token_ids,
-        proposals=draw.proposals,
-    )
+def _sample_rows(draws: SequenceOf[Draw]) -> tuple[SampleRow, ...]:
+    rows: list[SampleRow] = []
+    known: Sequence | None = None
+    num_tokens = num_generated = 0
+    for sequence, _, _, path, proposals in draws:
+        if sequence is not known:  # a tree's draws stand side by side
+            known, num_tokens, num_generated = sequence, sequence.num_tokens, sequence.num_generated
+        rows.append(
+            SampleRow(
+                sequence.sampling,
+                num_tokens + len(path),
+                num_generated + len(path),
+                sequence.sample_index,
+                sequence,
+                sequence.token_ids,
+                proposals,
+            )
+        )
+    return tuple(rows)
 
 
 def _prompt_rows(entries: SequenceOf[StepEntry], start: int) -> tuple[PromptRows, ...]:

@@ -79,11 +79,12 @@ def _context(model: PreTrainedModel, max_context: int | None) -> int:
         raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
     if context < 1:
         raise InvalidInput(f"max_context={context}: a sequence holds at least one token")
-    for table in position_tables(model):
-        if table.rows - table.first < context:
+    rows = {table.name: table.rows - table.first for table in position_tables(model)}
+    rows |= {name: len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")}  # GPT-J's
+    for name, count in rows.items():
+        if count < context:
             raise InvalidInput(
-                f"max_context={context}, but {table.name} has {table.rows - table.first} rows for positions: pass a "
-                "max_context within them"
+                f"max_context={context}, but {name} has {count} rows for positions: pass a max_context within them"
             )
     return context
 

@@ -18,7 +18,7 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.certificate import Certificate
 from detcompile.passes.layer_views import layers_of
 from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
-from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.block_pool import BLOCK_SIZE, BlockPool, whole_blocks
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
@@ -27,16 +27,17 @@ from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.medusa_drafter import MedusaDrafter
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
-from detcompile.runtime.padded_batch import keep_columns, language_loss, repad, row_seeds, unpad
+from detcompile.runtime.padded_batch import check_batch, keep_columns, language_loss, repad, row_seeds, unpad
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.step_builder import build_step
+from detcompile.weights import require_weights_at, weight_addresses
 
 __all__ = ["CompiledModel"]
 
-BLOCK_SIZE = 64
+CACHE_TOKENS = 1 << 17  # of a draft model's KV cache, where nobody says
 
 
 class CompiledModel:
@@ -66,6 +67,7 @@ class CompiledModel:
         self.vocab_size = lowered.num_token_ids
         self._num_logits = lowered.num_logits
         self._whole_weights = lowered.whole_weights
+        self._addresses = weight_addresses(model)
         self.certificate: Certificate = lowered.certificate
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
@@ -85,7 +87,8 @@ class CompiledModel:
 
     @cached_property
     def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name."""
+        """What the contract holds fixed, by name. InvalidInput if a weight was given another storage since."""
+        require_weights_at(self._addresses, self.model)
         config = self.model.config.to_dict()
         return fingerprint_parts(
             self.model, config, self.numerics, self.certificate, self.max_context, self._whole_weights
@@ -158,6 +161,7 @@ class CompiledModel:
         tree: TreeKind = "chain",
         max_nodes: int = 16,
         num_sequences: int = 32,
+        cache_tokens: int | None = None,
         layers: int | SequenceOf[int] | None = None,
         cuda_graphs: bool | None = None,
     ) -> ModelDrafter:
@@ -170,7 +174,9 @@ class CompiledModel:
         Args:
             num_tokens: of a draft. siblings: more guesses beside each of them.
             tree: "chain", "grown" to ``max_nodes``, or a list of paths (ModelDrafter).
-            num_sequences: its KV cache holds so many sequences of the longest context.
+            num_sequences: that it drafts for at a time.
+            cache_tokens: that its KV cache holds; default: those of ``num_sequences`` of the longest context, as far as
+                CACHE_TOKENS go. What does not fit is not drafted for.
             layers: the first so many of the model's layers, or these ones; None for all. Compiles them.
             cuda_graphs: None: on a GPU.
 
@@ -180,16 +186,18 @@ class CompiledModel:
         source = self
         if layers is not None:
             source = self._with_layers(tuple(range(layers) if isinstance(layers, int) else layers))
+        if cache_tokens is None:
+            longest = whole_blocks(self.max_context)
+            cache_tokens = min(num_sequences * longest, max(longest, CACHE_TOKENS))
         on_gpu = self.device.type == "cuda"
-        runner, blocks = source.new_runner(
-            num_sequences * _whole_blocks(self.max_context), cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs
-        )
+        runner, blocks = source.new_runner(cache_tokens, cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs)
         return ModelDrafter(
             runner,
             blocks,
             vocab_size=self._num_logits,
             max_context=self.max_context,
             num_tokens=num_tokens,
+            num_sequences=num_sequences,
             siblings=siblings,
             tree=tree,
             max_nodes=max_nodes,
@@ -285,12 +293,12 @@ class CompiledModel:
             labels.shape != input_ids.shape or isinstance(logits_to_keep, Tensor) or logits_to_keep
         ):
             raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
-        self._check_positions(batch.position_ids)
+        check_batch(batch, self.vocab_size, self.max_context)
         sequences = [
-            Sequence(self._checked(tokens, row), position_ids=positions)
+            Sequence(tokens, position_ids=positions)
             for row, (tokens, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True))
         ]
-        runner, blocks = self.new_runner(sum(_whole_blocks(len(s.token_ids)) for s in sequences))
+        runner, blocks = self.new_runner(sum(whole_blocks(len(s.token_ids)) for s in sequences))
         arrays = build_step([(sequence, sequence.num_uncomputed) for sequence in sequences], blocks)
         rows, mask = keep_columns(batch.mask, logits_to_keep)
         logits = repad(runner.run(arrays._replace(logits_to_keep=rows.numpy())), mask)
@@ -344,7 +352,8 @@ class CompiledModel:
             )
             for row_seed in row_seeds(seed, len(batch.token_ids))
         ]
-        prompts = [self._checked(tokens, row, max_new_tokens) for row, tokens in enumerate(batch.token_ids)]
+        check_batch(batch, self.vocab_size, self.max_context, max_new_tokens)
+        prompts = batch.token_ids
         engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
         outputs = engine.generate(prompts, params, progress=False)
         for output in outputs:
@@ -358,7 +367,7 @@ class CompiledModel:
 
     def _generating_engine(self, prompts: list[list[int]], max_new_tokens: int, cuda_graphs: bool | None) -> Engine:
         """An engine whose cache holds all of these to their ends: the last one if it does, or a new one."""
-        longest = _whole_blocks(max(len(tokens) for tokens in prompts) + max_new_tokens)
+        longest = whole_blocks(max(len(tokens) for tokens in prompts) + max_new_tokens)
         needed = len(prompts) * longest // BLOCK_SIZE * len(self._kv_groups) + 1
         last = self._generator
         if last is not None and not last.failed and last.config.cuda_graphs == cuda_graphs:
@@ -369,23 +378,6 @@ class CompiledModel:
         self._generator = engine = self.engine(config)
         return engine
 
-    def _checked(self, token_ids: list[int], row: int, max_new_tokens: int = 0) -> list[int]:
-        if len(token_ids) + max_new_tokens > self.max_context:
-            needed = len(token_ids) + max_new_tokens
-            raise InvalidInput(
-                f"row {row} needs {needed} tokens, the model was compiled for {self.max_context}: shorten it,"
-                " or compile with a larger max_context"
-            )
-        bad = [token for token in token_ids if not 0 <= token < self.vocab_size]
-        if bad:
-            raise InvalidInput(f"row {row} holds token {bad[0]}; ids are 0 to {self.vocab_size - 1}")
-        return token_ids
-
-    def _check_positions(self, position_ids: list[list[int]]) -> None:
-        highest = max(max(positions) for positions in position_ids)
-        if highest >= self.max_context:
-            raise InvalidInput(f"position {highest}: the model was compiled for positions 0 to {self.max_context - 1}")
-
     def _stop_tokens(self, given: int | SequenceOf[int] | None) -> tuple[int, ...]:
         config = getattr(self.model, "generation_config", None)
         chosen = getattr(config, "eos_token_id", None) if given is None else given
@@ -394,7 +386,3 @@ class CompiledModel:
     def _pad_token(self, given: int | None, stop: tuple[int, ...]) -> int:
         own = getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
         return next(token for token in (given, own, *stop, 0) if token is not None)
-
-
-def _whole_blocks(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    return -(-num_tokens // block_size) * block_size

@@ -84,12 +84,24 @@ def test_compile_refuses_what_it_cannot_do() -> None:
         detcompile.compile(random_model("llama", torch.float32), max_context=0)
     with pytest.raises(InvalidInput, match="wpe has 2048 rows"):
         detcompile.compile(random_model("gpt2", torch.float32), max_context=4096)
+    with pytest.raises(InvalidInput, match="embed_positions has 2048 rows"):
+        detcompile.compile(random_model("gptj", torch.float32), max_context=4096)
     model = random_model("gpt2", torch.float32, n_layer=1)
     detcompile.compile(model)
     with pytest.raises(InvalidInput, match="load it again"):
         detcompile.compile(model, numerics=Numerics(tp_sizes=(1,)))
     with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
         detcompile.compile(random_model("llama", torch.float32), numerics=Numerics(tp_sizes=(1, 3)))
+
+
+def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:
+    model = detcompile.compile(random_model("qwen3", torch.float32))
+    up = model.model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        up.mul_(2)  # in place, before the fingerprint is read: seen
+    up.data = up.data.clone()
+    with pytest.raises(InvalidInput, match=r"layers\.0\.mlp\.up_proj\.weight was given another storage"):
+        _ = model.fingerprint
 
 
 def test_the_fingerprint_holds_what_the_contract_fixes() -> None:

@@ -7,9 +7,10 @@ import torch
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["BLOCK_SIZE_MULTIPLE", "BlockPool", "NULL_BLOCK", "check_block_size"]
+__all__ = ["BLOCK_SIZE", "BLOCK_SIZE_MULTIPLE", "BlockPool", "NULL_BLOCK", "check_block_size", "whole_blocks"]
 
 BLOCK_SIZE_MULTIPLE = 16
+BLOCK_SIZE = 64  # tokens, where nobody says
 NULL_BLOCK = 0  # in every cache and never handed out: padding, and table entries that no query reads, point at it
 
 
@@ -176,3 +177,8 @@ class BlockPool:
         self._keys[block] = None
         self.num_evictions += 1
         return block
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """Tokens, rounded up to blocks of BLOCK_SIZE."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE

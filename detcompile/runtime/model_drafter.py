@@ -41,7 +41,8 @@ class ModelDrafter:
 
     Args:
         runner, blocks: over the draft model's KV cache. max_context: tokens that it can read.
-        num_tokens: of the chain, or of the longest path. tokenizer: of the draft model, if it is known.
+        num_tokens: of the chain, or of the longest path. num_sequences: up to which CUDA graphs are captured at once.
+        tokenizer: of the draft model, if it is known.
         tree: "chain"; "grown" to the ``max_nodes`` likeliest nodes, WIDTH of a level expanded (GrowingTree); or the
             paths of a fixed shape, such as [(0,), (0, 0), (0, 1), (1,)]. A chain is read back once, a tree every level.
 
@@ -57,6 +58,7 @@ class ModelDrafter:
         vocab_size: int,
         max_context: int,
         num_tokens: int = 5,
+        num_sequences: int = 32,
         siblings: int = 0,
         tree: TreeKind = "chain",
         max_nodes: int = 16,
@@ -81,8 +83,7 @@ class ModelDrafter:
         self.new_tree, num_candidates = _trees(tree, max_nodes)
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         if runner.cuda_graphs:  # before anyone is served, as those of the target
-            most = blocks.pool.num_usable // (blocks.pool.blocks_for(max_context) * len(blocks.groups))
-            Worker(runner, self._sampler).warm_up(most, most * (num_tokens + 1))
+            Worker(runner, self._sampler).warm_up(num_sequences, num_sequences * (num_tokens + 1))
         self._gives_distributions = False
         self._distributions: list[Tensor] = []  # [S, V] of each level in the making
 

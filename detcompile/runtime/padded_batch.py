@@ -11,7 +11,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["UnpaddedBatch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
+__all__ = ["UnpaddedBatch", "check_batch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
 
 IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
 
@@ -49,6 +49,28 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
         [row[kept].tolist() for row, kept in zip(positions, mask)],
         mask,
     )
+
+
+def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new_tokens: int = 0) -> None:
+    """Fail unless a model can read every row, and go on by ``max_new_tokens``.
+
+    Raises:
+        InvalidInput: a token, a length or a position out of range.
+    """
+    for row, (token_ids, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True)):
+        needed = len(token_ids) + max_new_tokens
+        if needed > max_context:
+            raise InvalidInput(
+                f"row {row} needs {needed} tokens, the model was compiled for {max_context}: shorten it, or compile"
+                " with a larger max_context"
+            )
+        bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise InvalidInput(f"row {row} holds token {bad}; ids are 0 to {vocab_size - 1}")
+        if max(positions) >= max_context:
+            raise InvalidInput(
+                f"position {max(positions)}: the model was compiled for positions 0 to {max_context - 1}"
+            )
 
 
 def keep_columns(mask: Tensor, logits_to_keep: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ __all__ = [
     "dense_attention_cuda",
     "paged_attention_cuda",
     "reference_attention_schedule",
+    "require_32_bits",
     "tuner",
 ]
 
@@ -112,13 +113,27 @@ def dense_attention_cuda(
     q, k, v = (_unit_rows(t).transpose(1, 2) for t in (q, k, v))  # [B, T, heads, D]
     scores = Scores(scale, softcap, sinks, alibi_slopes)
     _check(q[0] if len(q) else q.new_empty(q.shape[1:]), k, v, scores, kv_chunk)
-    B, T, H, _ = q.shape
+    B, T, H, D = q.shape
+    require_32_bits(T, H, max(D, v.shape[-1]))
     out = q.new_empty((B, H, T, v.shape[-1]))
     if out.numel():
         problem = _problem(q[0], k, v, 0, kv_chunk, sliding_window, scores, few=T < 16)
         schedule = schedule or _schedule(problem, q.device)
         _attend(schedule, problem, q, k, v, out.transpose(1, 2), None, T, B, 1, scores, sliding_window)
     return out
+
+
+def require_32_bits(T: int, H: int, D: int) -> None:
+    """The kernels reach the rows of a dense sequence by offsets of 32 bits.
+
+    Raises:
+        InvalidInput: they would run over.
+    """
+    if T * H * D >= 2**31:
+        raise InvalidInput(
+            f"dense attention on the GPU: {T} tokens of {H} heads of {D} values are past 2^31 elements: take fewer"
+            " tokens, or a paged cache"
+        )
 
 
 def tuner(device: torch.device) -> Tuner:

@@ -17,6 +17,7 @@ from detcompile.templates.attention_triton import (
     paged_attention_cuda,
     probe_bits,
     reference_attention_schedule,
+    require_32_bits,
     tuner,
 )
 from detcompile.templates.tuning import Tuner
@@ -211,3 +212,9 @@ class TestOnTheGpu:
         chunk = 64 * (2 + int(torch.rand(()).item() * 1e6) % 5000)  # a problem no earlier process has decided
         with pytest.raises(ScheduleError, match="before CUDA graph capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             dense_attention_cuda(q, k, v, 0.25, 0, chunk)
+
+
+def test_dense_sequences_past_32_bits_are_refused():
+    require_32_bits(2**13, 32, 128)
+    with pytest.raises(InvalidInput, match="past 2\\^31 elements"):
+        require_32_bits(2**19, 32, 128)

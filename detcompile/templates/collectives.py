@@ -29,7 +29,7 @@ from detcompile.float32 import add_tree
 from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
 from detcompile.templates.collectives_memory import peer_memory
-from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Way, reduce_over_peers
+from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
 
@@ -68,14 +68,14 @@ def tree_all_reduce(
     radices: Sequence[int],
     group: str,
     out_dtype: torch.dtype,
-    way: Way | None = None,
+    two_shot: bool | None = None,
     peers: bool = True,
 ) -> Tensor:
     """The op on any device.
 
     Args:
-        way: forces it; the library has no packed one. peers: False: by the library also where GPUs map each other's
-            memory. All give the same bits.
+        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. All give the same
+            bits.
 
     Raises:
         InvalidInput: the radices do not make the group's size, or shapes do not fit.
@@ -92,9 +92,11 @@ def tree_all_reduce(
     levels = sum(radix > 1 for radix in radices)
     if memory is not None and levels <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
         out = partial.new_empty(partial.shape, dtype=out_dtype)
-        reduce_over_peers(memory, partial, *_epilogue(bias, residual), tuple(radices), out, way)
+        reduce_over_peers(memory, partial, *_epilogue(bias, residual), tuple(radices), out, two_shot)
         return out
-    if way == "two_shot" or (way is None and partial.numel() * partial.element_size() >= TWO_SHOT_BYTES):
+    if two_shot is None:
+        two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
+    if two_shot:
         return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype)
     return add_partials(_gather(partial, group), bias, residual, radices, out_dtype)
 

@@ -4,11 +4,7 @@ Legend: R ranks, C channels: program c of a kernel speaks with program c of the 
 
     boxes [C, 2, R, BOX] float32   what rank r sent to channel c; two, so that one can be read while the next one fills
     flags [C, LANES] int32         the epoch of the last box that rank r has sent
-    words [C, 2, R, W] int64       boxes whose every element has an epoch beside it, and no flag; for each W of WORDS
-    epochs [1 + len(WORDS), C]     int32, of this rank, which nobody else reads: how many boxes of a kind it has sent
-
-Each kind counts for itself and fills its boxes whole, so that what lies in a box is one or two epochs old, never so old
-that a count of 32 bits has come round.
+    epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent
 
 Allocated once a group, at its first use, whatever the shapes: larger sums go through the boxes piece by piece.
 """
@@ -29,11 +25,10 @@ from detcompile.errors import ScheduleError
 from detcompile.parallel import process_group
 from detcompile.templates.tuning import capturing
 
-__all__ = ["BOX", "CHANNELS", "LANES", "PeerMemory", "WORDS", "peer_memory"]
+__all__ = ["BOX", "CHANNELS", "LANES", "PeerMemory", "peer_memory"]
 
 CHANNELS = 256
 BOX = 8192  # float32 elements
-WORDS = (256, 512, 1024)  # 64-bit words of a box of these
 LANES = 8  # ranks at most; a power of two
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -45,14 +40,13 @@ class PeerMemory:
     """One rank's view of a group's memory.
 
     Attributes:
-        rank: of this process in the group. boxes: of every rank, as this GPU sees them. words: the same of each size.
+        rank: of this process in the group. boxes: of every rank, as this GPU sees them.
         flags: of this rank. flag_addresses: [R] int64, of every rank's flags, as this GPU sees them.
         owner: keeps the memory mapped.
     """
 
     rank: int
     boxes: tuple[Tensor, ...]
-    words: tuple[tuple[Tensor, ...], ...]
     flags: Tensor
     flag_addresses: Tensor
     epochs: Tensor
@@ -100,25 +94,17 @@ def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
     turn_multicast_off()  # nothing here uses it
     num_ranks, rank = ranks.size(), ranks.rank()
     num_flags, num_boxes = CHANNELS * LANES, CHANNELS * 2 * num_ranks * BOX
-    num_words = [CHANNELS * 2 * num_ranks * size for size in WORDS]
-    size = num_flags + num_boxes + 2 * sum(num_words)
-    memory = symmetric_memory.empty(size, dtype=torch.float32, device=device)
+    memory = symmetric_memory.empty(num_flags + num_boxes, dtype=torch.float32, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, ranks.group_name)
-    everyone = range(num_ranks)
-    flags = [handle.get_buffer(r, (num_flags,), torch.int32) for r in everyone]
-    words, first = [], (num_flags + num_boxes) // 2
-    for count in num_words:
-        words.append(tuple(handle.get_buffer(r, (count,), torch.int64, first) for r in everyone))
-        first += count
+    flags = [handle.get_buffer(other, (num_flags,), torch.int32) for other in range(num_ranks)]
     return PeerMemory(
         rank=rank,
-        boxes=tuple(handle.get_buffer(r, (num_boxes,), torch.float32, num_flags) for r in everyone),
-        words=tuple(words),
+        boxes=tuple(handle.get_buffer(r, (num_boxes,), torch.float32, num_flags) for r in range(num_ranks)),
         flags=flags[rank],
         flag_addresses=torch.tensor([there.data_ptr() for there in flags], dtype=torch.int64, device=device),
-        epochs=torch.zeros(1 + len(WORDS), CHANNELS, dtype=torch.int32, device=device),
+        epochs=torch.zeros(CHANNELS, dtype=torch.int32, device=device),
         owner=(memory, handle),
     )
 

@@ -6,71 +6,50 @@ channels and epochs.
 A rank *writes* into the boxes of the others and reads its own alone: a write needs no answer, and whoever waits looks
 at memory of its own. Of a block of elements
 
-    one_shot:  every rank sends its partials to all, and adds all
-    packed:    the same, in words of a partial and an epoch: nobody raises a flag, whoever reads sees what is there
-    two_shot:  rank r gets the partials of the r-th piece, adds them, and sends the rounded sums to all
+    one shot:   every rank sends its partials to all, and adds all
+    two shots:  rank r gets the partials of the r-th piece, adds them, and sends the rounded sums to all
 
-All add the partials of an element in the order of the tree over the ranks, in float32, so that they have the bits of
+Both add the partials of an element in the order of the tree over the ranks, in float32, so that they have the bits of
 `collectives.add_partials`. Filling a box again needs no leave: who sends box e + 2 has received box e + 1, which its
-reader sent after having read box e, of the same kind and size. Epochs are counted on the device, so that a replayed
-CUDA graph goes on counting.
+reader sent after having read box e. Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
 
 All ranks have to launch the same sums in the same order, with as many elements and the same schedule. Programs start
 in the order of their numbers, so that the lowest unfinished one runs on every rank and none waits for ever.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.templates.collectives_memory import BOX, CHANNELS, LANES, WORDS, PeerMemory
+from detcompile.templates.collectives_memory import BOX, CHANNELS, LANES, PeerMemory
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import _close_leaf, _root
 
-__all__ = ["LEVELS", "MOST_ELEMENTS", "ReduceSchedule", "Way", "choose_schedule", "reduce_over_peers"]
-
-Way: TypeAlias = Literal["packed", "one_shot", "two_shot"]
+__all__ = ["LEVELS", "MOST_ELEMENTS", "ReduceSchedule", "choose_schedule", "reduce_over_peers"]
 
 LEVELS = 4  # of the tree over the ranks, at most
 MOST_ELEMENTS = 1 << 30  # offsets are 32 bits wide
-# Elements of a block and the warps for it, up to a box.
-BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 16), (BOX, 16))
-PACKED_BLOCKS = tuple((words, words // 128) for words in WORDS)
-# Roughly an H200's, and only to choose by: bytes that a GPU sends in a second, seconds of flags and of a word's way.
-LINK_BYTES = 4e11
-MEETING_SECONDS = 2e-6
-WORD_SECONDS = 0.8e-6
+BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 16), (8192, 16))  # elements, warps
+LINK_BYTES = 4e11  # a second, roughly, that a GPU sends; SHOT_SECONDS: of a meeting
+SHOT_SECONDS = 2.5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceSchedule:
-    """How elements are dealt out and travel; no part of it moves a bit. block: elements of a piece."""
+    """How elements are dealt out; no part of it moves a bit. block: elements of a piece, at most BOX."""
 
-    way: Way
+    two_shot: bool
     block: int
     warps: int
 
 
-def choose_schedule(num_elements: int, num_ranks: int, out_bytes: int, way: Way | None = None) -> ReduceSchedule:
-    """The likely fastest: to send less, or to meet less often. A block is as small as the channels allow.
-
-    Args:
-        out_bytes: of an element of the result. way: forces it.
-    """
-    sent = (num_ranks - 1) * num_elements / LINK_BYTES
-    seconds: dict[Way, float] = {
-        "packed": 8 * sent + WORD_SECONDS,
-        "one_shot": 4 * sent + MEETING_SECONDS,
-        "two_shot": (4 + out_bytes) / num_ranks * sent + 2 * MEETING_SECONDS,
-    }
-    chosen = min(seconds, key=lambda name: seconds[name]) if way is None else way
-    blocks = PACKED_BLOCKS if chosen == "packed" else BLOCKS
-    together = CHANNELS * (num_ranks if chosen == "two_shot" else 1)
-    block, warps = next((row for row in blocks if num_elements <= row[0] * together), blocks[-1])
-    return ReduceSchedule(chosen, block, warps)
+def choose_schedule(num_elements: int, num_ranks: int, out_bytes: int) -> ReduceSchedule:
+    """The one that is likely the fastest: to send less, or to meet once less."""
+    one = 4 * (num_ranks - 1) * num_elements / LINK_BYTES
+    two = (4 + out_bytes) * (num_ranks - 1) / num_ranks * num_elements / LINK_BYTES + SHOT_SECONDS
+    return _schedule(num_elements, num_ranks, two < one)
 
 
 def reduce_over_peers(
@@ -80,85 +59,41 @@ def reduce_over_peers(
     residual: Tensor | None,
     radices: tuple[int, ...],
     out: Tensor,
-    way: Way | None = None,
+    two_shot: bool | None = None,
 ) -> None:
     """Sum the ranks' partials [M, N] float32, contiguous, and write round(residual + round(sum + bias)) to out [M, N].
 
     Args:
         bias: [N], contiguous. residual: [M, N], unit stride along N.
         radices: of the tree over the ranks, at most LEVELS of them above 1.
-        way: forces it.
+        two_shot: a way to force.
     """
     num_ranks, total = len(memory.boxes), out.numel()
     assert total <= MOST_ELEMENTS and out.is_contiguous() and partial.is_contiguous()
-    schedule = choose_schedule(total, num_ranks, out.element_size(), way)
+    if two_shot is None:
+        schedule = choose_schedule(total, num_ranks, out.element_size())
+    else:
+        schedule = _schedule(total, num_ranks, two_shot)
     levels = tuple(radix for radix in radices if radix > 1)
     levels = (1,) * (LEVELS - len(levels)) + levels
-    kernel: Any
-    boxes: tuple[Any, ...]
-    if schedule.way == "packed":
-        size = WORDS.index(schedule.block)
-        kernel, boxes = packed_kernel, (memory.words[size], memory.epochs[1 + size])
-    else:
-        kernel = two_shot_kernel if schedule.way == "two_shot" else one_shot_kernel
-        boxes = (memory.boxes, memory.flags, memory.flag_addresses, memory.epochs[0])
-    together = schedule.block * (num_ranks if schedule.way == "two_shot" else 1)
-    kernel[(min(CHANNELS, triton.cdiv(total, together)),)](
-        partial, *boxes,
+    share = schedule.block * (num_ranks if schedule.two_shot else 1)
+    kernel = two_shot_kernel if schedule.two_shot else one_shot_kernel
+    kernel[(min(CHANNELS, triton.cdiv(total, share)),)](
+        partial, memory.boxes, memory.flags, memory.flag_addresses, memory.epochs,
         out, out if bias is None else bias, out if residual is None else residual,
         total, out.shape[1], 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        RANK=memory.rank, RANKS=num_ranks, BLOCK=schedule.block,
+        RANK=memory.rank, RANKS=num_ranks, LANES=LANES, BOX=BOX, BLOCK=schedule.block,
         R0=levels[0], R1=levels[1], R2=levels[2], R3=levels[3],
-        **({} if schedule.way == "packed" else {"BOX": BOX, "LANES": LANES}),
         num_warps=schedule.warps, enable_fp_fusion=False, **launch_options(out.device),
     )  # fmt: skip
 
 
-@triton.jit
-def packed_kernel(
-    partial_ptr, boxes, epochs_ptr, out_ptr, bias_ptr, residual_ptr, total, N, residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A word is written and read in one piece: its upper half is the epoch, its lower half the bits of a partial."""
-    let_next_start(PDL)
-    wait_for_earlier(PDL)
-    channel = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + channel)
-    place = tl.arange(0, BLOCK)
-    for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
-        epoch += 1
-        box = (channel * 2 + (epoch & 1)) * (RANKS * BLOCK)
-        element = start + place
-        own = tl.load(partial_ptr + element, mask=element < total, other=0.0)
-        words = (epoch.to(tl.int64) << 32) | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-        for r in tl.static_range(RANKS):
-            if r != RANK:
-                tl.store(boxes[r] + (box + RANK * BLOCK) + place, words)
-        t0, t1, t2, t3 = own, own, own, own
-        for r in tl.static_range(RANKS):
-            if r == RANK:
-                acc = own
-            else:
-                acc = _unpacked(boxes[RANK] + (box + r * BLOCK) + place, epoch)
-            t0, t1, t2, t3 = _close_leaf(acc, r, t0, t1, t2, t3, R0, R1, R2, R3)
-        y = _finish(
-            _root(t0, t1, t2, t3, R0, R1, R2), element, total, N, bias_ptr, residual_ptr, residual_stride,
-            HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,
-        )  # fmt: skip
-        tl.store(out_ptr + element, y, mask=element < total)
-    tl.store(epochs_ptr + channel, epoch)
-
-
-@triton.jit
-def _unpacked(words_ptr, epoch):
-    """The partials of words that are of this epoch, once all of them are."""
-    words = tl.load(words_ptr, volatile=True)
-    while tl.min((words >> 32).to(tl.int32) - epoch, 0) < 0:
-        words = tl.load(words_ptr, volatile=True)
-    return words.to(tl.int32).to(tl.float32, bitcast=True)
+def _schedule(num_elements: int, num_ranks: int, two_shot: bool) -> ReduceSchedule:
+    shares = num_ranks if two_shot else 1
+    fitting = [row for row in BLOCKS if num_elements <= row[0] * shares * CHANNELS]
+    block, warps = fitting[0] if fitting else BLOCKS[-1]
+    return ReduceSchedule(two_shot, block, warps)
 
 
 @triton.jit

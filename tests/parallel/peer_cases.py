@@ -10,13 +10,11 @@ from detcompile import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.templates.collectives import tree_all_reduce
 from detcompile.templates.collectives_memory import peer_memory
-from detcompile.templates.collectives_triton import Way
 from tests.bits import assert_bitwise_equal
-from tests.parallel.collective_cases import WAYS
 
 __all__ = ["check_peers"]
 
-# The last ones go through the boxes several times, whichever the way.
+# The last ones go through the boxes several times, in one shot and in two.
 SHAPES = [(1, 1), (1, 4096), (3, 67), (16, 4096), (65, 1000), (256, 4096), (300, 8192), (1500, 8192)]
 SLEEP_CYCLES = 2_000_000  # about a millisecond: many sums of the other ranks
 NUM_SUMS = 300
@@ -30,8 +28,8 @@ def check_peers(rank: int, tp: int) -> bool:
         return False
     above, _ = Numerics().split_radices(tp)
     for seed, (M, N) in enumerate(SHAPES):
-        for way in (*WAYS, None):
-            _check_shape(ranks, above, M, N, seed, way)
+        for two_shot in (False, True, None):
+            _check_shape(ranks, above, M, N, seed, two_shot)
     _check_ranks_that_come_late(ranks, above)
     _check_graphs(ranks, above)
     torch.cuda.synchronize()
@@ -45,15 +43,15 @@ def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _check_shape(
-    ranks: TensorParallel, above: tuple[int, ...], M: int, N: int, seed: int, way: Way | None
+    ranks: TensorParallel, above: tuple[int, ...], M: int, N: int, seed: int, two_shot: bool | None
 ) -> None:
     partial = _draw(100 * seed + ranks.rank, M, N)
     bias, residual = _draw(seed + 50, N), _draw(seed + 60, M, N, dtype=torch.bfloat16)
     half = torch.bfloat16
     for dtype, *epilogue in ((half, None, None), (half, bias, residual), (torch.float32, bias, None)):
         expected = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, peers=False)
-        out = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, way)
-        assert_bitwise_equal(out, expected, f"{M, N}, {dtype}, {way}")
+        out = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, two_shot)
+        assert_bitwise_equal(out, expected, f"{M, N}, {dtype}, two_shot={two_shot}")
 
 
 def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tuple[Tensor, Callable[[], Tensor]]]:
@@ -61,11 +59,11 @@ def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tup
     rng = random.Random(ranks.size)
     found = []
     for index in range(count):
-        M, N, way = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096)), rng.choice((*WAYS, None))
+        M, N, two_shot = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096)), rng.choice((False, True, None))
         partial = _draw(1000 * index + ranks.rank, M, N)
 
-        def reduce(partial: Tensor = partial, way: Way | None = way, peers: bool = True) -> Tensor:
-            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, way, peers)
+        def reduce(partial: Tensor = partial, two_shot: bool | None = two_shot, **way: bool) -> Tensor:
+            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, two_shot, **way)
 
         found.append((partial, reduce))
     return found

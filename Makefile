@@ -9,13 +9,14 @@ PYTHON ?= python3
 PIP_EXTRA_ARGS ?=
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+MODELS_ARGS ?=
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples docs
 
-.PHONY: demo test check gpu-test bench census clean help
+.PHONY: demo test check gpu-test bench census models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
@@ -24,6 +25,7 @@ help:
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
 	@echo "make bench     benchmarks, under $(PYTHON) and its own packages"
 	@echo "make census    regenerate docs/census.md from the pinned transformers"
+	@echo "make models    examine every architecture (hours on two cores) and regenerate docs/models.md; MODELS_ARGS=-h"
 	@echo "make clean     remove caches and .venv"
 
 demo: $(VENV)/.stamp-test
@@ -47,6 +49,9 @@ bench:
 
 census: $(VENV)/.stamp-test
 	@$(VENV_PYTHON) -m docs.generate_census
+
+models: $(VENV)/.stamp-test
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m docs.generate_models $(MODELS_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

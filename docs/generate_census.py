@@ -27,10 +27,6 @@ REASONS: dict[str, tuple[str, Callable[[Facts], str]]] = {
         "looks its attention class up by the implementation's name, so that an unknown name is a KeyError",
         lambda f: ", ".join(f.own_attention) or "yes" if f.by_name else "",
     ),
-    "metadata dropped": (
-        "a module between the model and its attention does not hand `**kwargs` down, so that StepInputs get lost",
-        lambda f: f.kwargs_stop_at if f.through_interface else "",
-    ),
     "no position_ids": (
         "counts positions from the layout of the batch; packed sequences need them as an argument",
         lambda f: "" if f.takes_position_ids or not (f.through_interface or f.own_attention) else "yes",
@@ -60,8 +56,8 @@ REASONS: dict[str, tuple[str, Callable[[Facts], str]]] = {
         lambda f: "reads the batch" if f.rope == "reads the batch" else "",
     ),
     "experts": (
-        "a mixture of experts; needs the Experts order, through ExpertsInterface or a rewrite",
-        lambda f: ", ".join(f.experts_interface + f.own_experts),
+        "a mixture of experts that does not take transformers' ExpertsInterface",
+        lambda f: ", ".join(f.own_experts),
     ),
     "scan": (
         "carries a state along the sequence; needs a scan template with a fixed order and a state cache",
@@ -102,7 +98,7 @@ def _header(rows: list[Facts]) -> list[str]:
         "",
         f"transformers {version('transformers')}. "
         "Read from source: no model was built or run. "
-        "The last column is a **forecast** from these facts, not a measurement.",
+        "The last column is a **forecast** from these facts; [models.md](models.md) has the measurement.",
         "",
         f"{len(rows)} architectures in `MODEL_FOR_CAUSAL_LM_MAPPING`: nothing known stands in the way of "
         f"{len(rows) - refused}; {refused} would be refused today.",

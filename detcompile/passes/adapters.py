@@ -22,7 +22,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.step import StepInputs
 
-__all__ = ["ADAPTERS", "Adapter", "adapt"]
+__all__ = ["ADAPTERS", "Adapter", "adapt", "attend"]
 
 
 class Adapter(NamedTuple):
@@ -34,6 +34,7 @@ class Adapter(NamedTuple):
         attention: the attention's, with the keywords that its block hands it.
         obstacle: what of a configuration the adapter does not do, empty where it does all.
         prepare: what an attention needs besides its weights.
+        blocks: the attribute of the model's body that holds its blocks.
     """
 
     attention_name: str
@@ -41,6 +42,7 @@ class Adapter(NamedTuple):
     attention: Callable[..., tuple[Tensor, None]]
     obstacle: Callable[[Any], str] = lambda config: ""
     prepare: Callable[[Any, Any], None] = lambda model, attention: None
+    blocks: str = "h"
 
 
 def adapt(model: PreTrainedModel) -> bool:
@@ -64,7 +66,7 @@ def adapt(model: PreTrainedModel) -> bool:
         return CausalLMOutput(logits=adapter.forward(self, input_ids, position_ids, kwargs.get(STEP_KWARG), keep))
 
     _replace_forward(model, forward)
-    for block in model.transformer.h:
+    for block in getattr(model.transformer, adapter.blocks):
         attention = getattr(block, adapter.attention_name)
         adapter.prepare(model, attention)
         _replace_forward(attention, adapter.attention)
@@ -75,7 +77,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, step: StepInputs | None, **kwargs: Any) -> Tensor:
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, step: StepInputs | None, **kwargs: Any) -> Tensor:
     """query [B, T, Hq, D], key and value [B, T, Hkv, D] -> [B, T, Hq * D], by the registered attention function."""
     heads = (states.transpose(1, 2) for states in (query, key, value))
     out, _ = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](module, *heads, None, **{STEP_KWARG: step}, **kwargs)
@@ -96,7 +98,7 @@ def _bloom_attention(
 ) -> tuple[Tensor, None]:
     query, key, value = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(-2)
     given = {"scaling": self.inv_norm_factor, "alibi_slopes": self.alibi_slopes}
-    out = _attend(self, query, key, value, attention_mask, **given)
+    out = attend(self, query, key, value, attention_mask, **given)
     return self.dense(out) + residual, None
 
 
@@ -129,7 +131,7 @@ def _falcon_attention(
     fused = self.query_key_value(hidden_states).unflatten(-1, (groups, members + 2, self.head_dim))
     query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
     query, key = rotate_halves(query, key, *position_embeddings, unsqueeze_dim=2)
-    out = _attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
+    out = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
     return self.dense(out), None
 
 
@@ -153,7 +155,33 @@ def _gptj_attention(
     query, key = (
         torch.cat([rotate_pairs(states[..., :turned], sin, cos), states[..., turned:]], -1) for states in (query, key)
     )
-    return self.out_proj(_attend(self, query, key, value, attention_mask)), None
+    return self.out_proj(attend(self, query, key, value, attention_mask)), None
+
+
+def _mpt(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    """Positions enter through ALiBi alone, as in bloom."""
+    body = model.transformer
+    hidden = body.wte(input_ids)
+    for block in body.blocks:
+        hidden = block(hidden, position_bias=None, attention_mask=step)[0]
+    return model.lm_head(body.norm_f(hidden)[:, keep])
+
+
+def _mpt_attention(
+    self: Any, hidden_states: Tensor, attention_mask: StepInputs | None, **_: Any
+) -> tuple[Tensor, None]:
+    fused = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = fused.unflatten(-1, (3, self.n_heads, self.head_dim)).unbind(-3)
+    given = {"scaling": self.softmax_scale, "alibi_slopes": self.alibi_slopes}
+    return self.out_proj(attend(self, query, key, value, attention_mask, **given)), None
+
+
+def _mpt_slopes(model: Any, attention: Any) -> None:
+    """The slopes are the difference of two neighbouring keys' biases, by the model's own formula."""
+    bias = model.transformer.build_mpt_alibi_tensor(attention.n_heads, 2, device=model.device)
+    attention.register_buffer("alibi_slopes", (bias[:, 0, 1] - bias[:, 0, 0]).contiguous(), persistent=False)
 
 
 def _bloom_obstacle(config: Any) -> str:
@@ -170,4 +198,5 @@ ADAPTERS = {
     "BloomForCausalLM": Adapter("self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes),
     "FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
     "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention),
+    "MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),
 }

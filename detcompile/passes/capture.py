@@ -26,12 +26,14 @@ from detcompile.passes.attention import (
     check_call,
     register_attention,
 )
+from detcompile.passes.own_attention import replace_attention
 from detcompile.passes.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 
 MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask")
+KIND_OF_LAYER = {"full_attention": MASK_KINDS[0], "sliding_attention": MASK_KINDS[1]}
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
 
 
@@ -110,9 +112,7 @@ def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
                 by_layer[layer_type] = "default"
 
 
-def probe_attention(
-    model: PreTrainedModel, kv_chunk: int
-) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
+def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
     """Make the model call our attention; as observe_attention.
 
     Raises:
@@ -120,23 +120,33 @@ def probe_attention(
     """
     _require_ready(model)
     register_attention(kv_chunk, ())  # before the model is told to use it
-    if not adapt(model):
+    ours = adapt(model) or replace_attention(model)
+    if not ours:
         _use_attention(model)
     try:
-        return observe_attention(model, kv_chunk)
+        calls, groups, masks = _observe(model, kv_chunk)
     except StepDropped:
         carry_step(model)
-    return observe_attention(model, kv_chunk)
+        calls, groups, masks = _observe(model, kv_chunk)
+    if not ours and not masks:
+        raise UnsupportedModel(
+            f"{type(model).__name__} asks for no causal mask unless it is given one: its own attention sees both ways"
+        )
+    return calls, groups
 
 
-def observe_attention(
-    model: PreTrainedModel, kv_chunk: int
-) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
+def observe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
     """The attention calls of one forward, in layer order, and the groups of layers that share a block table.
 
     Raises:
         UnsupportedModel: a call means something unknown.
     """
+    calls, groups, _ = _observe(model, kv_chunk)
+    return calls, groups
+
+
+def _observe(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...], set[str]]:
+    """observe_attention, and the masks that the model asks transformers for."""
     calls: list[AttentionCall] = []
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
@@ -153,7 +163,7 @@ def observe_attention(
     calls.sort(key=lambda call: call.layer)
     groups = kv_groups([call.window for call in calls], [call.shape for call in calls])
     register_attention(kv_chunk, groups)
-    return tuple(calls), groups
+    return tuple(calls), groups, masks
 
 
 def _require_ready(model: PreTrainedModel) -> None:
@@ -194,14 +204,16 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
         def make_mask(*args: Any, **kwargs: Any):
             # a decoder asks for a mask over its encoder's states, and there are none: nothing attends by it
             idle = name == "create_bidirectional_mask" and kwargs.get("encoder_hidden_states", seen) is None
-            if name not in MASK_KINDS and not idle:
+            kinds = set() if idle else _kinds(model, name)
+            unknown = sorted(kinds - set(MASK_KINDS))
+            if unknown:
                 raise UnsupportedModel(
-                    f"{type(model).__name__} asks for {name}, a mask the attention template does not have"
+                    f"{type(model).__name__} asks for {unknown[0]}, a mask the attention template does not have"
                 )
             shaped = [argument for argument in MASK_SHAPING if kwargs.get(argument) is not None]
             if shaped:
                 raise UnsupportedModel(f"{type(model).__name__} changes {name} by {', '.join(shaped)}")
-            seen.update(set() if idle else {name})
+            seen.update(kinds)
             return make(*args, **kwargs)
 
         return make_mask
@@ -214,6 +226,15 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
                 if getattr(make, "__module__", "") == "transformers.masking_utils" and known_as.startswith("create_"):
                     stack.enter_context(mock.patch.object(namespace, name, watched(known_as, make)))
         yield seen
+
+
+def _kinds(model: nn.Module, name: str) -> set[str]:
+    """The masks that the function of transformers of this name makes: one, or those of the kinds of layers."""
+    if name != "create_masks_for_generate":
+        return {name}
+    config: Any = model.config
+    types = getattr(config.get_text_config(), "layer_types", None)
+    return {KIND_OF_LAYER.get(kind, f"the mask of {kind}") for kind in types} if types else {name}
 
 
 def _check_calls(model: PreTrainedModel, calls: list[AttentionCall], masks: set[str]) -> None:

@@ -82,7 +82,8 @@ def lower(
     num_token_ids, num_logits = _vocabulary(model)
     give_positions(model)
     freeze_rope(model, max_context)
-    pin_experts(model)
+    if pin_experts(model) and ranks is not None:
+        raise UnsupportedModel(f"{type(model).__name__}: a mixture of experts over several ranks; compile with tp=1")
     attention, groups = probe_attention(model, numerics.kv_chunk)
     whole_weights = ""
     if ranks is None:

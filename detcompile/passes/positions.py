@@ -123,7 +123,8 @@ def _replace_table(model: PreTrainedModel, table: PositionTable) -> GivenPositio
     _rows_read(model, None)
     handle.remove()
     expected = module.weight[table.first : table.first + 2]
-    if len(outputs) != 1 or outputs[0].numel() != expected.numel() or not torch.equal(outputs[0].view(2, -1), expected):
+    rows = [output.reshape(-1, expected.shape[1]) for output in outputs if isinstance(output, Tensor)]
+    if len(outputs) != 1 or len(rows) != 1 or not torch.equal(rows[0], expected):
         raise UnsupportedModel(f"{table.name}: positions of {type(module).__name__} are not rows of its table")
     given = GivenPositions(module.weight, table.first)
     setattr(model.get_submodule(parent), leaf, given)

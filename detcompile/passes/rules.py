@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -25,6 +26,7 @@ from detcompile.passes.provenance import (
     expand,
     gather,
     index,
+    is_feature,
     join,
     permute,
     require_feature,
@@ -103,10 +105,15 @@ def _cat(node: fx.Node, ctx: Context) -> Rows:
     values = [ctx.rows(arg) for arg in node.args[0]]
     rank = len(values[0].dims)
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
-    for value in values:
-        require_feature(value, dim, "a concatenation")
+    along = created([shape_of(node)[dim]], {}).dims[0]
+    own = values[0].dims[dim]
+    if not is_feature(own) and all(value.dims[dim] == own for value in values):
+        along = (Axis(sympy.Integer(len(values))), *own)  # a stack: outermost, which of the values
+    else:
+        for value in values:
+            require_feature(value, dim, "a concatenation")
     others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]) for value in values], rank - 1)
-    return Rows((*others.dims[:dim], *created([shape_of(node)[dim]], {}).dims, *others.dims[dim:]))
+    return Rows((*others.dims[:dim], along, *others.dims[dim:]))
 
 
 def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:

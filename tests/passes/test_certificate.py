@@ -76,6 +76,7 @@ def test_a_planted_violation_is_refused_by_name(violation: Callable[[Tensor], Te
 HARMLESS = {
     "a flip of features": lambda x: x.flip(2),
     "a roll over features": lambda x: x.roll(3, 2),
+    "values stacked": lambda x: torch.stack([x, 2 * x, x + 1], 0).amax(0),
     "a softmax over features": lambda x: x.softmax(-1),
     "heads split and joined": lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2).transpose(1, 2).flatten(2),
     "a mean over features": lambda x: x - x.mean(-1, keepdim=True),

@@ -1,4 +1,4 @@
-"""A tensor filled slice by slice is a concatenation; one with a gap is refused."""
+"""Tensors written in place, as what they are: a concatenation of slices, a choice by a mask; gaps are refused."""
 
 from collections.abc import Callable
 
@@ -32,6 +32,19 @@ def test_a_whole_fill_is_a_concatenation() -> None:
     backend, run = compiled(whole)
     assert torch.equal(run(x), whole(x))
     assert "aten.cat.default" in {entry.op for entry in backend.certificates[0].entries}
+
+
+def test_one_value_where_a_mask_says_is_a_choice() -> None:
+    x = torch.randn(5, 8)
+
+    def masked(x: Tensor) -> Tensor:
+        out = x.clone()
+        out[x > 0.5] = -1.0
+        return out
+
+    backend, run = compiled(masked)
+    assert torch.equal(run(x), masked(x))
+    assert "aten.where.self" in {entry.op for entry in backend.certificates[0].entries}
 
 
 @pytest.mark.parametrize("pieces", [((0, 5), (6, 12)), ((0, 5), (5, 11)), ((1, 5), (5, 12)), ((0, 6), (7, 12), (6, 7))])

@@ -1,0 +1,156 @@
+"""Write docs/models.json and docs/models.md: what became of every causal-LM architecture of the installed transformers.
+
+Run by `make models`. Each architecture is examined (docs/model_checks.py) in a process of its own, with a limit of time
+and of memory. Results are kept in models.json with the versions and the digest of the sources that gave them, so that a
+run that was cut short goes on where it was; --keep takes results of older sources as they are.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from detcompile.fingerprints import source_digest
+from docs.model_checks import examine
+from docs.model_configs import ARCHITECTURES
+from docs.models_page import page
+
+__all__ = ["PAGE", "RESULTS", "load", "run", "save"]
+
+RESULTS = Path(__file__).with_name("models.json")
+PAGE = Path(__file__).with_name("models.md")
+TIME_LIMIT = 240.0  # seconds
+MEMORY_LIMIT = 8 << 30  # bytes of data
+Result = dict[str, Any]
+
+
+class Running(NamedTuple):
+    """An architecture that a process is at."""
+
+    model_type: str
+    process: Any
+    answer: Connection
+    deadline: float
+
+
+def load() -> dict[str, Result]:
+    """The rows of models.json by architecture; none of another transformers or torch."""
+    if not RESULTS.exists():
+        return {}
+    content = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return content["rows"] if content["versions"] == versions() else {}
+
+
+def save(rows: dict[str, Result]) -> None:
+    """Write models.json, sorted."""
+    content = {"versions": versions(), "rows": dict(sorted(rows.items()))}
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(RESULTS)
+
+
+def versions() -> dict[str, str]:
+    """What the rows were made with, besides this package."""
+    return {"torch": version("torch").partition("+")[0], "transformers": version("transformers")}
+
+
+def run(model_types: Iterable[str], jobs: int, codegen: bool, rows: dict[str, Result]) -> None:
+    """Examine ``model_types`` and put each answer into ``rows`` and models.json as it comes."""
+    waiting, running, sources = list(model_types), [], source_digest()[:12]
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    examine("llama", codegen)  # here, so that what a first compilation loads and learns is there in every process
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(_start(waiting.pop(0), codegen))
+        wait([one.answer for one in running], timeout=1.0)
+        for one in list(running):
+            result = _finished(one)
+            if result is not None:
+                running.remove(one)
+                rows[one.model_type] = result | {"sources": sources}
+                save(rows)
+                told = " ".join(str(result.get(key, "")) for key in ("verdict", "reason", "seconds", "meaning"))
+                print(f"{one.model_type}: {told[:300]}", flush=True)
+
+
+def _start(model_type: str, codegen: bool) -> Running:
+    context: Any = multiprocessing.get_context("fork")  # the imports take longer than most examinations
+    answer, give = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(model_type, codegen, give))
+    process.start()
+    give.close()
+    return Running(model_type, process, answer, time.monotonic() + TIME_LIMIT)
+
+
+def _work(model_type: str, codegen: bool, give: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    give.send(examine(model_type, codegen))
+
+
+def _finished(one: Running) -> Result | None:
+    """The answer, what stands for one that will not come, or None while it may."""
+    late = time.monotonic() > one.deadline
+    if not one.answer.poll() and one.process.is_alive() and not late:
+        return None
+    try:
+        result = one.answer.recv() if one.answer.poll() else None
+    except EOFError:
+        result = None
+    if result is None:
+        if late:
+            one.process.kill()
+        one.process.join()
+        reason = f"took longer than {TIME_LIMIT:.0f} s" if late else f"its process ended with {one.process.exitcode}"
+        result = {"verdict": "refused", "kind": "none", "reason": reason}
+    one.process.join()
+    one.answer.close()
+    return result
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make models", description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures to examine again; default: those without a result")
+    parser.add_argument("--jobs", type=int, default=1, help="at a time")
+    parser.add_argument(
+        "--graphs", action="store_true", help="run certified graphs as they are, which leaves out the axes"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep results of older sources")
+    parser.add_argument("--page", action="store_true", help="examine nothing, write the page")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Examine what is missing, then write the page."""
+    options = _arguments()
+    unknown = set(options.names) - set(ARCHITECTURES)
+    if unknown:
+        sys.exit(f"no such architecture: {', '.join(sorted(unknown))}")
+    rows = load()
+    digest = source_digest()[:12]
+    fresh = {name for name, row in rows.items() if options.keep or row["sources"] == digest}
+    if not options.graphs:
+        fresh -= {name for name, row in rows.items() if row["verdict"] == "certified" and not row["axes"]}
+    stale = [name for name in ARCHITECTURES if name not in fresh]
+    if not options.page:
+        run(options.names or stale, options.jobs, not options.graphs, rows)
+    PAGE.write_text(page(rows, versions()), encoding="utf-8")
+    print(Counter(row["verdict"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    main()

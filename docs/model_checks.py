@@ -1,0 +1,142 @@
+"""One architecture taken through everything: eager, capture, certificate, meaning, axes, and the plan for two ranks.
+
+``examine`` answers with a dictionary of plain values for docs/models.json; nothing it meets makes it raise.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import make_boxed_func
+
+import detcompile
+from detcompile.axes import AXES, Configuration, Tokens, configurations, measure
+from detcompile.compiled import CompiledModel
+from detcompile.errors import DetcompileError
+from detcompile.numerics import Numerics
+from detcompile.parallel import TensorParallel
+from detcompile.passes import backend
+from detcompile.passes.capture import freeze_rope, probe_attention
+from detcompile.passes.experts import pin_experts
+from detcompile.passes.positions import give_positions
+from detcompile.passes.shard import shard
+from docs.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
+
+__all__ = ["AXES_MEASURED", "LENGTH", "MEANING_LIMIT", "NUMERICS", "examine", "relative_error"]
+
+LENGTH = 200  # tokens: past WINDOW, a chunk of keys, and the threshold of rotary tables (docs/model_configs.py)
+AXES_MEASURED = ("batch", "composition", "padding", "chunking", "decode", "kv")
+CONFIGURATIONS = 3  # of each axis for each of two targets, the first of them the target alone
+NUMERICS = Numerics(tp_sizes=(1, 2), kv_chunk=64)
+MEANING_LIMIT = 2e-5  # norm of the logits' difference from eager float32, of the norm of eager's
+
+Result = dict[str, Any]
+
+
+def examine(model_type: str, codegen: bool = True) -> Result:
+    """The row of an architecture.
+
+    Args:
+        codegen: False runs the certified graph as it is, operation by operation, which takes a fraction of the time;
+            the axes, which are about the generated code too, are left out then.
+
+    Returns:
+        verdict: 'certified', 'refused', 'outside' (no eager forward from input_ids alone) or 'wrong' (compiled, but
+            another meaning or other bits: a bug); reason: why, where it is not certified. For certified ones meaning
+            (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate).
+    """
+    start = time.monotonic()
+    with contextlib.nullcontext() if codegen else mock.patch.object(backend, "compile_fx_inner", _as_it_is):
+        result = _examine(model_type, codegen)
+    return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
+    return make_boxed_func(graph_module.forward)
+
+
+def _examine(model_type: str, codegen: bool) -> Result:
+    if model_type in OUTSIDE:
+        return {"verdict": "outside", "reason": OUTSIDE[model_type]}
+    ids = torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    try:
+        plain = tiny_model(model_type, "eager")
+        with torch.no_grad():
+            expected = plain(input_ids=ids, use_cache=False).logits
+    except Exception as error:  # whatever a model of the list raises is its reason
+        return {"verdict": "outside", "reason": _one_line(error)}
+    if expected.shape != (2, LENGTH, expected.shape[-1]) or not bool(expected.isfinite().all()):
+        return {"verdict": "outside", "reason": f"eager logits {tuple(expected.shape)}, not all finite"}
+    try:
+        compiled = detcompile.compile(tiny_model(model_type), numerics=NUMERICS, max_context=MAX_CONTEXT)
+    except DetcompileError as error:
+        return {"verdict": "refused", "kind": type(error).__name__, "reason": refusal_of(error)}
+    except Exception as error:  # not one of ours: a refusal without a name, which the page says
+        return {"verdict": "refused", "kind": type(error).__name__, "reason": f"unexpected: {_one_line(error)}"}
+    return _measure(model_type, compiled, ids, expected, AXES_MEASURED if codegen else ())
+
+
+def _measure(model_type: str, compiled: CompiledModel, ids: Tensor, expected: Tensor, axes: tuple[str, ...]) -> Result:
+    found: Result = {"operations": compiled.certificate.counts}
+    try:
+        found["meaning"] = relative_error(compiled(ids).logits, expected)
+        found["axes"] = {axis: measure(compiled, plan).holds for axis, plan in _plans(axes)}
+    except Exception as error:
+        return found | {"verdict": "wrong", "reason": f"compiled, then failed: {_one_line(error)}"}
+    if not found["meaning"] < MEANING_LIMIT:
+        return found | {"verdict": "wrong", "reason": f"differs from eager by {found['meaning']:.1e}"}
+    failed = [axis for axis, holds in found["axes"].items() if not holds]
+    if failed:
+        return found | {"verdict": "wrong", "reason": f"other bits along {', '.join(failed)}"}
+    return found | {"verdict": "certified", "reason": "", "tp2": _two_ranks(model_type)}
+
+
+def _plans(axes: tuple[str, ...]) -> Iterator[tuple[str, list[Configuration]]]:
+    rng = random.Random(0)
+    prompts: list[Tokens] = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (140, 66, 17, 90, 5)]
+    for axis in axes:
+        assert axis in AXES
+        yield axis, configurations(axis, prompts, CONFIGURATIONS, random.Random(axis))
+
+
+def _two_ranks(model_type: str) -> str:
+    """'yes' where both ranks' shares of the model can be made, or why not."""
+    for rank in range(2):
+        model = tiny_model(model_type)
+        try:
+            give_positions(model)
+            freeze_rope(model, MAX_CONTEXT)
+            if pin_experts(model):
+                return "a mixture of experts over several ranks"
+            attention, _ = probe_attention(model, NUMERICS.kv_chunk)
+            shard(model, attention, NUMERICS, TensorParallel(size=2, rank=rank, group="never asked"))
+        except DetcompileError as error:
+            return refusal_of(error)
+        except Exception as error:
+            return f"unexpected: {_one_line(error)}"
+    return "yes"
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, of the norm of ``expected``; NaN where something is not finite."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def refusal_of(error: Exception) -> str:
+    """The offending operation, or the first sentence of the refusal."""
+    offenders = getattr(error, "offenders", ())
+    if offenders:
+        more = f" (and {len(offenders) - 1} more)" if len(offenders) > 1 else ""
+        return f"{offenders[0]}{more}"
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__ + ': ' if not isinstance(error, DetcompileError) else ''}{lines[0] if lines else ''}"

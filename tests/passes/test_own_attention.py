@@ -1,0 +1,80 @@
+"""Attention classes with a softmax of their own, and masks that models make in other ways: the meaning stays."""
+
+import pytest
+import torch
+
+from detcompile import UnsupportedModel
+from detcompile.passes.capture import freeze_rope, probe_attention
+from detcompile.passes.own_attention import OWN_ATTENTION
+from detcompile.passes.positions import give_positions
+from tests.models import VOCAB_SIZE, random_model
+
+IDS = torch.randint(4, VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_seed(5))
+POSITIONS = {"max_position_embeddings": 128}
+BART = {"d_model": 80, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4} | POSITIONS
+GPT = {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": 128}
+TYPES = ["sliding_attention", "full_attention"]
+CASES = {
+    "codegen": (GPT | {"rotary_dim": 12}, [0, 0]),
+    "codegen turned whole": (GPT | {"rotary_dim": 20}, [0, 0]),
+    "gpt_neo": (
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 33} | POSITIONS,
+        [0, 33],
+    ),
+    "gpt_neox_japanese": (POSITIONS, [0, 0]),
+    "mpt": ({"d_model": 80, "n_heads": 5, "n_layers": 2, "max_seq_len": 128}, [0, 0]),
+    "mvp": (BART, [0, 0]),
+    "openai-gpt": (GPT, [0, 0]),
+    "trocr": (BART, [0, 0]),
+    "gemma3": (
+        {
+            "text_config": {"hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 2}
+            | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20}
+            | {"layer_types": TYPES, "sliding_window": 33, "vocab_size": 160},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+            | {"num_attention_heads": 2, "patch_size": 4},
+        },
+        [33, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_windows_are_the_models_own(case: str) -> None:
+    changes, windows = CASES[case]
+    name = case.partition(" ")[0]
+    with torch.no_grad():
+        plain = random_model(name, torch.float32, **changes)
+        if plain._can_set_attn_implementation():
+            plain.set_attn_implementation("eager")
+        expected = plain(IDS, use_cache=False).logits
+        model = random_model(name, torch.float32, **changes)
+        give_positions(model)
+        freeze_rope(model, 128)
+        calls, _ = probe_attention(model, 64)
+        assert [call.window for call in calls] == windows
+        positions = torch.arange(90).repeat(2, 1)
+        logits = model(input_ids=IDS, position_ids=positions, use_cache=False).logits
+    assert (logits - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
+    assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_ATTENTION)
+    model = random_model("mvp", torch.float32, **BART)
+    for layer in model.model.decoder.layers:
+        own = type(layer.self_attn)
+        layer.self_attn.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+    give_positions(model)
+    with pytest.raises(UnsupportedModel, match=r"called the attention interface for layers \[\]"):
+        probe_attention(model, 64)
+
+
+def test_a_model_that_makes_no_causal_mask_is_refused() -> None:
+    """moshi attends both ways unless it is given a mask."""
+    with pytest.raises(UnsupportedModel, match="sees both ways"):
+        probe_attention(random_model("moshi", torch.float32, ffn_dim=96, head_dim=20), 64)
+
+
+def test_chunks_of_attention_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="create_chunked_causal_mask"):
+        probe_attention(random_model("llama4_text", torch.float32, head_dim=20, intermediate_size_mlp=96), 64)

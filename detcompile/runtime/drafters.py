@@ -1,5 +1,6 @@
 """Drafters: guesses at the next tokens of a sequence. A guess can be wrong, late or missing; it never changes a bit."""
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from detcompile.runtime.sequence import Sequence
 __all__ = ["Drafter", "NGramDrafter", "NO_DRAFT", "require_fitting"]
 
 NO_DRAFT = DraftTree({})
+NUM_KEPT = 64  # tokens that can be taken back without reading a sequence again
 
 
 class Drafter(Protocol):
@@ -46,7 +48,7 @@ class NGramDrafter:
             )
         self.num_tokens = num_tokens
         self.longest, self.shortest = longest, shortest
-        self._seen: dict[Sequence, tuple[list[int], dict[tuple[int, ...], int]]] = {}
+        self._ngrams: dict[Sequence, _NGrams] = {}
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """A chain for each sequence whose end stood in it before."""
@@ -54,29 +56,21 @@ class NGramDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the places of a sequence's n-grams."""
-        self._seen.pop(sequence, None)
+        self._ngrams.pop(sequence, None)
 
     def _chain(self, sequence: Sequence, max_depth: int) -> DraftTree:
         tokens = sequence.token_ids
-        places = self._places(sequence)
+        ngrams = self._ngrams.get(sequence)
+        if ngrams is None:
+            # A drafter that runs ahead takes back its own drafts at most, so that this is always seen.
+            ngrams = _NGrams(range(self.shortest, self.longest + 1), max(NUM_KEPT, self.num_tokens + 1))
+            self._ngrams[sequence] = ngrams
+        ngrams.read(tokens)
         for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
-            place = places.get(tuple(tokens[-size:]))
+            place = ngrams.places.get(tuple(tokens[-size:]))
             if place is not None:
                 return DraftTree.chain(tokens[place : place + min(self.num_tokens, max_depth)])
         return NO_DRAFT
-
-    def _places(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """Where each n-gram was last followed by a token: the index of that token. Reads each token once, or again
-        if tokens were taken back."""
-        tokens = sequence.token_ids
-        read, places = self._seen.get(sequence, ([], {}))
-        if tokens[: len(read)] != read:
-            read, places = [], {}
-        for place in range(max(1, len(read)), len(tokens)):
-            for size in range(self.shortest, min(self.longest, place) + 1):
-                places[tuple(tokens[place - size : place])] = place
-        self._seen[sequence] = (list(tokens), places)
-        return places
 
 
 def require_fitting(drafter: Any, vocab_size: int, hidden_size: int, tokenizer: Any | None) -> None:
@@ -116,3 +110,45 @@ def _known_to_differ(own: Any | None, other: Any | None, vocab_size: int) -> boo
         return False
     vocabularies = own.get_vocab(), other.get_vocab()
     return min(map(len, vocabularies)) > vocab_size // 2 and vocabularies[0] != vocabularies[1]
+
+
+class _NGrams:
+    """Where each n-gram of a sequence was last followed by a token: ``places``, the indices of those tokens.
+
+    Each token is read once. The last ``num_kept`` can be taken back; where none of them is in its place any more, the
+    sequence is read again. What changed only before them is not seen.
+    """
+
+    def __init__(self, sizes: range, num_kept: int) -> None:
+        self.places: dict[tuple[int, ...], int] = {}
+        self._sizes = sizes
+        self._num_read = 0
+        # Tokens read last, each with the places that were known of its n-grams before.
+        self._newest: deque[tuple[int, list[tuple[tuple[int, ...], int | None]]]] = deque(maxlen=num_kept)
+
+    def read(self, tokens: list[int]) -> None:
+        """Bring ``places`` up to date."""
+        oldest = agreed = self._num_read - len(self._newest)
+        for token, _ in self._newest:
+            if agreed >= len(tokens) or tokens[agreed] != token:
+                break
+            agreed += 1
+        if agreed == oldest > 0:
+            self.places.clear()
+            self._newest.clear()
+            self._num_read = agreed = 0
+        for _ in range(self._num_read - agreed):
+            self._take_back()
+        for place in range(agreed, len(tokens)):
+            ngrams = [tuple(tokens[place - size : place]) for size in self._sizes if size <= place]
+            self._newest.append((tokens[place], [(ngram, self.places.get(ngram)) for ngram in ngrams]))
+            self.places |= dict.fromkeys(ngrams, place)
+        self._num_read = len(tokens)
+
+    def _take_back(self) -> None:
+        _, known = self._newest.pop()
+        for ngram, place in known:
+            if place is None:
+                del self.places[ngram]
+            else:
+                self.places[ngram] = place

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import detcompile
 from detcompile.errors import InvalidInput
 from detcompile.runtime.draft_tree import DraftTree
-from detcompile.runtime.drafters import NO_DRAFT, NGramDrafter
+from detcompile.runtime.drafters import NO_DRAFT, NUM_KEPT, NGramDrafter
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
@@ -206,6 +206,51 @@ def test_the_n_gram_drafter_copies_what_followed_the_longest_latest_match(tokens
             expected = tokens[places[-1] : places[-1] + min(5, depth)]
             break
     assert tree.along((0,) * len(tree)) == expected
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 90), st.lists(st.integers(0, 2), min_size=1, max_size=30)), max_size=8),
+    longest=st.integers(1, 4),
+)
+def test_the_n_gram_drafter_notices_what_was_taken_back(turns, longest):
+    drafter, sequence = NGramDrafter(5, longest=longest), Sequence([0] * 70)
+    for count, more in turns:
+        kept = max(1, len(sequence.token_ids) - min(count, NUM_KEPT - 1))
+        sequence.token_ids = sequence.token_ids[:kept] + more
+        (fresh,) = NGramDrafter(5, longest=longest).propose([sequence], [5])
+        (tree,) = drafter.propose([sequence], [5])
+        assert tree.tokens == fresh.tokens
+
+
+def test_the_n_gram_drafter_reads_again_what_changed_from_further_back():
+    drafter, sequence = NGramDrafter(2), Sequence(list(range(3 * NUM_KEPT)))
+    drafter.propose([sequence], [2])
+    sequence.token_ids = [7, 8, 9, 8]
+    (tree,) = drafter.propose([sequence], [2])
+    assert tree.along((0, 0)) == [9, 8]
+
+
+def test_the_n_gram_drafter_reads_a_long_text_once():
+    class Text(list):
+        num_read = 0
+
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            Text.num_read += len(found) if isinstance(index, slice) else 1
+            return found
+
+        def __iter__(self):
+            Text.num_read += len(self)
+            return super().__iter__()
+
+    drafter, sequence = NGramDrafter(5), Sequence([0])
+    sequence.token_ids = Text(range(10_000))
+    drafter.propose([sequence], [5])
+    sequence.token_ids.append(17)
+    Text.num_read = 0
+    (tree,) = drafter.propose([sequence], [5])
+    assert tree.along((0,) * 5) == [18, 19, 20, 21, 22]
+    assert Text.num_read < 200
 
 
 def test_a_tree_knows_its_branches():

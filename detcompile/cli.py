@@ -27,7 +27,7 @@ from detcompile.runtime.engine_config import AllocationName, EngineConfig, Sched
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.tune_speculation import Workload, advice, tune_speculation
-from detcompile.tune_speculation_command import advice_text, read_text, speedup_plot, trials_table
+from detcompile.tune_speculation_command import advice_text, read_text, require_place, speedup_plot, trials_table
 from detcompile.verification import ModelSpec, available_axes, verify
 
 __all__ = ["app", "main"]
@@ -221,7 +221,9 @@ def demo(
 @app.command(name="tune-speculation")
 def tune_speculation_command(
     model: Model,
-    draft: Annotated[str | None, typer.Option(help="Folder of a smaller model with the same tokenizer.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Folder of a smaller model, same tokenizer; or 'tiny-draft'.")
+    ] = None,
     code: Annotated[Path | None, typer.Option(help="Text to cut code prompts from; default: this package's.")] = None,
     prose: Annotated[Path | None, typer.Option(help="The same for prose; default: docstrings of this package.")] = None,
     nodes: Annotated[str, typer.Option(help="Comma-separated sizes of drafts to try.")] = "1,2,3,5,8",
@@ -237,6 +239,7 @@ def tune_speculation_command(
     tp_sizes: TpSizes = "1,2,4,8",
 ) -> None:
     """Try drafts on code and on prose: what is fastest, and what another draft model would have to be."""
+    require_place(plot)
     target = _compile(ModelSpec(model, False, dtype, device, _sizes(tp_sizes)))
     small = None if draft is None else _compile(ModelSpec(draft, False, dtype, device, _sizes(tp_sizes)))
     workloads = [

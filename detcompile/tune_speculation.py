@@ -136,19 +136,23 @@ def tune_speculation(
     """Measure plain decoding, then each kind of drafts, on each workload; ``tick(name)`` before each kind.
 
     Raises:
-        InvalidInput: a workload that the model cannot serve, or a draft for another model.
+        InvalidInput: drafts of no node, a workload that the model cannot serve, or a draft for another model.
         EngineError: the drafter failed.
     """
+    if not nodes or min(nodes) < 1:
+        raise InvalidInput(f"drafts of {list(nodes)} nodes: give sizes of at least 1")
     config = _config(model, workloads, params, max(nodes))
     tick("plain decoding")
     engine = model.engine(config)
+    for workload in workloads:
+        _answers(engine, workload, params)
     plain = {workload.kind: _measure(engine, workload, params, repeats) for workload in workloads}
     trials = [Trial(kind, "none", 0, taken, 1.0) for kind, (taken, _) in plain.items()]
     for name, count, drafter in plan(draft, nodes):
         tick(f"{name} {count}")
         del engine
         gc.collect()  # engines refer to themselves, and their caches are large
-        speculation = SpeculationConfig(drafter=drafter, max_nodes=max(count, 1), switch="always")
+        speculation = SpeculationConfig(drafter=drafter, max_nodes=count, switch="always")
         engine = model.engine(config, speculation=speculation)
         for workload in workloads:
             trials.append(_trial(engine, workload, params, repeats, (name, count), *plain[workload.kind]))
@@ -210,6 +214,7 @@ def _trial(
 ) -> Trial:
     speculator = engine.speculator
     assert speculator is not None
+    _answers(engine, workload, params)  # what is compiled and captured then is no cost of a draft
     speculator.statistics, speculator.draft_seconds = DraftStatistics(), 0.0
     taken, tokens = _measure(engine, workload, params, repeats)
     if speculator.error is not None:
@@ -229,18 +234,19 @@ def _trial(
     )
 
 
-def _measure(
-    engine: Engine, workload: Workload, params: SamplingParams, repeats: int
-) -> tuple[float, list[list[int]]]:
-    """The least milliseconds a token of each sequence over so many runs, after one to warm up; and the tokens."""
-    prompts = [list(prompt) for prompt in workload.prompts]
+def _measure(engine: Engine, workload: Workload, params: SamplingParams, repeats: int) -> tuple[float, list[list[int]]]:
+    """The least milliseconds a token of each sequence over so many runs of a warm engine, and the tokens."""
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         started = time.perf_counter()
-        outputs = engine.generate(prompts, params, progress=False)
+        tokens = _answers(engine, workload, params)
         taken.append(time.perf_counter() - started)
+    return 1e3 * min(taken) / max(len(own) for own in tokens), tokens
+
+
+def _answers(engine: Engine, workload: Workload, params: SamplingParams) -> list[list[int]]:
+    outputs = engine.generate([list(prompt) for prompt in workload.prompts], params, progress=False)
     for output in outputs:
         if output.error is not None:
             raise output.error
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    return 1e3 * min(taken[1:]) / max(len(own) for own in tokens), tokens
+    return [output.outputs[0].token_ids for output in outputs]

@@ -9,7 +9,7 @@ from rich.table import Table
 from detcompile.errors import InvalidInput
 from detcompile.tune_speculation import Advice, Trial, embedded_text
 
-__all__ = ["advice_text", "read_text", "speedup_plot", "trials_table"]
+__all__ = ["advice_text", "read_text", "require_place", "speedup_plot", "trials_table"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 320, 44, 50, 64
 COLORS = ("#2a6f97", "#81b29a", "#e07a5f")
@@ -27,6 +27,16 @@ def read_text(kind: str, file: Path | None) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--{kind} {file} cannot be read as UTF-8 text: {error}") from error
+
+
+def require_place(plot: Path) -> None:
+    """Fail before anything is measured where a plot cannot be written.
+
+    Raises:
+        InvalidInput: no such folder, or a folder of that name.
+    """
+    if not plot.parent.is_dir() or plot.is_dir():
+        raise InvalidInput(f"--plot {plot}: give the name of a file in a folder that exists")
 
 
 def trials_table(trials: Sequence[Trial]) -> Table:

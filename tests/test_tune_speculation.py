@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -12,9 +13,10 @@ from typer.testing import CliRunner
 
 from detcompile import cli
 from detcompile.errors import InvalidInput
+from detcompile.runtime.drafters import NGramDrafter
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.tune_speculation import Trial, Workload, advice, embedded_text, tune_speculation
-from detcompile.tune_speculation_command import advice_text, read_text, speedup_plot, trials_table
+from detcompile.tune_speculation_command import advice_text, read_text, require_place, speedup_plot, trials_table
 from tests.models import compiled
 
 PLAIN = Trial("code", "none", 0, milliseconds=10.0, speedup=1.0)
@@ -41,6 +43,29 @@ def test_trials_are_of_both_workloads_and_all_kinds():
     for kind in ("code", "prose"):
         found = advice(trials, kind)
         assert found is not None and found.acceptance == 1 and found.cost > 0
+
+
+class SlowAtFirst(NGramDrafter):
+    """As a drafter whose kernels are compiled when it is first asked."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked = False
+
+    def propose(self, sequences, max_depth):
+        if not self.asked:
+            time.sleep(0.5)
+        self.asked = True
+        return super().propose(sequences, max_depth)
+
+
+def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
+    monkeypatch.setattr("detcompile.tune_speculation.plan", lambda draft, nodes: iter([("n-gram", 2, SlowAtFirst())]))
+    model = compiled("tiny", torch.float32)
+    workload = Workload.of("code", embedded_text("code"), model, 1, 20)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    _, trial = tune_speculation(model, None, [workload], nodes=(2,), params=params)
+    assert trial.draft_milliseconds < 500 / 24  # of twelve steps at most, twice
 
 
 def test_the_command_prints_and_plots(tmp_path, monkeypatch):
@@ -87,4 +112,9 @@ def test_texts_that_cannot_be_are_refused(tmp_path):
         read_text("code", tmp_path / "nothing")
     with pytest.raises(InvalidInput, match="give a longer text"):
         Workload.of("code", "x = 1", compiled("tiny", torch.float32), 1, 50)
+    with pytest.raises(InvalidInput, match="a folder that exists"):
+        require_place(tmp_path / "nothing" / "plot.svg")
+    require_place(tmp_path / "plot.svg")
+    with pytest.raises(InvalidInput, match="of at least 1"):
+        tune_speculation(compiled("tiny", torch.float32), None, [], nodes=(2, 0), params=SamplingParams())
     assert "def " in read_text("code", None) and "def " not in read_text("prose", None)[:2000]

@@ -21,6 +21,8 @@ __all__ = ["MedusaHeads"]
 
 TINY = Path(__file__).parents[1] / "tiny" / "medusa"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+# What files that are none of ours raise, from one that is missing to weights of other shapes.
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, StopIteration, RuntimeError, safetensors.SafetensorError)
 FIELDS = ("hidden_size", "num_heads", "num_layers", "vocab_size")
 
 
@@ -86,7 +88,7 @@ class MedusaHeads(nn.Module):
             weights = safetensors.torch.load_file(folder / WEIGHTS)
             heads = cls(sizes.pop("hidden_size"), sizes.pop("num_heads"), **sizes)
             heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-        except (OSError, ValueError, KeyError, StopIteration, RuntimeError, safetensors.SafetensorError) as error:
+        except UNREADABLE as error:
             raise InvalidInput(f"{folder} holds no Medusa heads: {error!r}") from error
         return heads.eval().requires_grad_(False)
 

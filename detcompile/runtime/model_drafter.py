@@ -66,7 +66,8 @@ class ModelDrafter:
     ) -> None:
         if num_tokens < 1 or not 0 <= siblings < vocab_size:
             raise InvalidInput(
-                f"ModelDrafter: num_tokens={num_tokens} must be at least 1, and siblings={siblings} at least 0"
+                f"ModelDrafter: num_tokens={num_tokens} must be at least 1, and siblings={siblings} within 0 and"
+                f" {vocab_size - 1}"
             )
         if tree != "chain" and siblings:
             raise InvalidInput(f"ModelDrafter: siblings={siblings} are of a chain: leave them out, or give a shape")

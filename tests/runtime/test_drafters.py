@@ -227,10 +227,12 @@ def test_heads_are_read_as_they_were_written(own, tmp_path):
     assert {name: t.tolist() for name, t in again.state_dict().items()} == {
         name: t.tolist() for name, t in heads.state_dict().items()
     }
-    (tmp_path / "config.json").write_text("{}")
-    for folder in (tmp_path, tmp_path / "nowhere"):
+    with pytest.raises(InvalidInput, match="holds no Medusa heads"):
+        MedusaHeads.load(tmp_path / "nowhere")
+    for config in ("{}", "[]", "no JSON"):
+        (tmp_path / "config.json").write_text(config)
         with pytest.raises(InvalidInput, match="holds no Medusa heads"):
-            MedusaHeads.load(folder)
+            MedusaHeads.load(tmp_path)
 
 
 @pytest.mark.parametrize(

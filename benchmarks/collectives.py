@@ -12,6 +12,7 @@ Writes benchmarks/results/collectives-<device>x<ranks>-<commit>.json after each 
 
 import argparse
 import functools
+import itertools
 import json
 import socket
 import statistics
@@ -50,9 +51,7 @@ def all_reduce_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             partials = [torch.randn(M, N, device="cuda") for _ in range(_copies(4 * M * N))]
 
             def reduce(partial: Tensor, two_shot: bool | None = None, peers: bool = True) -> Tensor:
-                return tree_all_reduce(
-                    partial, None, None, above, ranks.group, torch.bfloat16, two_shot, peers=peers
-                )
+                return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, two_shot, peers=peers)
 
             wanted = reduce(partials[0], peers=False)
             row: dict[str, Any] = {"what": "all-reduce", "M": M, "N": N}
@@ -154,17 +153,16 @@ def _measure(rank: int, num_ranks: int, port: int, arguments: argparse.Namespace
     report["mapped memory"] = peer_memory(ranks.group, torch.device("cuda", rank)) is not None
     report |= {"unit": "us, bfloat16 results", "rows": []}
     path = arguments.output / f"collectives-{name.replace(' ', '-').lower()}x{num_ranks}-{arguments.commit}.json"
-    for rows in (all_reduce_rows(ranks), gemm_rows(ranks)):
-        for row in rows:
-            if rank == 0:
-                report["rows"].append(row)
-                path.write_text(json.dumps(report, indent=1))
-                told = (f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items())
-                print(f"[{time.monotonic() - started:4.0f} s]", "  ".join(told), flush=True)
-            late = torch.tensor(time.monotonic() - started > arguments.seconds, device="cuda", dtype=torch.int32)
-            dist.broadcast(late, 0)  # one rank's clock decides for all
-            if late.item():
-                break
+    for row in itertools.chain(all_reduce_rows(ranks), gemm_rows(ranks)):
+        if rank == 0:
+            report["rows"].append(row)
+            path.write_text(json.dumps(report, indent=1))
+            told = (f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items())
+            print(f"[{time.monotonic() - started:4.0f} s]", "  ".join(told), flush=True)
+        late = torch.tensor(time.monotonic() - started > arguments.seconds, device="cuda", dtype=torch.int32)
+        dist.broadcast(late, 0)  # one rank's clock decides for all
+        if late.item():
+            break
     dist.destroy_process_group()
 
 

@@ -180,7 +180,7 @@ def _measured(kind: Callable[..., dict[int, list[Answer]]], sizes: list[int], *g
         answers |= {(tp, batch): rows for batch, rows in found.items()}
         seconds[tp] = time.perf_counter() - started
         print(f"{kind.__name__}, tp={tp}: {seconds[tp]:.0f} s", flush=True)
-    return {"sizes": sorted(seconds), "cannot": refused, "seconds": seconds} | compare(answers)
+    return {"sizes": sorted(seconds), "cannot": refused, "seconds": seconds} | (compare(answers) if answers else {})
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The tensors that hold keys and values, one block id space for all layers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,21 +55,25 @@ class KVCache:
         self.block_size = block_size
         self.device = torch.device(device)
 
-        def unfilled(heads: int, dim: int) -> Tensor:
-            """What a slot holds before it is written does not matter: attention selects by position, NaN or not."""
-            return torch.empty(num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
-
         place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
         widest = max(groups, key=lambda group: len(group.layers)).layers
-        keys = [unfilled(shapes[layer].kv_heads, shapes[layer].head_dim) for layer in widest]
-        values = [unfilled(shapes[layer].kv_heads, shapes[layer].v_head_dim) for layer in widest]
+        shape = [shapes[layer] for layer in widest]
+        wanted = [(s.kv_heads, s.head_dim) for s in shape] + [(s.kv_heads, s.v_head_dim) for s in shape]
+        # What a slot holds before it is written does not matter: attention selects by position, NaN or not.
+        self._storages = {
+            (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
+            for (heads, dim), count in Counter(wanted).items()
+        }
+        free = {key: iter(storage) for key, storage in self._storages.items()}
+        caches = [next(free[key]) for key in wanted]
+        keys, values = caches[: len(widest)], caches[len(widest) :]
         self.k_caches = tuple(keys[place[layer]] for layer in range(len(shapes)))
         self.v_caches = tuple(values[place[layer]] for layer in range(len(shapes)))
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks ``sources`` [n] int64 over blocks ``targets`` [n], in every layer."""
-        for cache in {tensor.data_ptr(): tensor for tensor in (*self.k_caches, *self.v_caches)}.values():
-            cache.index_copy_(0, targets, cache.index_select(0, sources))
+        for storage in self._storages.values():  # [caches, num_blocks, ...]: all layers in two launches
+            storage.index_copy_(1, targets, storage.index_select(1, sources))
 
     @staticmethod
     def bytes_per_block(

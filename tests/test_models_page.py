@@ -1,0 +1,54 @@
+"""docs/models.md says what docs/models.json holds, and a few of its rows are measured again."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from docs.generate_models import PAGE, RESULTS, versions
+from docs.model_checks import AXES_MEASURED, MEANING_LIMIT, examine
+from docs.model_configs import ARCHITECTURES
+from docs.models_page import counts, page
+
+CONTENT = json.loads(RESULTS.read_text(encoding="utf-8"))
+ROWS = CONTENT["rows"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_versions() -> None:
+    if versions() != CONTENT["versions"]:
+        pytest.skip(f"docs/models.json was made with {CONTENT['versions']}, here is torch {version('torch')}")
+
+
+def test_every_architecture_has_a_row() -> None:
+    assert set(ROWS) == set(ARCHITECTURES)
+    assert sum(counts(ROWS)[verdict] for verdict in ("certified", "refused", "wrong", "outside")) == len(ROWS)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(ROWS, CONTENT["versions"]), "run `make models MODELS_ARGS=--page`"
+
+
+def test_no_model_is_silently_wrong() -> None:
+    """A refusal has its reason; what is certified has eager's meaning, and every axis that was measured holds."""
+    for name, row in ROWS.items():
+        assert row["verdict"] in ("certified", "refused", "outside"), f"{name}: {row['reason']}"
+        if row["verdict"] == "certified":
+            assert row["meaning"] < MEANING_LIMIT and all(row["axes"].values()), name
+            assert set(row["axes"]) in (set(), set(AXES_MEASURED)), name
+        else:
+            assert row["reason"], name
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "roberta", "mamba", "gemma3"])
+def test_a_row_measured_again_is_the_same(name: str) -> None:
+    """Certified graphs are run as they are: the axes of compiled models have tests of their own."""
+    threads = torch.get_num_threads()
+    try:
+        again = examine(name, codegen=False)
+    finally:
+        torch.set_num_threads(threads)
+    assert again["verdict"] == ROWS[name]["verdict"] and again["reason"] == ROWS[name]["reason"]
+    if again["verdict"] == "certified":
+        assert again["meaning"] < MEANING_LIMIT and again["tp2"] == ROWS[name]["tp2"]

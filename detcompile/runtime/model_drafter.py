@@ -29,6 +29,7 @@ from detcompile.runtime.worker import Worker
 __all__ = ["ModelDrafter", "TreeKind"]
 
 WIDTH = 4  # nodes of a level that a grown tree expands, and candidates of each
+NEWEST = 64  # tokens that are compared one by one: drafts that were wrong are among them
 
 TreeKind = Literal["chain", "grown"] | SequenceOf[Path]
 
@@ -224,8 +225,9 @@ def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | F
 
 
 def _common(left: list[int], right: list[int], most: int) -> int:
-    """How many of the first ``most`` tokens agree."""
+    """How many of the first ``most`` tokens agree, all before the first that differs."""
     most = min(most, len(left), len(right))
-    if left[:most] == right[:most]:
-        return most
-    return next(index for index in range(most) if left[index] != right[index])
+    start = max(0, most - NEWEST)
+    if left[:start] != right[:start]:
+        start = 0
+    return next((index for index in range(start, most) if left[index] != right[index]), most)

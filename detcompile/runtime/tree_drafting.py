@@ -61,17 +61,21 @@ class TreeDrafting:
             EngineError: the draft model's logits are not numbers.
         """
         for level in range(max(depths.values())):
-            growing = [sequence for sequence, depth in depths.items() if level < depth and trees[sequence].frontier()]
+            frontiers = {
+                sequence: found
+                for sequence, depth in depths.items()
+                if level < depth and (found := trees[sequence].frontier())
+            }
             nodes = [
                 node
-                for sequence in growing
-                for path in trees[sequence].frontier()
+                for sequence, paths in frontiers.items()
+                for path in paths
                 if (node := self._node(sequence, copies[sequence], path, trees[sequence].along(path))) is not None
             ]
             if not nodes:
                 break
             candidates = self._run(nodes)
-            for sequence in growing:
+            for sequence in frontiers:
                 own = [(node.path, found) for node, found in zip(nodes, candidates) if node.sequence is sequence]
                 trees[sequence].expand(own)
                 copies[sequence].num_computed = copies[sequence].num_tokens
@@ -85,9 +89,7 @@ class TreeDrafting:
         tables = self._blocks.branch(copy, start, start + len(path))
         if tables is None:
             return None
-        stand_in = Sequence(
-            copy.token_ids + drafts, copy.sampling, sample_index=copy.sample_index, block_tables=tables
-        )
+        stand_in = Sequence(copy.token_ids + drafts, copy.sampling, sample_index=copy.sample_index, block_tables=tables)
         return _Node(sequence, copy, path, StepEntry(stand_in, start, len(path)))
 
     def _run(self, nodes: list[_Node]) -> list[list[tuple[int, float]]]:

@@ -1,6 +1,7 @@
 """Speculation moves no bit: whatever is drafted, tokens and logprobs are those of plain decoding."""
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.draft_tree import DraftTree
 from detcompile.runtime.drafters import NO_DRAFT, NUM_KEPT, NGramDrafter
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.model_drafter import _common
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
@@ -251,6 +253,16 @@ def test_the_n_gram_drafter_reads_a_long_text_once():
     (tree,) = drafter.propose([sequence], [5])
     assert tree.along((0,) * 5) == [18, 19, 20, 21, 22]
     assert Text.num_read < 200
+
+
+@given(
+    length=st.integers(0, 200), changed=st.sets(st.integers(0, 199)), most=st.integers(0, 220), cut=st.integers(0, 9)
+)
+def test_a_draft_is_kept_up_to_the_first_token_that_differs(length, changed, most, cut):
+    left = list(range(length))
+    right = [-1 if token in changed else token for token in left][: max(0, length - cut)]
+    agreed = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right))))
+    assert _common(left, right, most) == min(agreed, most)
 
 
 def test_a_tree_knows_its_branches():

@@ -65,17 +65,6 @@ class DraftTree:
         """The guesses for what follows ``path``, the first guess first."""
         return self._children.get(path, [])
 
-    def ancestors(self, path: Path) -> list[Path]:
-        """The nodes above a node, from below the root down."""
-        return [path[:depth] for depth in range(1, len(path))]
-
-    def levels(self) -> list[list[Path]]:
-        """The nodes at depth 1, 2, …"""
-        levels: list[list[Path]] = [[] for _ in range(self.depth)]
-        for path in self.tokens:
-            levels[len(path) - 1].append(path)
-        return levels
-
     def branches(self) -> list[Path]:
         """Every leaf, that of the first guesses first, so that most nodes are on the first branches."""
         return sorted(path for path in self.tokens if path not in self._children)

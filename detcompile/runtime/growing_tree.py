@@ -6,7 +6,6 @@ are a tree.
 """
 
 import heapq
-import math
 from collections.abc import Sequence
 
 from detcompile.errors import InvalidInput
@@ -101,10 +100,6 @@ class GrowingTree:
     def tree(self) -> DraftTree:
         """The likeliest nodes of all."""
         return DraftTree({path: self._tokens[path] for path in self._likeliest()})
-
-    def expected_accepted(self) -> float:
-        """Nodes of the tree that are right, on average, if the draft's probabilities are the target's."""
-        return math.fsum(self._probability[path] for path in self._likeliest())
 
     def _likeliest(self) -> list[Path]:
         return heapq.nsmallest(self.max_nodes, self._tokens, key=self._rank)

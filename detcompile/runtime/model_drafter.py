@@ -82,7 +82,7 @@ class ModelDrafter:
         self._max_context = max_context
         self._sampler = Sampler(vocab_size, self.device)
         self._shadows: dict[Sequence, Sequence] = {}
-        self.new_tree, num_candidates = _trees(tree, max_nodes)
+        self._new_tree, num_candidates = _trees(tree, max_nodes)
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         if runner.cuda_graphs:  # before anyone is served, as those of the target
             Worker(runner, self._sampler).warm_up(num_sequences, num_sequences * (num_tokens + 1))
@@ -103,11 +103,11 @@ class ModelDrafter:
                 depths[sequence] = depth
         if not depths:
             return [NO_DRAFT] * len(sequences)
-        if self.new_tree is None:
+        if self._new_tree is None:
             trees = self._draft(depths)
         else:
             copies = {sequence: self._shadows[sequence] for sequence in depths}
-            trees = self._drafting.draft(copies, depths, {sequence: self.new_tree() for sequence in depths})
+            trees = self._drafting.draft(copies, depths, {sequence: self._new_tree() for sequence in depths})
         return [trees.get(sequence, NO_DRAFT) for sequence in sequences]
 
     def give_distributions(self) -> None:

@@ -265,5 +265,3 @@ def mixed_layouts() -> list[tuple[int, int]]:
 
 def _bucket(size: int, buckets: tuple[int, ...]) -> int:
     return next((bucket for bucket in buckets if size <= bucket), size)
-
-

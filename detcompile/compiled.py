@@ -181,8 +181,10 @@ class CompiledModel:
             cuda_graphs: None: on a GPU.
 
         Raises:
-            InvalidInput: layers that the model has not, or a model that ranks share.
+            InvalidInput: layers that the model has not, no sequence, no token, or layers of a model that ranks share.
         """
+        if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
+            raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens}: at least 1")
         source = self
         if layers is not None:
             source = self._with_layers(tuple(range(layers) if isinstance(layers, int) else layers))

@@ -248,6 +248,8 @@ def test_heads_are_read_as_they_were_written(own, tmp_path):
         (lambda model: model.drafter(layers=3), "give some of 0 to 1"),
         (lambda model: model.drafter(layers=(1, 0)), "give some of 0 to 1"),
         (lambda model: model.drafter(layers=0), "give some of 0 to 1"),
+        (lambda model: model.drafter(num_sequences=0), "num_sequences=0"),
+        (lambda model: model.drafter(cache_tokens=0), "cache_tokens=0"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

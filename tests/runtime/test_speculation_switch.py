@@ -94,6 +94,13 @@ def test_each_load_is_judged_by_itself():
     assert not simulation.switch.wants(Load(0)) and not simulation.switch.wants(Load(64, 500))
 
 
+def test_an_empty_account_ends_trials_of_other_loads_too():
+    simulation = Simulation()
+    loads = [Load(1 << power) for power in range(10)]
+    drafted = [simulation.run(12, cost=8.0, tokens=1.0, load=load) for load in loads]
+    assert 0 < drafted[0] <= speculation_switch.WARM_UP + 1 and drafted[1:] == [0] * 9
+
+
 def test_plain_steps_are_measured_again():
     """Plain steps that became ten times as fast are noticed, though speculation is on."""
     simulation = Simulation()

@@ -18,9 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from detcompile.api import TINY, TINY_FOLDER
 from detcompile.axes import AxisResult
+from detcompile.certificate_page import certificate_page, refusal_page
 from detcompile.compiled import CompiledModel
 from detcompile.demo import DEMO_AXES, Comparison, compare_with_torch
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, UncertifiedOp
 from detcompile.generate_command import answer, read_prompts, show, summary, with_own_seeds
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
@@ -111,9 +112,20 @@ def check(
     dtype: Dtype = None,
     device: Device = None,
     tp_sizes: TpSizes = "1,2,4,8",
+    html: Annotated[Path | None, typer.Option(help="Also write it, or the refusal, as a page to this file.")] = None,
 ) -> None:
     """Print the certificate: every operation, its place in the model's source, its class, order and proof."""
-    compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)))
+    if html is not None:
+        require_place(html, "--html")
+    try:
+        compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)))
+    except UncertifiedOp as error:
+        if html is not None:
+            html.write_text(refusal_page(error, title=Path(model).name), encoding="utf-8")
+        raise
+    if html is not None:
+        page = certificate_page(compiled.certificate, title=Path(model).name, fingerprint=compiled.fingerprint)
+        html.write_text(page, encoding="utf-8")
     if json_output:
         print(json.dumps({"fingerprint": compiled.fingerprint, **json.loads(compiled.certificate.to_json())}))
         return
@@ -239,7 +251,7 @@ def tune_speculation_command(
     tp_sizes: TpSizes = "1,2,4,8",
 ) -> None:
     """Try drafts on code and on prose: what is fastest, and what another draft model would have to be."""
-    require_place(plot)
+    require_place(plot, "--plot")
     target = _compile(ModelSpec(model, False, dtype, device, _sizes(tp_sizes)))
     small = None if draft is None else _compile(ModelSpec(draft, False, dtype, device, _sizes(tp_sizes)))
     workloads = [

@@ -29,14 +29,14 @@ def read_text(kind: str, file: Path | None) -> str:
         raise InvalidInput(f"--{kind} {file} cannot be read as UTF-8 text: {error}") from error
 
 
-def require_place(plot: Path) -> None:
-    """Fail before anything is measured where a plot cannot be written.
+def require_place(path: Path, option: str) -> None:
+    """Fail before the work is done where what ``option`` asks for cannot be written.
 
     Raises:
         InvalidInput: no such folder, or a folder of that name.
     """
-    if not plot.parent.is_dir() or plot.is_dir():
-        raise InvalidInput(f"--plot {plot}: give the name of a file in a folder that exists")
+    if not path.parent.is_dir() or path.is_dir():
+        raise InvalidInput(f"{option} {path}: give the name of a file in a folder that exists")
 
 
 def trials_table(trials: Sequence[Trial]) -> Table:

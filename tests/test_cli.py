@@ -47,10 +47,13 @@ def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
         assert measured["max_probability_divergence"] == 0.0, axis
 
 
-def test_check_prints_the_certificate_of_random_weights() -> None:
-    done = run("check", "tiny", "--random", "--dtype", "float32", "--tp-sizes", "1,2", "--json", "--device", "cpu")
+def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
+    page = tmp_path / "report.html"
+    options = ("--random", "--dtype", "float32", "--tp-sizes", "1,2", "--json", "--device", "cpu", "--html", str(page))
+    done = run("check", "tiny", *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert found["fingerprint"] in page.read_text() and all(order in page.read_text() for order in found["orders"])
     assert found["counts"]["attention"] == 6
     assert "Tree(768, 2, Blocked(384, block=128))" in " ".join(found["orders"]) or any(
         order.startswith("Tree(768, 2") for order in found["orders"]
@@ -162,6 +165,7 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("verify", "tiny", "--axes", "nonsense"), "no axis 'nonsense'"),
         (("check", "tiny", "--tp-sizes", "1,5"), "does not split into 5 equal leaves"),
         (("check", "tiny", "--dtype", "int7"), "no dtype of a model"),
+        (("check", "tiny", "--html", "no/such/folder.html"), "a file in a folder that exists"),
         (("generate", "no/such/model", "x"), "no such folder"),
         (("generate", "tiny"), "no prompt in the arguments or on standard input"),
         (("generate", "tiny", "x", "--temperature", "-1"), "temperature -1.0 must be 0"),

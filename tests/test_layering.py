@@ -19,9 +19,11 @@ MAX_LINES = 400
 LAYERS = [
     {
         "detcompile",
+        "detcompile.certificate_page",
         "detcompile.cli",
         "detcompile.demo",
         "detcompile.generate_command",
+        "detcompile.order_drawing",
         "detcompile.tune_speculation",
         "detcompile.tune_speculation_command",
     },

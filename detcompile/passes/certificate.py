@@ -50,9 +50,10 @@ class Role:
 
 @dataclass(frozen=True)
 class Entry:
-    """One certified operation."""
+    """One certified operation. layer: the module that it came from, by its path; empty where none was recorded."""
 
     op: str
+    layer: str
     place: str
     kind: str
     order: str
@@ -61,10 +62,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The proof that a compiled graph keeps rows apart and pins its sums."""
+    """The proof that a compiled graph keeps rows apart and pins its sums.
+
+    Attributes:
+        sums: the distinct orders of its sums, in the order in which they come.
+    """
 
     entries: tuple[Entry, ...]
     numerics: Numerics
+    sums: tuple[SumOrder, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -73,8 +79,8 @@ class Certificate:
 
     @property
     def orders(self) -> tuple[str, ...]:
-        """The distinct sum orders of the graph, sorted."""
-        return tuple(sorted({entry.order for entry in self.entries if entry.order}))
+        """The distinct sum orders of the graph, as text, sorted."""
+        return tuple(sorted({str(order) for order in self.sums}))
 
     def to_json(self) -> str:
         """The certificate as one JSON object: numerics, counts, orders, entries."""
@@ -92,7 +98,7 @@ class Certificate:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
 
     def __str__(self) -> str:
-        header = Entry("op", "place", "class", "order", "proof")
+        header = Entry("op", "layer", "place", "class", "order", "proof")
         rows = [tuple(asdict(entry).values()) for entry in (header, *self.entries)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join(
@@ -113,6 +119,7 @@ def certify(
     """
     context = _context(graph, roles)
     entries, offenders = [], []
+    sums: dict[SumOrder, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             context.states[node] = _input_state(node, roles.get(node.name, Role("weight")))
@@ -120,13 +127,15 @@ def certify(
             context.states[node] = _constant_state(node)
         elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
             try:
-                context.states[node], entry = _certify_node(node, context, numerics)
+                context.states[node], entry, order = _certify_node(node, context, numerics)
             except Refusal as refusal:
                 offenders.append(f"{node.target} at {place_of(node)}: {refusal}")
                 context.states[node] = None
             else:
                 if entry:
                     entries.append(entry)
+                if order:
+                    sums[order] = None
         elif node.op in ("call_module", "call_method"):
             offenders.append(f"{node.target} at {place_of(node)}: not an ATen operation")
             context.states[node] = None
@@ -137,7 +146,7 @@ def certify(
         )
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
-    return Certificate(tuple(entries), numerics)
+    return Certificate(tuple(entries), numerics, tuple(sums))
 
 
 def _refusal_text(offenders: list[str]) -> str:
@@ -189,13 +198,15 @@ def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
     return False
 
 
-def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[Any, Entry | None]:
+def _certify_node(
+    node: fx.Node, context: Context, numerics: Numerics
+) -> tuple[Any, Entry | None, SumOrder | None]:
     size = size_arithmetic(node, context)
     if size is not None:
-        return size, None
+        return size, None, None
     target = node.target
     if str(target).startswith(("aten._assert", "aten.sym_constrain")):
-        return None, None
+        return None, None, None
     for kind, table in (
         ("movement", MOVEMENT),
         ("order-free", ORDER_FREE),
@@ -209,14 +220,18 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
             _require_apart(node, state, context)
             order = _order_of(node, numerics)
             kind = "template" if node.args[:1] == (ours.rope_cache.default,) else kind
-            return state, Entry(_name(node), place_of(node), kind, str(order or ""), _proof(kind, state, order))
+            return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
             require_arguments(node, context)
             state = pointwise(node, context)
             _require_apart(node, state, context)
-            return state, Entry(_name(node), place_of(node), "pointwise", "", _proof("pointwise", state, None))
+            return state, _entry(node, "pointwise", "", _proof("pointwise", state, None)), None
     raise Refusal(_reason(str(target)))
+
+
+def _entry(node: fx.Node, kind: str, order: str, proof: str) -> Entry:
+    return Entry(_name(node), layer_of(node), place_of(node), kind, order, proof)
 
 
 def _require_apart(node: fx.Node, state: Any, context: Context) -> None:
@@ -309,6 +324,12 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
 def _name(node: fx.Node) -> str:
     target = node.args[0] if node.target in ATTENTION and not str(node.target).startswith("detcompile") else node.target
     return str(target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", target))
+
+
+def layer_of(node: fx.Node) -> str:
+    """Path of the innermost module that produced the node, as the Hugging Face model names it."""
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return stack[-1].removeprefix("L['self'].").removeprefix("model.") if stack else ""
 
 
 def place_of(node: fx.Node) -> str:

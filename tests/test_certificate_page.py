@@ -1,0 +1,96 @@
+"""The certificate's page: whole, escaped, needing nothing beside itself; and the drawings of sums."""
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from detcompile.certificate_page import certificate_page, refusal_page
+from detcompile.errors import UncertifiedOp
+from detcompile.order_drawing import order_drawing, order_tree
+from detcompile.orders import KV, Blocked, Experts, Row, Sequential, Tree
+from tests.models import compiled
+
+VOID = {"meta", "br"}
+
+
+class Tags(HTMLParser):
+    """Fails where tags do not close in their order; counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        assert not {name for name, _ in attrs} & {"src", "href"}, "the page needs something beside itself"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def tags_of(page: str) -> dict[str, int]:
+    parser = Tags()
+    parser.feed(page)
+    assert not parser.open
+    return parser.counts
+
+
+def test_a_page_holds_every_operation_and_every_sum():
+    certificate = compiled("qwen3", torch.float32).certificate
+    counts = tags_of(page := certificate_page(certificate, title="a <model>", fingerprint="f" * 64))
+    classes, operations = 1 + len(certificate.counts), len(certificate.entries)
+    assert counts["tr"] == classes + operations + counts["details"]
+    assert counts["svg"] == len(certificate.sums) == len(certificate.orders)
+    assert "a &lt;model&gt;" in page and "<model>" not in page
+    assert "model.layers.0</b>" in page and "model.layers.1</b>" in page and "around the layers" in page
+    for entry in certificate.entries:
+        assert entry.layer or entry.kind == "movement", entry
+
+
+def test_a_refusal_names_each_operation():
+    refused = ("aten.bmm.default at a.py:3 f: no order", "aten.cumsum<T> at b.py:4 g: none")
+    error = UncertifiedOp("2 operations", refused)
+    counts = tags_of(page := refusal_page(error, title="m"))
+    assert counts["tr"] == 3 and "aten.cumsum&lt;T&gt; at b.py:4 g: none" in page
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Sequential(96),
+        Blocked(300, 128),
+        Tree(768, (2, 2, 2), Sequential(96)),
+        Tree(6144, (3, 16), Blocked(128, 128)),
+        Row(4096, 64, 4),
+        Row(4096, 64, 1, (2, 2), 256),
+        KV(512),
+        Experts(20),
+    ],
+    ids=str,
+)
+def test_every_order_is_drawn_within_its_frame(order):
+    drawing = ElementTree.fromstring(order_drawing(order))
+    assert drawing.get("aria-label") == str(order)
+    width, height = float(drawing.get("width")), float(drawing.get("height"))
+    for box in drawing.iter("{http://www.w3.org/2000/svg}rect"):
+        left, top = float(box.get("x")), float(box.get("y"))
+        assert left >= 0 and left + float(box.get("width")) <= width + 1
+        assert top >= 0 and top + float(box.get("height")) <= height + 1
+
+
+def test_the_leaves_of_a_tree_are_its_ranges():
+    """What is drawn is what is summed: every k once, from left to right."""
+    tree = order_tree(Tree(768, (2, 2), Blocked(192, 128)))
+    drawn = [line for node in leaves(tree) for line in node.text if line.startswith("k = ")]
+    ranges = [tuple(map(int, re.findall(r"\d+", line))) for line in drawn]
+    assert [k for first, last in ranges for k in range(first, last + 1)] == list(range(768))
+
+
+def leaves(node):
+    return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]

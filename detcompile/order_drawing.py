@@ -79,7 +79,10 @@ def _leaf(order: Sequential | Blocked, first: int) -> Node:
 def _row(order: Row) -> Node:
     leaves = math.prod(order.radices)
     step = int(order.lanes) * int(order.vector)
-    text: tuple[str, ...] = (f"{order.lanes} lanes, combined by halving", f"each adds every {step}th stretch of {order.vector}, upwards")
+    text: tuple[str, ...] = (
+        f"{order.lanes} lanes, combined by halving",
+        f"each adds stretches of {order.vector}, {step} apart, upwards",
+    )
     if order.chunk:
         text = (f"chunks of {order.chunk}, combined by halving", *text)
     if leaves == 1:

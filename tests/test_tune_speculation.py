@@ -113,8 +113,8 @@ def test_texts_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(InvalidInput, match="give a longer text"):
         Workload.of("code", "x = 1", compiled("tiny", torch.float32), 1, 50)
     with pytest.raises(InvalidInput, match="a folder that exists"):
-        require_place(tmp_path / "nothing" / "plot.svg")
-    require_place(tmp_path / "plot.svg")
+        require_place(tmp_path / "nothing" / "plot.svg", "--plot")
+    require_place(tmp_path / "plot.svg", "--plot")
     with pytest.raises(InvalidInput, match="of at least 1"):
         tune_speculation(compiled("tiny", torch.float32), None, [], nodes=(2, 0), params=SamplingParams())
     assert "def " in read_text("code", None) and "def " not in read_text("prose", None)[:2000]

@@ -158,7 +158,7 @@ def test_a_missing_attention_node_is_refused() -> None:
 def test_the_certificate_prints_and_gives_json() -> None:
     certificate = compiled("qwen3", BF16).certificate
     text = str(certificate)
-    assert text.splitlines()[0].split() == ["op", "place", "class", "order", "proof"]
+    assert text.splitlines()[0].split() == ["op", "layer", "place", "class", "order", "proof"]
     assert "Tree(176, 2x2x2, Sequential(22))" in text
     assert "KV(chunk=512, block=64)" in text
     assert "modeling_qwen3.py" in text
@@ -167,6 +167,7 @@ def test_the_certificate_prints_and_gives_json() -> None:
     assert found["counts"]["attention"] == 2
     assert len(found["entries"]) == len(certificate.entries)
     assert all(entry["proof"] for entry in found["entries"])
+    assert "model.layers.1.self_attn.q_norm" in {entry["layer"] for entry in found["entries"]}
 
 
 def test_every_sum_of_a_model_is_pinned() -> None:

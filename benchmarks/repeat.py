@@ -35,7 +35,7 @@ from detcompile import CompiledModel, SamplingParams
 from detcompile.api import TINY_FOLDER
 from detcompile.runtime.engine_config import EngineConfig
 
-__all__ = ["Workload", "agreement", "repeat_ours", "repeat_plain"]
+__all__ = ["Workload", "agreement", "left_padded", "repeat_ours", "repeat_plain"]
 
 PROMPT = 'def mean(values: list[float]) -> float:\n    """Return the arithmetic mean of a list of numbers."""\n'
 PROMPT_LENGTH = 32  # of the random tokens that are the prompt of the 8B shape
@@ -112,12 +112,18 @@ def repeat_plain(
         if padded:
             more = len(work.prompt) + rng.randint(1, LONGEST_NEIGHBOUR)
             rows.append([rng.randrange(model.config.vocab_size) for _ in range(more)])
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        ids, mask = left_padded(rows, model.device)
         out = model.generate(ids, attention_mask=mask, max_new_tokens=work.tokens, do_sample=False)
-        answers += [tuple(row) for row in out[: taken[-1], width:].tolist()]
+        answers += [tuple(row) for row in out[: taken[-1], ids.shape[1] :].tolist()]
     return answers, taken
+
+
+def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids and attention_mask [rows, the longest], int64."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
 
 
 def agreement(answers: list[Answer], sizes: list[int]) -> dict[str, object]:

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import detcompile
 from benchmarks.cpu import cpu_name
+from benchmarks.repeat import left_padded
 from detcompile import SamplingParams
 from detcompile.api import TINY_FOLDER
 from detcompile.runtime.engine_config import EngineConfig
@@ -130,9 +131,7 @@ def _plain_answers(model: torch.nn.Module, prompts: list[list[int]], batch: int,
     answers = []
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        ids, mask = left_padded(rows, model.device)
         made = model.generate(
             ids,
             attention_mask=mask,
@@ -143,7 +142,7 @@ def _plain_answers(model: torch.nn.Module, prompts: list[list[int]], batch: int,
             return_dict_in_generate=True,
         )
         top = torch.stack([step.double().softmax(-1).topk(TOP).values for step in made.logits], 1).tolist()
-        answers += [Answer(row, own) for row, own in zip(made.sequences[:, width:].tolist(), top)]
+        answers += [Answer(row, own) for row, own in zip(made.sequences[:, ids.shape[1] :].tolist(), top)]
     return answers
 
 

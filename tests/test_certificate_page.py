@@ -6,7 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from detcompile import cli
 from detcompile.certificate_page import certificate_page, refusal_page
 from detcompile.errors import UncertifiedOp
 from detcompile.order_drawing import order_drawing, order_tree
@@ -58,6 +60,16 @@ def test_a_refusal_names_each_operation():
     error = UncertifiedOp("2 operations", refused)
     counts = tags_of(page := refusal_page(error, title="m"))
     assert counts["tr"] == 3 and "aten.cumsum&lt;T&gt; at b.py:4 g: none" in page
+
+
+def test_check_writes_the_refusal_and_still_fails(tmp_path, monkeypatch):
+    def refuse(spec):
+        raise UncertifiedOp("one operation", ("aten.bmm.default at a.py:3 f: no order",))
+
+    monkeypatch.setattr(cli, "_compile", refuse)
+    result = CliRunner().invoke(cli.app, ["check", "some/model", "--html", str(tmp_path / "page.html")])
+    assert isinstance(result.exception, UncertifiedOp)
+    assert "aten.bmm.default at a.py:3 f: no order" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

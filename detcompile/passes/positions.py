@@ -148,7 +148,7 @@ def _rows_read(model: PreTrainedModel, positions: tuple[int, int] | None) -> dic
     with mock.patch.object(nn.functional, "embedding", record), torch.no_grad():
         try:
             model(input_ids=ids, use_cache=False, **kwargs)
-        except Exception as error:
+        except Exception as error:  # models raise what they like at position_ids that they do not take
             if positions is None:
                 raise UnsupportedModel(f"{type(model).__name__} does not run on two tokens: {error}") from error
             return {}

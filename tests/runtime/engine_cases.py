@@ -25,6 +25,7 @@ __all__ = [
     "OVERLAP",
     "assert_as_alone",
     "config_of",
+    "engine_configs",
     "engine_of",
     "letters",
     "prompt_of",
@@ -45,6 +46,19 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def config_of(**changes) -> EngineConfig:
     return EngineConfig(**({"block_size": 16, "num_blocks": 161, "max_num_batched_tokens": 64} | changes))
+
+
+def engine_configs(*num_blocks: int) -> st.SearchStrategy[EngineConfig]:
+    """Any settings that move steps about, over pools of these sizes."""
+    return st.builds(
+        EngineConfig,
+        scheduler=st.sampled_from(["stall_free", "prefill_first", "simple_chunking"]),
+        num_blocks=st.sampled_from(num_blocks),
+        block_size=st.sampled_from([16, 32]),
+        max_num_batched_tokens=st.sampled_from([3, 16, 100, 4096]),
+        max_num_seqs=st.integers(1, 8),
+        prefix_caching=st.booleans(),
+    )
 
 
 def tiny_model(device: str) -> CompiledModel:

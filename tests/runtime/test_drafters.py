@@ -21,6 +21,7 @@ from detcompile.runtime.runner import Runner
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import build_step
 from tests.models import VOCAB_SIZE, compiled, random_model
+from tests.runtime.engine_cases import engine_configs
 
 HIDDEN = 80
 ROOMY = EngineConfig(num_blocks=300, block_size=16)
@@ -84,15 +85,7 @@ def make_drafter(kind: str, device: str, num_tokens: int, siblings: int, num_seq
     return target(device).medusa_drafter(heads, num_nodes=num_tokens, num_candidates=siblings + 1, paths=paths)
 
 
-CONFIGS = st.builds(
-    EngineConfig,
-    scheduler=st.sampled_from(["stall_free", "prefill_first", "simple_chunking"]),
-    num_blocks=st.sampled_from([30, 50, 300]),
-    block_size=st.sampled_from([16, 32]),
-    max_num_batched_tokens=st.sampled_from([3, 16, 100, 4096]),
-    max_num_seqs=st.integers(1, 8),
-    prefix_caching=st.booleans(),
-)
+CONFIGS = engine_configs(30, 50, 300)
 
 
 @pytest.mark.parametrize("kind", ["n-gram", "draft model", "early exit", "layer skip", "medusa"])

@@ -20,6 +20,7 @@ from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
 from tests.models import VOCAB_SIZE, compiled, random_model
+from tests.runtime.engine_cases import engine_configs
 
 MODELS = ("qwen3", "granite_swa")  # one KV group, and several with windows
 
@@ -93,15 +94,7 @@ def assert_unmoved(name: str, device: str, config: EngineConfig, speculation: Sp
     return engine, found
 
 
-CONFIGS = st.builds(
-    EngineConfig,
-    scheduler=st.sampled_from(["stall_free", "prefill_first", "simple_chunking"]),
-    num_blocks=st.sampled_from([60, 90, 400]),
-    block_size=st.sampled_from([16, 32]),
-    max_num_batched_tokens=st.sampled_from([3, 16, 100, 4096]),
-    max_num_seqs=st.integers(1, 8),
-    prefix_caching=st.booleans(),
-)
+CONFIGS = engine_configs(60, 90, 400)
 
 
 @settings(max_examples=15)

@@ -102,12 +102,12 @@ def main() -> None:
     numerics = Numerics(tp_sizes=(1,))
     if set(parts) != {"plain"}:
         model = detcompile.compile(build(arguments.layers), numerics=numerics)
-    if "machine" in parts:
-        keep("machine", machine(model, arguments.requests))
     if "repeat" in parts:
         keep("repeat", repeat(model, arguments.completions, arguments.tokens, 256))
     if "trace" in parts:
         keep("trace", trace(model, arguments.trace_requests, arguments.rate))
+    if "machine" in parts:
+        keep("machine", machine(model, arguments.requests))
     if "plain" in parts:
         with plain_lowering():
             plain = detcompile.compile(build(arguments.layers), numerics=numerics)

@@ -43,7 +43,7 @@ def matmul_cpu(
     w: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    radices: Sequence[int],
+    radices: Sequence[int] | None,
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
@@ -53,6 +53,7 @@ def matmul_cpu(
         InvalidInput: shapes or dtypes that do not fit together.
         NumericsError: K is not a multiple of the product of the radices.
     """
+    radices = radices or ()  # AOTInductor hands None where the graph has an empty list
     _check(x, w, bias, residual, radices)
     M, K = x.shape
     N = w.shape[0]

@@ -54,7 +54,7 @@ def matmul_cuda(
     w: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    radices: Sequence[int],
+    radices: Sequence[int] | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x [M, K], w [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
@@ -63,7 +63,8 @@ def matmul_cuda(
         NumericsError: K does not split into prod(radices) leaves.
         ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
     """
-    operands = _operands(x, w, bias, residual, tuple(radices), out_dtype or x.dtype)
+    # AOTInductor hands None where the graph has an empty list
+    operands = _operands(x, w, bias, residual, tuple(radices or ()), out_dtype or x.dtype)
     M, N = operands.out.shape
     if M == 0 or N == 0:
         return operands.out

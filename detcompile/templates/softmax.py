@@ -41,7 +41,9 @@ _LIBRARY.define(
 _LIBRARY.define("logsumexp(Tensor x, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def softmax_cpu(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], isa: str | None = None) -> Tensor:
+def softmax_cpu(
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
+) -> Tensor:
     """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype).
 
     Raises:
@@ -50,7 +52,9 @@ def softmax_cpu(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int]
     return _launch("softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype), radices, isa)
 
 
-def log_softmax_cpu(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], isa: str | None = None) -> Tensor:
+def log_softmax_cpu(
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
+) -> Tensor:
     """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype).
 
     Raises:
@@ -59,7 +63,7 @@ def log_softmax_cpu(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[
     return _launch("log_softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype), radices, isa)
 
 
-def logsumexp_cpu(x: Tensor, radices: Sequence[int], isa: str | None = None) -> Tensor:
+def logsumexp_cpu(x: Tensor, radices: Sequence[int] | None, isa: str | None = None) -> Tensor:
     """The op on the CPU, x [..., R] -> [...] float32.
 
     Raises:
@@ -106,8 +110,9 @@ def reference_logsumexp(x: Tensor) -> Tensor:
     return torch.logsumexp(x.double(), -1)
 
 
-def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int], isa: str | None) -> Tensor:
+def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int] | None, isa: str | None) -> Tensor:
     rows, M, R = rows_of(kind, x)
+    radices = radices or ()  # AOTInductor hands None where the graph has an empty list
     cpu_library.library(isa).detcompile_softmax(
         _KINDS[kind],
         rows.data_ptr(),

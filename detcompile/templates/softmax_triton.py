@@ -176,34 +176,36 @@ def _merge_kernel(
         store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None], R)
 
 
-def softmax_cuda(x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None = None) -> Tensor:
+def softmax_cuda(
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None = None
+) -> Tensor:
     """x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
     return _normalised(SOFTMAX, x, out_dtype, radices, order)
 
 
 def log_softmax_cuda(
-    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None = None
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None = None
 ) -> Tensor:
     """x [..., R] -> [..., R] in out_dtype (default x.dtype)."""
     return _normalised(LOG_SOFTMAX, x, out_dtype, radices, order)
 
 
-def logsumexp_cuda(x: Tensor, radices: Sequence[int], order: Row | None = None) -> Tensor:
+def logsumexp_cuda(x: Tensor, radices: Sequence[int] | None, order: Row | None = None) -> Tensor:
     """x [..., R] -> [...] fp32."""
     out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.shape[-1] == 0:
         return out.fill_(-math.inf)
     if out.numel():
-        _run(LOGSUMEXP, x, out, order or row_order(x.shape[-1], "cuda", tuple(radices), x.dtype))
+        _run(LOGSUMEXP, x, out, order or row_order(x.shape[-1], "cuda", tuple(radices or ()), x.dtype))
     return out
 
 
 def _normalised(
-    kind: tl.constexpr, x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int], order: Row | None
+    kind: tl.constexpr, x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     if x.numel():
-        _run(kind, x, out, order or row_order(x.shape[-1], "cuda", tuple(radices), x.dtype))
+        _run(kind, x, out, order or row_order(x.shape[-1], "cuda", tuple(radices or ()), x.dtype))
     return out
 
 

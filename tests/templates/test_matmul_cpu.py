@@ -232,6 +232,12 @@ def test_as_accurate_as_torch(dtype, kind, radices):
     assert_as_accurate(matmul_cpu(x, w, bias, None, radices), theirs, reference_matmul(x, w, bias), f"{dtype} {kind}")
 
 
+def test_none_stands_for_no_radices():
+    """AOTInductor's proxy executor hands None where the graph has an empty list."""
+    x, w = normal((3, 64), torch.float32, 1), normal((5, 64), torch.float32, 2)
+    assert_bitwise_equal(matmul_cpu(x, w, None, None, None), matmul_cpu(x, w, None, None, []))
+
+
 def test_no_rows_give_an_empty_result():
     out = torch.ops.detcompile.matmul(torch.empty(0, 8), torch.empty(5, 8), None, None, [])
     assert out.shape == (0, 5)

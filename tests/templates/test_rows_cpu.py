@@ -200,6 +200,14 @@ def test_infinities_go_where_torch_sends_them(dtype):
     assert (softmax.softmax_cpu(x[1:2], None, ())[0, :23] == 0).all()
 
 
+@pytest.mark.parametrize("op", [softmax.softmax_cpu, softmax.log_softmax_cpu])
+def test_none_stands_for_no_radices(op):
+    """AOTInductor's proxy executor hands None where the graph has an empty list."""
+    x = normal((3, 70), torch.float32, 1)
+    assert_bitwise_equal(op(x, None, None), op(x, None, []))
+    assert_bitwise_equal(softmax.logsumexp_cpu(x, None), softmax.logsumexp_cpu(x, []))
+
+
 def test_no_rows_give_an_empty_result():
     x = torch.empty(0, 8)
     for op in OPS.values():

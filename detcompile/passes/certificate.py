@@ -269,7 +269,7 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         value = args[0].meta["val"]
         order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices)
     elif target is ours.expert_matmul.default:
-        order = matmul_order(_static(shape_of(args[0])[1]), args[0].meta["val"].dtype, ())
+        order = matmul_order(_static(shape_of(args[0])[-1]), args[0].meta["val"].dtype, ())
     elif args[:1] == (ours.rope_cache.default,):
         if node.kwargs["eps"] is None:
             return None

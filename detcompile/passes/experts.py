@@ -24,12 +24,10 @@ def pin_experts(model: PreTrainedModel) -> int:
     """Make the experts of ``model`` that take an implementation from outside call ours; says how many there are.
 
     Raises:
-        UnsupportedModel: they are on a GPU, which has no template for them, or of a layout that is not known.
+        UnsupportedModel: they are of a layout that is not known.
     """
     found = [(name, module) for name, module in model.named_modules() if all(hasattr(module, mark) for mark in MARKS)]
     for name, module in found:
-        if next(module.parameters()).device.type != "cpu":
-            raise UnsupportedModel(f"{name}: a mixture of experts is compiled on a CPU only, there is no GPU kernel")
         _require_known(name, module)
         module.config._experts_implementation_internal = EXPERTS
         if module.config._experts_implementation != EXPERTS:
@@ -39,16 +37,12 @@ def pin_experts(model: PreTrainedModel) -> int:
 
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [M, H], top_k_index [M, k] and top_k_weights [M, k], best expert first -> [M, H]."""
-    tokens, width = hidden_states.shape
-    chosen = top_k_index.shape[1]
-    x = hidden_states[:, None].expand(-1, chosen, -1).reshape(tokens * chosen, width)
-    ids = top_k_index.reshape(tokens * chosen)
-    inner = _product(module, x, ids, "gate_up_proj" if module.has_gate else "up_proj")
+    inner = _product(module, hidden_states, top_k_index, "gate_up_proj" if module.has_gate else "up_proj")
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    outer = _product(module, inner, ids, "down_proj").view(tokens, chosen, -1)
+    outer = _product(module, inner, top_k_index, "down_proj")
     weighted = (outer * top_k_weights[..., None]).float()
     total = weighted[:, 0]
-    for rank in range(1, chosen):
+    for rank in range(1, top_k_index.shape[1]):
         total = total + weighted[:, rank]
     return total.to(hidden_states.dtype)
 

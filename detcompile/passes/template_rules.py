@@ -47,13 +47,14 @@ def _matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _expert_matmul(node: fx.Node, ctx: Context) -> Rows:
-    """Row m is multiplied by the weights of its own expert."""
+    """A row is multiplied by the weights of the experts that the same row chose."""
     x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
     require_weight(w, "the experts' weights")
-    require_feature(x, 1, "the sum of a matrix product")
+    require_feature(x, -1, "the sum of a matrix product")
     if len(node.args) > 3 and node.args[3] is not None:
         require_weight(ctx.rows(node.args[3]), "the experts' bias")
-    return Rows((*join([Rows(x.dims[:1]), ids], 1).dims, w.dims[1]))
+    own = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
+    return Rows((*join([own, ids], len(ids.dims)).dims, w.dims[1]))
 
 
 def _last_dim(keep: bool) -> Rule:

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
-__all__ = ["combine_kernel", "tile_kernel", "tma_kernel"]
+__all__ = ["combine_kernel", "grouped", "leaf_sum", "tile_kernel", "tma_kernel"]
 
 FP32_BLOCK = tl.constexpr(128)
 
@@ -88,7 +88,7 @@ def _root(t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
 
 
 @triton.jit
-def _grouped(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+def grouped(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     """Tile of a program: GROUP tiles of M share their weights in L2 before N moves on."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -127,7 +127,7 @@ def _step(
 
 
 @triton.jit
-def _leaf(
+def leaf_sum(
     x_M, w_N, k_first, k_end, M, N, m, n, x_stride_k, w_stride_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -159,7 +159,7 @@ def tile_kernel(
 ):  # fmt: skip
     """One tile; with SPLIT one leaf of it (axis 1), into an fp32 partial out[leaf, M, N] without an epilogue."""
     wait_for_earlier(PDL)
-    tile_m, tile_n = _grouped(tl.program_id(0), M, N, BM, BN, GROUP)
+    tile_m, tile_n = grouped(tl.program_id(0), M, N, BM, BN, GROUP)
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
     x_M = x_ptr + m.to(tl.int64) * x_stride_m
@@ -167,18 +167,18 @@ def tile_kernel(
     if SPLIT:
         leaf = tl.program_id(1)
         first = leaf * leaf_k
-        acc = _leaf(
+        acc = leaf_sum(
             x_M, w_N, first, first + leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K
         )
         out_ptr += leaf.to(tl.int64) * M * N
     elif R3 == 1:
-        acc = _leaf(x_M, w_N, 0, leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K)
+        acc = leaf_sum(x_M, w_N, 0, leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K)
     else:
         acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
         t0, t1, t2, t3 = acc, acc, acc, acc
         for leaf in range(0, leaves):
             first = leaf * leaf_k
-            acc = _leaf(
+            acc = leaf_sum(
                 x_M, w_N, first, first + leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K
             )
             t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
@@ -225,7 +225,7 @@ def tma_kernel(
     wait_for_earlier(PDL)
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for work in tl.range(tl.program_id(0), tiles * (leaves if SPLIT else 1), tl.num_programs(0), flatten=R3 == 1):
-        tile_m, tile_n = _grouped(work % tiles, M, N, BM, BN, GROUP)
+        tile_m, tile_n = grouped(work % tiles, M, N, BM, BN, GROUP)
         node_ptr = out_ptr
         if R3 == 1:
             first = work // tiles * leaf_k

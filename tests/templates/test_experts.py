@@ -40,6 +40,16 @@ def test_a_row_has_the_bytes_of_its_experts_matmul(dtype: torch.dtype, isa: str)
     assert_bitwise_equal(expert_matmul_cpu(x, ids, turned, bias, isa), found, "weights as [E, K, N]")
 
 
+def test_the_choices_of_a_token_share_its_row() -> None:
+    x, ids, w, bias = problem(12, torch.bfloat16)
+    pairs = torch.stack([ids, ids.flip(0)], 1)
+    found = expert_matmul_cpu(x, pairs, w, bias)
+    assert_bitwise_equal(found[:, 0], expert_matmul_cpu(x, ids, w, bias))
+    assert_bitwise_equal(expert_matmul_cpu(x[:, None].expand(-1, 2, -1), pairs, w, bias), found, "a row for each")
+    exact = reference_expert_matmul(x, pairs, w, bias)
+    assert exact.shape == found.shape and (found.double() - exact).norm() < 1e-2 * exact.norm()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_as_accurate_as_torch(dtype: torch.dtype, kind: str) -> None:
@@ -65,7 +75,7 @@ def test_no_expert_gives_zeros_and_no_rows_give_none() -> None:
     [
         (lambda x, ids, w, bias: (x, ids + E + 1, w, bias), "for 5 experts"),
         (lambda x, ids, w, bias: (x, ids - E, w, bias), "for 5 experts"),
-        (lambda x, ids, w, bias: (x, ids[1:], w, bias), "Repeat a token"),
+        (lambda x, ids, w, bias: (x, ids[1:], w, bias), "Flatten the tokens"),
         (lambda x, ids, w, bias: (x.bfloat16(), ids, w, bias), "equal dtypes"),
         (lambda x, ids, w, bias: (x, ids.int(), w, bias), "int64"),
         (lambda x, ids, w, bias: (x, ids, w, bias[:, 1:]), "Reshape it"),

@@ -1,0 +1,250 @@
+"""expert_matmul on the GPU: picks a schedule for the number of rows at launch, among those whose bits passed the gate.
+
+Legend: M rows (a token's choice of an expert), C choices of a token, E experts, N output features, K summed features.
+The gate compares with the matmul template's reference schedule, expert by expert: the order is matmul_order(K, dtype).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from detcompile.errors import ScheduleError
+from detcompile.numerics import matmul_order
+from detcompile.templates import dependent_launch, experts_kernels, matmul_kernels, matmul_triton
+from detcompile.templates.dependent_launch import launch_options
+from detcompile.templates.experts_schedules import ExpertsProblem, expert_candidates, reference_expert_schedule
+from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
+from detcompile.templates.tuning import Tuner, capturing, template_tuner
+
+__all__ = ["expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts", "tune_experts", "tuner"]
+
+_LARGEST_BUCKET = 1 << 16
+_CHUNK = 4096  # rows that a program sorts at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    x: Tensor  # [M / C, K]
+    ids: Tensor  # [M] int64
+    w: Tensor  # [E, N, K], unit stride along N or K
+    bias: Tensor | None  # [E, N] contiguous
+    out: Tensor  # [M, N] contiguous
+    choices: int
+
+
+def expert_matmul_cuda(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K], bias [E, N] -> [T, C, N] in x.dtype.
+
+    Raises:
+        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+    """
+    o = _operands(x, ids, w, bias, x.dtype)
+    if o.out.numel():
+        problem = experts_problem(o.ids.numel(), o.x, o.w, o.bias)
+        schedule = _recall(problem, x.device) if capturing() else _choose(problem, x.device)
+        _run(schedule, o)
+    return o.out.view(*ids.shape, w.shape[1])
+
+
+def run_experts(
+    schedule: GemmSchedule,
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    o = _operands(x, ids, w, bias, out_dtype or x.dtype)
+    _run(schedule, o)
+    return o.out.view(*ids.shape, w.shape[1])
+
+
+def tune_experts(
+    problem: ExpertsProblem, device: torch.device, seconds: Callable[[GemmSchedule], float]
+) -> GemmSchedule:
+    """Times every admitted schedule; later launches of the problem take the winner."""
+    winner = tuner(device).tune(
+        str(problem),
+        reference_expert_schedule(problem),
+        expert_candidates(problem),
+        probe_experts(problem, device),
+        seconds,
+    )
+    _choose.cache_clear()
+    return winner
+
+
+def experts_problem(rows: int, x: Tensor, w: Tensor, bias: Tensor | None) -> ExpertsProblem:
+    """What a launch's schedule may depend on; the rows only through their power-of-two bucket."""
+    E, N, K = w.shape
+    whole = w.stride(2) == 1 and w.stride(0) == N * w.stride(1)
+    return ExpertsProblem(
+        dtype=_name(x.dtype),
+        experts=E,
+        n=N,
+        k=K,
+        order=_order_name(K, x.dtype),
+        w_nk=w.stride(2) == 1,
+        aligned=whole and w.data_ptr() % 16 == 0 and w.stride(1) * w.element_size() % 16 == 0,
+        bias=None if bias is None else _name(bias.dtype),
+        bucket=min(max(16, triton.next_power_of_2(rows)), _LARGEST_BUCKET),
+    )
+
+
+def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
+    """The gate's probe: bytes of the unrounded sums and of the op under a schedule, which must be matmul's own.
+
+    Heavy-tailed data over the problem's own K and layout, a few experts of uneven rows, one row without any; M and N
+    end inside a tile, so that masks are probed too. N keeps its remainder by 16, for which the compiler specialises.
+    """
+    generator = torch.Generator(device).manual_seed(21)
+    M, N, E = min(problem.bucket, 256) - 3, min(problem.n, 336 + problem.n % 16), min(problem.experts, 5)
+    dtype = getattr(torch, problem.dtype)
+
+    def draw(*shape: int) -> Tensor:
+        normal, spread = (torch.randn(*shape, generator=generator, device=device) for _ in range(2))
+        return (normal * torch.exp(spread)).to(dtype)
+
+    x, w = draw(M, problem.k), draw(E, N, problem.k)
+    if not problem.w_nk:
+        w = w.transpose(1, 2).contiguous().transpose(1, 2)
+    elif not problem.aligned:
+        w = torch.nn.functional.pad(w, (0, 1))[..., : problem.k]
+    bias = None if problem.bias is None else draw(E, N).to(getattr(torch, problem.bias))
+    ids = (torch.rand(M, generator=generator, device=device).square() * E).long()
+    ids[M // 2] = E
+    expected = _by_matmul(x, ids, w, None, torch.float32), _by_matmul(x, ids, w, bias, dtype)
+
+    def bits(schedule: GemmSchedule) -> bytes:
+        found = run_experts(schedule, x, ids, w, None, torch.float32), run_experts(schedule, x, ids, w, bias)
+        if _bytes(found) != _bytes(expected):
+            raise ScheduleError("its bits differ from those of matmul's reference schedule")
+        return _bytes(found)
+
+    return bits
+
+
+def tuner(device: torch.device) -> Tuner:
+    """The gate and the decisions of experts' schedules on this device."""
+    sources = (experts_kernels, matmul_kernels, dependent_launch)
+    return template_tuner("experts", (*(module.__file__ for module in sources), __file__), device)
+
+
+def _by_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    out = x.new_zeros(len(x), w.shape[1], dtype=out_dtype)
+    for expert in range(len(w)):
+        rows = (ids == expert).nonzero()[:, 0]
+        if len(rows):
+            of_expert = None if bias is None else bias[expert]
+            problem = matmul_triton.gemm_problem(x, w[expert], of_expert, None, (), out)
+            schedule = reference_schedule(problem)
+            out[rows] = matmul_triton.run_schedule(schedule, x[rows], w[expert], of_expert, out_dtype=out_dtype)
+    return out
+
+
+@functools.cache
+def _choose(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
+    bits = functools.cache(lambda: probe_experts(problem, device))  # drawn only if the gate has to run
+    return tuner(device).choose(
+        str(problem),
+        reference_expert_schedule(problem),
+        expert_candidates(problem),
+        lambda schedule: bits()(schedule),
+    )
+
+
+def _recall(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
+    """Without a decision for this bucket, one that serves any number of rows: a larger bucket's, then a smaller's."""
+    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
+    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
+    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
+    schedules = {
+        str(schedule): schedule
+        for p in alternatives
+        for schedule in (*expert_candidates(p), reference_expert_schedule(p))
+        if schedule.kind != "few" or schedule.block_m >= problem.bucket
+    }
+    return tuner(device).recall([str(p) for p in alternatives], schedules)
+
+
+def _operands(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> _Operands:
+    x = x.reshape(-1, x.shape[-1])
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if w.stride(2) != 1 and w.stride(1) != 1:
+        w = w.contiguous()
+    ids = ids.reshape(-1).contiguous()
+    choices = len(ids) // len(x) if len(x) else 1
+    out = x.new_empty((len(ids), w.shape[1]), dtype=out_dtype)
+    return _Operands(x, ids, w, None if bias is None else bias.contiguous(), out, choices)
+
+
+def _run(schedule: GemmSchedule, o: _Operands) -> None:
+    M, K = len(o.ids), o.x.shape[1]
+    E, N, _ = o.w.shape
+    blocked = o.x.dtype is torch.float32
+    options = {
+        "E": E,
+        "CHOICES": o.choices,
+        "HAS_BIAS": o.bias is not None,
+        "BM": schedule.block_m,
+        "BN": schedule.block_n,
+        "BK": schedule.block_k,
+        "SWAP": schedule.swapped,
+        "BLOCKED": blocked,
+        "EVEN_K": K % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "enable_fp_fusion": False,
+        **launch_options(o.x.device),
+    }
+    strides = (*o.x.stride(), *o.w.stride())
+    bias = o.out if o.bias is None else o.bias
+    tiles_n = triton.cdiv(N, schedule.block_n)
+    if schedule.kind == "few":
+        if schedule.block_m < M:
+            raise ScheduleError(f"expert_matmul: {schedule} holds {schedule.block_m} rows, not {M}")
+        experts_kernels.few_rows_kernel[(M, tiles_n)](o.x, o.ids, o.w, o.out, bias, M, N, K, *strides, **options)
+        return
+    order, tiles = _grouped_rows(o, schedule.block_m)
+    w = o.w
+    if schedule.kind == "tma":
+        if blocked:
+            raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
+        w = TensorDescriptor.from_tensor(w.view(E * N, K), [schedule.block_n, schedule.block_k])
+    experts_kernels.grouped_kernel[(len(tiles) * tiles_n,)](
+        o.x, order, tiles, w, o.out, bias, M, N, K, len(tiles), *strides,
+        GROUP=schedule.group, TMA=schedule.kind == "tma", **options,
+    )  # fmt: skip
+
+
+def _grouped_rows(o: _Operands, block_m: int) -> tuple[Tensor, Tensor]:
+    """Rows in order of their expert [M], and tiles of them [worst case, 3]: group, first and end in that order."""
+    M, groups = len(o.ids), o.w.shape[0] + 1
+    num_tiles = min(M, M // block_m + groups)
+    order, tiles = (torch.empty(shape, dtype=torch.int32, device=o.x.device) for shape in ((M,), (num_tiles, 3)))
+    experts_kernels.group_rows_kernel[(groups,)](
+        o.ids, order, tiles, M, num_tiles, E=groups - 1, BINS=max(64, triton.next_power_of_2(groups + 1)), BM=block_m,
+        CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(M))), num_warps=8 if M >= 2048 else 4,
+        **launch_options(o.x.device),
+    )  # fmt: skip
+    return order, tiles
+
+
+def _bytes(tensors: tuple[Tensor, ...]) -> bytes:
+    return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+@functools.cache
+def _order_name(k: int, dtype: torch.dtype) -> str:
+    return str(matmul_order(k, dtype, ()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

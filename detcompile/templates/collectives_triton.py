@@ -25,7 +25,7 @@ from torch import Tensor
 
 from detcompile.templates.collectives_memory import BOX, CHANNELS, LANES, PeerMemory
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.matmul_kernels import _close_leaf, _root
+from detcompile.templates.matmul_kernels import close_leaf, root_of
 
 __all__ = ["LEVELS", "MOST_ELEMENTS", "ReduceSchedule", "choose_schedule", "reduce_over_peers"]
 
@@ -211,8 +211,8 @@ def _tree_sum(
             acc = own
         else:
             acc = tl.load(boxes_ptr + r * BOX)
-        t0, t1, t2, t3 = _close_leaf(acc, r, t0, t1, t2, t3, R0, R1, R2, R3)
-    return _root(t0, t1, t2, t3, R0, R1, R2)
+        t0, t1, t2, t3 = close_leaf(acc, r, t0, t1, t2, t3, R0, R1, R2, R3)
+    return root_of(t0, t1, t2, t3, R0, R1, R2)
 
 
 @triton.jit

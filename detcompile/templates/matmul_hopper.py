@@ -148,7 +148,7 @@ def _fetch(
 def _close_leaf(
     acc, leaf, node, held, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr, NODE: gl.constexpr
 ):
-    """matmul_kernels._close_leaf: one leaf more. held: the nodes that wait for a sibling, by level, from `NODE` on.
+    """matmul_kernels.close_leaf: one leaf more. held: the nodes that wait for a sibling, by level, from `NODE` on.
 
     The node returned is the whole sum after the last leaf; a node put into `held` is not looked at again in registers.
     """
@@ -241,7 +241,7 @@ def _finish(
     acc, tile, out_desc, pointers, sizes, first_m, first_n, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr, LEVELS: gl.constexpr, WIDTH: gl.constexpr, SWAP: gl.constexpr,
 ):  # fmt: skip
-    """matmul_kernels._store_tile: out = round(residual + round(acc + bias)), from row first_m, column first_n on."""
+    """matmul_kernels.store_tile: out = round(residual + round(acc + bias)), from row first_m, column first_n on."""
     out_ptr, bias_ptr, residual_ptr = pointers
     M, N, residual_stride = sizes
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]

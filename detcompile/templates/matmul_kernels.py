@@ -4,7 +4,7 @@ Legend: M tokens, N output features, K summed features, L leaves of the tree, BM
 
 Every output element has one fp32 accumulator that walks the k-groups of its leaf upwards through ``tl.dot(a, b, acc)``;
 a leaf starts a fresh one and its last k-group is filled with zeros. float32 operands take a fresh accumulator each 128
-k, added left to right. Leaves meet in the tree's order (`_close_leaf`, `_combine_kernel`).
+k, added left to right. Leaves meet in the tree's order (`close_leaf`, `_combine_kernel`).
 
 | kind | operands | for |
 |---|---|---|
@@ -13,7 +13,7 @@ k, added left to right. Leaves meet in the tree's order (`_close_leaf`, `_combin
 | tma | tensor descriptors, persistent programs | many tokens, aligned strides |
 
 leaves="split" gives each leaf a program and adds the partials in a second kernel; "register" keeps open nodes of the
-tree in registers. Rounding, bias and residual happen inside the kernels (`_store_tile`), in fp32.
+tree in registers. Rounding, bias and residual happen inside the kernels (`store_tile`), in fp32.
 """
 
 import triton
@@ -21,13 +21,22 @@ import triton.language as tl
 
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
-__all__ = ["combine_kernel", "grouped", "leaf_sum", "tile_kernel", "tma_kernel"]
+__all__ = [
+    "close_leaf",
+    "combine_kernel",
+    "grouped",
+    "leaf_sum",
+    "root_of",
+    "store_tile",
+    "tile_kernel",
+    "tma_kernel",
+]
 
 FP32_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +53,7 @@ def _store_tile(
 
 
 @triton.jit
-def _close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
+def close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
     """One leaf more: adds it to its parent, and each node that is complete to its own. R3 is the level of the leaves.
 
     Unused levels are at the root and have radix 1. t0 is the whole sum after the last leaf.
@@ -75,7 +84,7 @@ def _close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R
 
 
 @triton.jit
-def _root(t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+def root_of(t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
     if R0 > 1:
         root = t0
     elif R1 > 1:
@@ -181,14 +190,14 @@ def tile_kernel(
             acc = leaf_sum(
                 x_M, w_N, first, first + leaf_k, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K
             )
-            t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
-        acc = _root(t0, t1, t2, t3, R0, R1, R2)
+            t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+        acc = root_of(t0, t1, t2, t3, R0, R1, R2)
     let_next_start(PDL)
     if SWAP:
         m, n = m[None, :], n[:, None]
     else:
         m, n = m[:, None], n[None, :]
-    _store_tile(acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
+    store_tile(acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -237,15 +246,15 @@ def tma_kernel(
             for leaf in range(0, leaves):
                 first = leaf * leaf_k
                 acc = _tma_leaf(x_desc, w_desc, tile_m * BM, tile_n * BN, first, first + leaf_k, BM, BN, BK, SWAP, W_NK)
-                t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
-            acc = _root(t0, t1, t2, t3, R0, R1, R2)
+                t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+            acc = root_of(t0, t1, t2, t3, R0, R1, R2)
         m = tile_m * BM + tl.arange(0, BM)
         n = tile_n * BN + tl.arange(0, BN)
         if SWAP:
             m, n = m[None, :], n[:, None]
         else:
             m, n = m[:, None], n[None, :]
-        _store_tile(acc, node_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
+        store_tile(acc, node_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -267,8 +276,8 @@ def combine_kernel(
     t0, t1, t2, t3 = acc, acc, acc, acc
     for leaf in tl.static_range(LEAVES):
         acc = tl.load(leaf_ptr + leaf * plane, mask=n < N, other=0.0)
-        t0, t1, t2, t3 = _close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
-    acc = _root(t0, t1, t2, t3, R0, R1, R2)
-    _store_tile(
+        t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+    acc = root_of(t0, t1, t2, t3, R0, R1, R2)
+    store_tile(
         acc, out_ptr + node * plane, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL
     )

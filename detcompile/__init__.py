@@ -5,6 +5,7 @@ from torch._dynamo import register_backend
 from detcompile.api import compile, load_model
 from detcompile.compiled import CompiledModel
 from detcompile.errors import (
+    ArchiveError,
     CompilerNotFound,
     DetcompileError,
     EngineError,
@@ -15,6 +16,8 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
+from detcompile.exported import ExportedModel, load
+from detcompile.exporting import export
 from detcompile.numerics import Numerics
 from detcompile.passes.backend import Backend, detcompile_backend
 from detcompile.passes.certificate import Certificate
@@ -30,6 +33,7 @@ from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
 
 __all__ = [
+    "ArchiveError",
     "Backend",
     "Certificate",
     "CompiledModel",
@@ -40,6 +44,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "ExportedModel",
     "InvalidInput",
     "Logprobs",
     "MedusaDrafter",
@@ -56,6 +61,8 @@ __all__ = [
     "UnsupportedModel",
     "WorkerError",
     "compile",
+    "export",
+    "load",
     "load_model",
 ]
 

@@ -1,6 +1,7 @@
 """Every exception detcompile raises for its users.
 
 DetcompileError
+├── ArchiveError          an exported file is damaged, or was made for another machine or version
 ├── CompilerNotFound      no working C++ compiler for the CPU templates
 ├── EngineError           a request, or a whole engine, failed while it ran
 │   └── WorkerError       a worker process died, hung or raised
@@ -14,6 +15,7 @@ Each message says what went wrong, where, and what to do about it.
 """
 
 __all__ = [
+    "ArchiveError",
     "CompilerNotFound",
     "DetcompileError",
     "EngineError",
@@ -28,6 +30,10 @@ __all__ = [
 
 class DetcompileError(Exception):
     """Base class of every exception of this package."""
+
+
+class ArchiveError(DetcompileError):
+    """An exported file is damaged, or was made for another machine, torch or detcompile."""
 
 
 class CompilerNotFound(DetcompileError):

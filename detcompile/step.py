@@ -3,12 +3,13 @@
 Legend: T tokens of this step, S sequences, R rows whose logits are wanted.
 """
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["KVGroup", "PADDING_SLOT", "StepInputs", "kv_groups"]
+__all__ = ["KVGroup", "PADDING_SLOT", "StepInputs", "kv_groups", "step_leaves"]
 
 PADDING_SLOT = -1  # a token whose key and value are written nowhere
 
@@ -35,6 +36,14 @@ class StepInputs(NamedTuple):
     block_tables: tuple[Tensor, ...]  # one a KV group: [S, max_blocks] int32
     k_caches: tuple[Tensor, ...]  # one a layer: [num_blocks, block_size, kv_heads, head_dim]
     v_caches: tuple[Tensor, ...]  # one a layer: [num_blocks, block_size, kv_heads, v_head_dim]
+
+
+def step_leaves(
+    input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor
+) -> list[Tensor]:
+    """Every tensor that a forward step takes, in one fixed order: by it, compiled programs know their arguments."""
+    parts = (part if isinstance(part, tuple) else (part,) for part in step)
+    return [input_ids, position_ids, logits_to_keep, *itertools.chain.from_iterable(parts)]
 
 
 def kv_groups(windows: Sequence[int], shapes: Sequence[Hashable]) -> tuple[KVGroup, ...]:

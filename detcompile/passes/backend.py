@@ -32,6 +32,7 @@ class Program(NamedTuple):
     values: list[Any]  # fake tensors and SymInts
     inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
     roles: list[Role]
+    joined: Mapping[int, torch.Tensor]  # by position: the concatenations that stand in for single weights
 
 
 class Backend:
@@ -43,6 +44,7 @@ class Backend:
             buffers are weights; of any other tensor the first dimension holds a batch, every symbolic one rows.
         expected_attention: attention calls a causal LM makes; None for any other module.
         certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
+        lower: what compiles the certified graph.
         join_weights: linears of one input share a product: their weights become views of one tensor, and have to
             stay so.
     """
@@ -54,12 +56,14 @@ class Backend:
         expected_attention: int | None = None,
         certify_only: bool = False,
         join_weights: bool = False,
+        lower: Callable[..., Compiled] = compile_fx_inner,
     ) -> None:
         self.numerics = numerics
         self.roles_of = roles_of or default_role
         self.expected_attention = expected_attention
         self.certify_only = certify_only
         self.join_weights = join_weights
+        self.lower = lower
         self.certificates: list[Certificate] = []
         self.programs: list[Program] = []
 
@@ -68,7 +72,8 @@ class Backend:
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
         roles = [self._role(node) for node in gm.graph.find_nodes(op="placeholder")]
         pin_sdpa(gm, self.numerics.kv_chunk)
-        post_grad = GraphPass(lambda graph_module: self._certify(graph_module, roles), repr(self.numerics))
+        named: dict[str, Role] = {}
+        post_grad = GraphPass(lambda graph_module: self._certify(graph_module, named), repr(self.numerics))
         settings = {
             **ROUNDING,
             "joint_custom_pre_pass": GraphPass(rewrite, repr(self.numerics)),
@@ -78,34 +83,39 @@ class Backend:
         groups: list[tuple[int, ...]] = []
 
         def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+            named.update(_named(graph_module, roles))
             if self.join_weights:
                 weights = {i for i, role in enumerate(roles) if role.kind == "weight"}
                 groups.extend(lift_weights(fuse_siblings(graph_module), weights))
                 inputs = _with_joined(graph_module, inputs, groups)
             # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
-            self.certificates.append(self._certify(graph_module, roles))
+            self.certificates.append(self._certify(graph_module, named))
             if self.certify_only:
                 return make_boxed_func(graph_module.forward)
-            return compile_fx_inner(graph_module, inputs, **kwargs)
+            return self.lower(graph_module, inputs, **kwargs)
 
         with pinned_codegen(), functorch_config.patch(enable_autograd_cache=False):
             run = compile_fx(
                 gm, list(example_inputs), inner_compile=inner, config_patches=settings, decompositions=decompositions()
             )
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        run = _fed(run, {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups})
-        self.programs.append(Program(run, values, list(example_inputs), roles))
+        wide = {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups}
+        run = _fed(run, wide)
+        self.programs.append(Program(run, values, list(example_inputs), roles, wide))
         return run
 
     def _role(self, node: fx.Node) -> Role:
         value = node.meta.get("example_value")
         return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
 
-    def _certify(self, gm: fx.GraphModule, roles: Sequence[Role]) -> Certificate:
-        inputs = gm.graph.find_nodes(op="placeholder")
-        assert len(inputs) == len(roles), f"{len(roles)} inputs were traced, the graph has {len(inputs)}"
-        named = {node.name: role for node, role in zip(inputs, roles, strict=True)}
+    def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:
         return certify(gm.graph, named, self.numerics, self.expected_attention)
+
+
+def _named(gm: fx.GraphModule, roles: Sequence[Role]) -> dict[str, Role]:
+    inputs = gm.graph.find_nodes(op="placeholder")
+    assert len(inputs) == len(roles), f"{len(roles)} inputs were traced, the graph has {len(inputs)}"
+    return {node.name: role for node, role in zip(inputs, roles, strict=True)}
 
 
 def _with_joined(gm: fx.GraphModule, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> list[Any]:

@@ -1,14 +1,15 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
-import itertools
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
@@ -26,13 +27,14 @@ from detcompile.passes.capture import (
 )
 from detcompile.passes.certificate import Certificate, Role
 from detcompile.passes.experts import pin_experts
+from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
 from detcompile.passes.provenance import sympy_size
 from detcompile.passes.shard import pin_row_parallel, shard
-from detcompile.step import KVGroup, StepInputs
+from detcompile.step import KVGroup, StepInputs, step_leaves
 from detcompile.weights import weights_digest
 
-__all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]
+__all__ = ["Lowered", "Packaged", "lower", "lower_view", "lower_with_states", "package"]
 
 CAPTURE_BLOCK_SIZE = 16
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
@@ -52,6 +54,17 @@ class Lowered(NamedTuple):
     num_token_ids: int  # that the embedding has rows for
     num_logits: int  # of the head, which may be wider
     whole_weights: str = ""  # digest of the weights of all ranks together, where this one holds a share
+
+
+class Packaged(NamedTuple):
+    """A compiled model as AOTInductor's files.
+
+    ``arguments`` says what the library takes, in order: an index into step.step_leaves, or the name of a weight.
+    """
+
+    files: tuple[Path, ...]
+    arguments: tuple[int | str, ...]
+    weights: dict[str, Tensor]
 
 
 def lower(
@@ -134,6 +147,35 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     return forward
 
 
+def package(model: PreTrainedModel, numerics: Numerics, certificate: Certificate) -> Packaged:
+    """Compile the forward of a model that ``lower`` has changed once more, ahead of time.
+
+    Args:
+        certificate: of the forward that the JIT compiled.
+
+    Raises:
+        UnsupportedModel: the graph would be another one.
+    """
+    attention, groups = observe_attention(model, numerics.kv_chunk)
+    packaging = Packaging()
+    program, found, example = _trace_packed(PackedForward(model), numerics, attention, len(groups), packaging)
+    if found.counts != certificate.counts or found.orders != certificate.orders:
+        raise UnsupportedModel(f"{type(model).__name__} gave another graph than the compiled one: load it again")
+    place = {id(leaf): index for index, leaf in enumerate(step_leaves(*example))}
+    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    arguments: list[int | str] = []
+    weights: dict[str, Tensor] = {}
+    for position in packaging.kept:
+        given = program.inputs[position]
+        if id(given) in place:
+            arguments.append(place[id(given)])
+            continue
+        name = names.get(id(given), f"constant.{position}") + (".joined" if position in program.joined else "")
+        weights[name] = program.joined.get(position, given).detach()
+        arguments.append(name)
+    return Packaged(packaging.files, tuple(arguments), weights)
+
+
 def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
     """Rows of the embedding, and of the head."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -155,12 +197,24 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
 def _compile_packed(
     module: PackedForward, numerics: Numerics, attention: tuple[AttentionCall, ...], num_groups: int
 ) -> tuple[Callable[..., Any], Certificate]:
-    backend = Backend(numerics, _packed_role, len(attention), join_weights=True)
+    program, certificate, example = _trace_packed(module, numerics, attention, num_groups, compile_fx_inner)
+    return _bind(program, example), certificate
+
+
+def _trace_packed(
+    module: PackedForward,
+    numerics: Numerics,
+    attention: tuple[AttentionCall, ...],
+    num_groups: int,
+    compile_graph: Callable[..., Any],
+) -> tuple[Program, Certificate, tuple[Tensor, Tensor, StepInputs, Tensor]]:
+    """The program, its certificate and the step that it was traced with."""
+    backend = Backend(numerics, _packed_role, len(attention), join_weights=True, lower=compile_graph)
     packed = torch.compile(_with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
     example = _example(module.model, attention, num_groups)
     _run(lambda: packed(*example), module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
-    return _bind(program, example), certificate
+    return program, certificate, example
 
 
 def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) -> Callable[..., Any]:
@@ -168,7 +222,7 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
 
     Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
     """
-    leaves = _leaves(*example)
+    leaves = step_leaves(*example)
     place = {id(leaf): i for i, leaf in enumerate(leaves)}
     sizes: dict[Any, tuple[int, int]] = {}  # symbol -> (leaf, dimension) that has this extent
     for value, given in zip(program.values, program.inputs, strict=True):
@@ -184,7 +238,7 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
 
     @torch.no_grad()
     def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
-        given = _leaves(input_ids, position_ids, step, logits_to_keep)
+        given = step_leaves(input_ids, position_ids, step, logits_to_keep)
         arguments: list[Any] = []
         for kind, source in sources:
             if kind == "weight":
@@ -195,11 +249,6 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return forward
-
-
-def _leaves(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> list[Tensor]:
-    parts = (part if isinstance(part, tuple) else (part,) for part in step)
-    return [input_ids, position_ids, logits_to_keep, *itertools.chain.from_iterable(parts)]
 
 
 def _with_own_code(module: nn.Module) -> Callable[..., Tensor]:

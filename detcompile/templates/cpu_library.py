@@ -25,10 +25,12 @@ from detcompile.errors import CompilerNotFound, InvalidInput, NumericsError
 
 __all__ = [
     "DTYPE_CODES",
+    "adopt",
     "compiler_version",
     "dtype_code",
     "isa",
     "library",
+    "library_bytes",
     "pair_faults",
     "radices_address",
     "radices_array",
@@ -56,6 +58,8 @@ _ISA_NEEDS = {
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 _DIGEST_BYTES = 32
+_adopted: dict[str, Path] = {}  # by instruction set: what another machine compiled
+_loaded: dict[str, Path] = {}  # by instruction set: what this process runs
 _MOST_RADICES = 16  # nodes[] in rowsum.h
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -167,6 +171,35 @@ def library(name: str | None = None) -> ctypes.CDLL:
     return _default_library() if name is None else _library(name)
 
 
+def library_bytes(name: str) -> bytes:
+    """The shared object that library(name) loads, whole, as ``adopt`` takes it; compiled if the cache lacks it."""
+    library(name)
+    return _library_file(name).read_bytes()
+
+
+def adopt(name: str, content: bytes) -> None:
+    """Make library(name) load this shared object, which another machine compiled, instead of compiling one.
+
+    Raises:
+        InvalidInput: a library for this instruction set, compiled otherwise, was loaded before.
+    """
+    path = config.cache_directory() / "cpu" / f"{name}-{hashlib.sha256(content).hexdigest()[:24]}-adopted.so"
+    if _loaded.get(name, path) != path and _loaded[name].read_bytes() != content:
+        raise InvalidInput(
+            f"this process runs CPU templates for {name} that another compiler made: load the archive in a process"
+            " that compiled nothing"
+        )
+    if name in _loaded:
+        return
+    if not _is_intact(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="adopt-") as folder:
+            copy = Path(folder, path.name)
+            copy.write_bytes(content)
+            os.replace(copy, path)
+    _adopted[name] = path
+
+
 def thread_count() -> int:
     """Threads a kernel may use; the bits do not depend on it."""
     return torch.get_num_threads()
@@ -213,15 +246,22 @@ def _default_library() -> ctypes.CDLL:
 
 @functools.cache
 def _library(name: str) -> ctypes.CDLL:
-    key = hashlib.sha256(f"{source_digest()} {name} {config.cxx_compiler()} {compiler_version()}".encode()).hexdigest()
-    path = config.cache_directory() / "cpu" / f"{name}-{key[:24]}.so"
+    path = _library_file(name)
     if not _is_intact(path):
         _build(name, path)
     loaded = ctypes.CDLL(str(path))
+    _loaded[name] = path
     for function, (result, arguments) in _SIGNATURES.items():
         getattr(loaded, function).restype = result
         getattr(loaded, function).argtypes = arguments
     return loaded
+
+
+def _library_file(name: str) -> Path:
+    if name in _adopted:
+        return _adopted[name]
+    key = hashlib.sha256(f"{source_digest()} {name} {config.cxx_compiler()} {compiler_version()}".encode()).hexdigest()
+    return config.cache_directory() / "cpu" / f"{name}-{key[:24]}.so"
 
 
 def _is_intact(path: Path) -> bool:

@@ -1,0 +1,266 @@
+"""The file that export writes: a zip in torch's .pt2 layout, where a manifest holds the sha256 of every other member.
+
+The zip's comment, its last bytes, is the sha256 of all that is no member's contents, so that no byte goes unchecked.
+Weights are one member in the format of safetensors, or a file of that format beside the archive. Members are stored as
+they are, so that weights are read from the file's pages without a copy of the whole.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import ArchiveError
+
+__all__ = ["Archive", "EXTRA", "LIBRARY_FOLDER", "write_archive"]
+
+ROOT = "detcompile"  # the folder that torch's reader expects around everything
+LIBRARY_FOLDER = "data/aotinductor/model"  # where torch looks for what AOTInductor wrote
+EXTRA = "extra/detcompile"
+MANIFEST, MANIFEST_DIGEST = f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"
+WEIGHTS = f"{EXTRA}/weights.safetensors"
+LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
+CHUNK_BYTES = 1 << 24
+COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_archive(
+    path: Path,
+    facts: Mapping[str, Any],
+    members: Mapping[str, bytes | Path],
+    weights: Mapping[str, Tensor],
+    weights_file: Path | None = None,
+) -> None:
+    """Write an archive, and the weights into ``weights_file`` if there is one; each takes its place when it is whole.
+
+    Args:
+        facts: of the manifest, as JSON has them; "members" and "weights" are added.
+        members: by name, contents or the files that hold them.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    strides = {name: list(tensor.stride()) for name, tensor in weights.items() if not tensor.is_contiguous()}
+    where: dict[str, Any] = {"file": None, "strides": strides}
+    if weights_file is not None:
+        with _put_into_place(weights_file) as file:
+            where |= {"file": weights_file.name, **_write_hashed(file, _safetensors(weights))}
+    with _put_into_place(path) as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            written: dict[str, Any] = {}
+
+            def add(name: str, content: Iterable[Any]) -> None:
+                with archive.open(zipfile.ZipInfo(f"{ROOT}/{name}"), "w", force_zip64=True) as member:
+                    written[name] = _write_hashed(member, content)
+
+            for name, content in (LAYOUT | dict(members)).items():
+                add(name, [content.read_bytes() if isinstance(content, Path) else content])
+            if weights_file is None:
+                add(WEIGHTS, _safetensors(weights))
+            manifest = json.dumps({**facts, "weights": where, "members": written}, indent=1).encode()
+            add(MANIFEST, [manifest])
+            add(MANIFEST_DIGEST, [hashlib.sha256(manifest).hexdigest().encode()])
+            archive.comment = b"0" * COMMENT_BYTES
+        _seal(file, path)
+
+
+class Archive:
+    """An archive, opened and found whole.
+
+    Attributes:
+        facts: the manifest.
+
+    Raises:
+        ArchiveError: when made, if the file is not one, is cut short or was changed since it was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes = _mapped(path)
+        self._places = _places(self._bytes, path)
+        if _frame_digest(self._bytes, self._places) != self._bytes[-COMMENT_BYTES:]:
+            raise _damaged(path, "the directory of its members")
+        for name in (MANIFEST, MANIFEST_DIGEST):
+            if name not in self._places:
+                raise ArchiveError(f"{path} is no archive of detcompile: it holds no {name}")
+        if _digest(self._view(MANIFEST)) != self.read(MANIFEST_DIGEST).decode(errors="replace"):
+            raise _damaged(path, MANIFEST)
+        self.facts: dict[str, Any] = json.loads(self.read(MANIFEST))
+        self._require_whole()
+
+    def read(self, name: str) -> bytes:
+        """A member's contents."""
+        return bytes(self._view(name))
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the members in a folder."""
+        return [name for name in self._places if name.startswith(f"{folder}/")]
+
+    def weights(self, device: torch.device) -> dict[str, Tensor]:
+        """Every weight, on the device, in memory of its own.
+
+        Raises:
+            ArchiveError: the file of weights beside the archive is missing or was changed.
+        """
+        where = self.facts["weights"]
+        if where["file"] is None:
+            content = self._view(WEIGHTS)
+        else:
+            beside = self.path.with_name(where["file"])
+            content = memoryview(_mapped(beside))
+            if len(content) != where["bytes"] or _digest(content) != where["sha256"]:
+                raise _damaged(beside, "its contents")
+        return {name: tensor.to(device) for name, tensor in _tensors(content, where["strides"])}
+
+    def _view(self, name: str) -> memoryview:
+        start, size = self._places[name]
+        return memoryview(self._bytes)[start : start + size]
+
+    def _require_whole(self) -> None:
+        listed = self.facts["members"]
+        others = set(self._places) - {MANIFEST, MANIFEST_DIGEST}
+        for name in sorted(others ^ set(listed)):
+            raise _damaged(self.path, name)
+        for name, written in listed.items():
+            if self._places[name][1] != written["bytes"] or _digest(self._view(name)) != written["sha256"]:
+                raise _damaged(self.path, name)
+
+
+def _damaged(path: Path, what: str) -> ArchiveError:
+    return ArchiveError(f"{path} is damaged: {what} is not what export wrote. Copy the file again, or export again.")
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """A file's pages, private to this process."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ArchiveError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ArchiveError(f"{path} is empty") from error
+
+
+def _places(content: mmap.mmap, path: Path) -> dict[str, tuple[int, int]]:
+    """Where each member's bytes begin, and how many there are."""
+    file: Any = content  # reads, seeks and tells, but says nothing of being a file
+    try:
+        with zipfile.ZipFile(file) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, UnicodeDecodeError) as error:
+        raise ArchiveError(f"{path} is cut short, damaged or no archive ({error}): copy or export it again") from error
+    places: dict[str, tuple[int, int]] = {}
+    for info in infos:
+        header = content[info.header_offset : info.header_offset + 30]  # ends with the lengths of a name and of extras
+        lengths = [int.from_bytes(header[at : at + 2], "little") for at in (26, 28)]
+        start = info.header_offset + len(header) + sum(lengths)
+        if start + info.file_size > len(content) or info.compress_type != zipfile.ZIP_STORED:
+            raise _damaged(path, info.filename)
+        places[info.filename.removeprefix(f"{ROOT}/")] = (start, info.file_size)
+    return places
+
+
+def _seal(file: IO[bytes], path: Path) -> None:
+    """Write the digest of what is no member's contents over the comment."""
+    file.flush()
+    with mmap.mmap(file.fileno(), 0) as content:
+        content[-COMMENT_BYTES:] = _frame_digest(content, _places(content, path))
+
+
+def _frame_digest(content: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> bytes:
+    digest, at = hashlib.sha256(), 0
+    for start, size in sorted(places.values()):
+        digest.update(content[at:start])
+        at = start + size
+    digest.update(content[at:-COMMENT_BYTES])
+    return digest.hexdigest().encode()
+
+
+def _digest(content: memoryview) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(content), CHUNK_BYTES):
+        digest.update(content[start : start + CHUNK_BYTES])
+    return digest.hexdigest()
+
+
+class _put_into_place:
+    """Opens a file under another name, and gives it its own once it was written to the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> IO[bytes]:
+        descriptor, self._name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}-")
+        self._file = os.fdopen(descriptor, "w+b")
+        return self._file
+
+    def __exit__(self, failed: Any, *_: Any) -> None:
+        self._file.close()
+        if failed is None:
+            os.replace(self._name, self.path)
+        else:
+            with suppress(OSError):
+                os.unlink(self._name)
+
+
+def _write_hashed(file: IO[bytes], parts: Iterable[Any]) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    for part in parts:
+        for start in range(0, len(part), CHUNK_BYTES):
+            chunk = memoryview(part)[start : start + CHUNK_BYTES]
+            digest.update(chunk)
+            file.write(chunk)
+        size += len(part)
+    return {"sha256": digest.hexdigest(), "bytes": size}
+
+
+def _safetensors(weights: Mapping[str, Tensor]) -> Iterator[Any]:
+    """The parts of a file of safetensors: the header's length, the header, each tensor's bytes, widest dtype first."""
+    ordered = sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensors(content: memoryview, strides: Mapping[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
+    length = int.from_bytes(content[:8], "little")
+    data = content[8 + length :]
+    for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
+        start, end = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        tensor = torch.empty(math.prod(shape), dtype=dtype)
+        if end > start:
+            tensor.view(torch.uint8).copy_(torch.frombuffer(data[start:end], dtype=torch.uint8))
+        tensor = tensor.view(shape)
+        if name in strides:
+            tensor = torch.empty_strided(shape, strides[name], dtype=dtype).copy_(tensor)
+        yield name, tensor

@@ -1,0 +1,191 @@
+"""load(): a compiled model from the file that export wrote, without the Python code of the model."""
+
+import dataclasses
+import json
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detcompile import orders
+from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive
+from detcompile.compiled import CompiledModel
+from detcompile.errors import ArchiveError, InvalidInput
+from detcompile.fingerprints import source_digest
+from detcompile.machine import obstacle
+from detcompile.numerics import Numerics
+from detcompile.passes.certificate import Certificate, Entry
+from detcompile.runtime.engine_setup import EngineModel
+from detcompile.runtime.kv_cache import KVShape
+from detcompile.step import KVGroup, StepInputs, step_leaves
+from detcompile.sum_order import SumOrder
+from detcompile.templates import cpu_library
+
+__all__ = ["CERTIFICATE", "ExportedModel", "FORMAT", "KERNELS", "TOKENIZER", "certificate_json", "facts_of", "load"]
+
+FORMAT = 1
+CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
+
+
+class ExportedModel(CompiledModel):
+    """A certified causal LM from an archive. It is called, generates and serves like the one it was exported from.
+
+    ``model`` stands for the module, of which there is none: it has ``generation_config`` and ``name_or_path`` only.
+    Drafters that need the module's layers or hidden states are refused.
+    """
+
+    def __init__(self, archive: Archive) -> None:
+        facts = archive.facts
+        self._facts = facts
+        self._folder = tempfile.TemporaryDirectory(prefix="detcompile-")  # lives as long as what was loaded from it
+        for name in (*archive.names(LIBRARY_FOLDER), *archive.names(TOKENIZER)):
+            place = Path(self._folder.name, name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(archive.read(name))
+        ends = SimpleNamespace(eos_token_id=facts["eos_token_ids"], pad_token_id=facts["pad_token_id"])
+        tokenizer = str(Path(self._folder.name, TOKENIZER))
+        self.model: Any = SimpleNamespace(generation_config=ends, name_or_path=tokenizer)
+        self.numerics = Numerics(**facts["numerics"])
+        self.max_context = facts["max_context"]
+        self.ranks = None
+        self.vocab_size = facts["num_token_ids"]
+        self.certificate = _certificate(json.loads(archive.read(CERTIFICATE)), self.numerics)
+        self._num_logits = facts["num_logits"]
+        self._kv_shapes = tuple(KVShape(*shape) for shape in facts["kv_shapes"])
+        self._kv_groups = tuple(KVGroup(tuple(layers), window) for layers, window in facts["kv_groups"])
+        self._parts = {}
+        self._generator = None
+        weights = archive.weights(self.device)
+        self.forward = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        kind = self._facts["machine"]["device"]
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, the activations and the KV cache."""
+        return getattr(torch, self._facts["dtype"])
+
+    @cached_property
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What the contract holds fixed, by name: as of the model that was exported."""
+        return self._facts["fingerprint_parts"]
+
+    @property
+    def engine_model(self) -> EngineModel:
+        """What an engine has to know of this model; its hidden states cannot be had."""
+        return EngineModel(
+            forward=self.forward,
+            kv_shapes=self._kv_shapes,
+            kv_groups=self._kv_groups,
+            dtype=self.dtype,
+            device=self.device,
+            max_context=self.max_context,
+            num_token_ids=self.vocab_size,
+            num_logits=self._num_logits,
+            eos_token_ids=self._stop_tokens(None),
+        )
+
+    def medusa_drafter(self, *_arguments: object, **_options: object) -> Any:
+        """Not here: an archive holds no program that gives hidden states."""
+        raise InvalidInput("Medusa heads read hidden states, which an archive does not give: compile the model")
+
+    def _with_layers(self, layers: tuple[int, ...]) -> CompiledModel:
+        raise InvalidInput("an archive holds the whole model only: compile the model to draft with some of its layers")
+
+
+class _Program:
+    """AOTInductor's library, called like the forward that the JIT compiled."""
+
+    def __init__(self, folder: Path, arguments: list[int | str], weights: dict[str, Tensor]) -> None:
+        (library,) = folder.glob("*.so")
+        self._arguments = [weights[source] if isinstance(source, str) else source for source in arguments]
+        on_gpu = next(iter(weights.values())).device.type == "cuda"
+        runners: Any = torch._C._aoti
+        if on_gpu:
+            self._runner = runners.AOTIModelContainerRunnerCuda(str(library), 1, "cuda", str(folder))
+        else:
+            self._runner = runners.AOTIModelContainerRunnerCpu(str(library), 1)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+        given = step_leaves(input_ids, position_ids, step, logits_to_keep)
+        (logits,) = self._runner.run([given[a] if isinstance(a, int) else a for a in self._arguments])
+        return logits
+
+
+def load(path: str | Path) -> ExportedModel:
+    """A compiled model from a file that ``export`` wrote: same bits, same fingerprint.
+
+    Neither transformers' code of the model nor its class is needed, nor a C++ compiler.
+
+    Raises:
+        ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
+        InvalidInput: there is no such file; or this process runs CPU kernels of another compiler.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InvalidInput(f"{path}: no such file; give one that export wrote")
+    archive = Archive(path)
+    facts = archive.facts
+    if facts.get("format") != FORMAT:
+        raise ArchiveError(f"{path} has format {facts.get('format')}, known is {FORMAT}: export it again")
+    reason = obstacle(facts["machine"])
+    if reason:
+        raise ArchiveError(f"{path} does not run here with its bits: {reason}")
+    if facts["fingerprint_parts"]["source"] != source_digest():
+        raise ArchiveError(f"{path} was made by another version of detcompile : export it again")
+    for name in archive.names(KERNELS):
+        cpu_library.adopt(Path(name).stem, archive.read(name))
+    return ExportedModel(archive)
+
+
+def facts_of(model: CompiledModel) -> dict[str, Any]:
+    """What an ExportedModel has to know of the model that is exported, as JSON has it."""
+    known = model.engine_model
+    return {
+        "format": FORMAT,
+        "fingerprint": model.fingerprint,
+        "fingerprint_parts": model.fingerprint_parts,
+        "step": list(StepInputs._fields),
+        "numerics": dataclasses.asdict(model.numerics),
+        "max_context": model.max_context,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "num_token_ids": known.num_token_ids,
+        "num_logits": known.num_logits,
+        "eos_token_ids": list(known.eos_token_ids),
+        "pad_token_id": getattr(getattr(model.model, "generation_config", None), "pad_token_id", None),
+        "kv_shapes": [list(shape) for shape in known.kv_shapes],
+        "kv_groups": [[list(group.layers), group.window] for group in known.kv_groups],
+    }
+
+
+def certificate_json(certificate: Certificate) -> bytes:
+    """A certificate, whole."""
+    entries = [dataclasses.asdict(entry) for entry in certificate.entries]
+    sums = [_order_json(order) for order in certificate.sums]
+    return json.dumps({"entries": entries, "sums": sums}, indent=1).encode()
+
+
+def _certificate(content: dict[str, Any], numerics: Numerics) -> Certificate:
+    entries = tuple(Entry(**entry) for entry in content["entries"])
+    return Certificate(entries, numerics, tuple(_order(order) for order in content["sums"]))
+
+
+def _order_json(order: SumOrder) -> dict[str, Any]:
+    fields = {field.name: getattr(order, field.name) for field in dataclasses.fields(order)}  # type: ignore[arg-type]
+    nested = {name: _order_json(value) if isinstance(value, SumOrder) else value for name, value in fields.items()}
+    return {"order": type(order).__name__, **nested}
+
+
+def _order(content: dict[str, Any]) -> SumOrder:
+    kind = getattr(orders, content["order"])
+    fields = {name: _order(value) if isinstance(value, dict) else value for name, value in content.items()}
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name != "order"})

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as rotate_halves
-from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotate_pairs
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG
+from detcompile.passes.rotations import rotate_halves, rotate_pairs
 from detcompile.step import StepInputs
 
 __all__ = ["ADAPTERS", "Adapter", "adapt", "attend"]
@@ -130,7 +129,7 @@ def _falcon_attention(
     members = self.num_heads // groups
     fused = self.query_key_value(hidden_states).unflatten(-1, (groups, members + 2, self.head_dim))
     query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
-    query, key = rotate_halves(query, key, *position_embeddings, unsqueeze_dim=2)
+    query, key = rotate_halves(query, key, *position_embeddings)
     out = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
     return self.dense(out), None
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import apply_rotary_pos_emb as rotate_japanese
-from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotate_pairs
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters import attend
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG
+from detcompile.passes.rotations import rotate_halves, rotate_pairs
 
 __all__ = ["OWN_ATTENTION", "replace_attention"]
 
@@ -82,9 +81,7 @@ def _gpt_neox_japanese(
     fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_attention_heads, 3 * self.head_size))
     query, key, value = fused.split(self.head_size, -1)
     turned = self.rotary_ndims
-    turned_query, turned_key = rotate_japanese(
-        query[..., :turned], key[..., :turned], *position_embeddings, unsqueeze_dim=2
-    )
+    turned_query, turned_key = rotate_halves(query[..., :turned], key[..., :turned], *position_embeddings)
     query = torch.cat([turned_query, query[..., turned:]], -1)
     key = torch.cat([turned_key, key[..., turned:]], -1)
     return self.dense(attend(self, query, key, value, kwargs.get(STEP_KWARG))), None, self.dense_bias

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-SCRIPTS = ("templates", "model", "dispatch", "serve", "speculation", "at_size")
+SCRIPTS = ("templates", "experts_and_quantized", "model", "dispatch", "serve", "speculation", "at_size")
 SEVERAL_GPUS = ("collectives",)
 
 

@@ -268,6 +268,9 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         radices = _declared(args[4], numerics)
         value = args[0].meta["val"]
         order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices)
+    elif target is ours.dequant_matmul.default:
+        radices = _declared(args[8], numerics)
+        order = matmul_order(_static(shape_of(args[0])[1]), args[0].meta["val"].dtype, radices)
     elif target is ours.expert_matmul.default:
         order = matmul_order(_static(shape_of(args[0])[-1]), args[0].meta["val"].dtype, ())
     elif args[:1] == (ours.rope_cache.default,):

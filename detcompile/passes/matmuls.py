@@ -10,7 +10,8 @@ from detcompile.passes.provenance import shape_of
 __all__ = ["fuse_residuals", "pin_matmuls"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
-RESIDUAL_OF = {ours.matmul.default: 3, ours.tree_all_reduce.default: 2}  # the argument's position
+# The argument's position.
+RESIDUAL_OF = {ours.matmul.default: 3, ours.dequant_matmul.default: 5, ours.tree_all_reduce.default: 2}
 
 
 def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:

@@ -46,6 +46,17 @@ def _matmul(node: fx.Node, ctx: Context) -> Rows:
     return out if residual is None else join([out, ctx.rows(residual)], 2)
 
 
+def _dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """matmul, of weights that are dequantised element by element."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_feature(x, 1, "the sum of a matrix product")
+    for part, what in zip(node.args[1:5], ("the weights", "their scales", "their zeros", "the bias"), strict=True):
+        if part is not None:
+            require_weight(ctx.rows(part), what)
+    out = Rows((x.dims[0], w.dims[0]))
+    return out if node.args[5] is None else join([out, ctx.rows(node.args[5])], 2)
+
+
 def _expert_matmul(node: fx.Node, ctx: Context) -> Rows:
     """A row is multiplied by the weights of the experts that the same row chose."""
     x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
@@ -72,6 +83,7 @@ def _last_dim(keep: bool) -> Rule:
 
 TEMPLATES: Mapping[Any, Rule] = {
     ours.matmul.default: _matmul,
+    ours.dequant_matmul.default: _dequant_matmul,
     ours.expert_matmul.default: _expert_matmul,
     ours.row_sum.default: _last_dim(keep=False),
     ours.row_var_mean.default: _last_dim(keep=False),

@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-FAMILIES = ["rows", "rope", "matmul", "experts", "attention", "attention_scores", "sampling", "collectives"]
+FAMILIES = ["rows", "rope", "matmul", "experts", "dequant", "attention", "attention_scores", "sampling", "collectives"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,270 @@
+"""GPU times of experts' products and of products with quantised weights, beside torch's own.
+
+    python -m benchmarks.experts_and_quantized --commit $(git rev-parse --short HEAD) [--only qwen,int4]
+
+Medians of CUDA-graph replays, as benchmarks/templates.py takes them; weights rotate past the L2 (of experts: routings
+do, over weights that are larger). Writes benchmarks/results/experts-and-quantized-<device>-<commit>.json. A ratio is
+the peer's time over ours: above 1 we are faster. Our products start at the router's ids and group the rows themselves.
+
+| peer | what it does |
+|---|---|
+| grouped_mm | torch's grouped product alone, of rows that are sorted by expert already |
+| grouped_mm, whole | the same with sort, offsets, gather and the way back, as transformers calls it |
+| cuBLAS loop | one product an expert with rows, of sorted rows, the counts known to the host |
+| int4pack, int8pack | torch._weight_int4pack_mm, torch._weight_int8pack_mm |
+| dequantise + cuBLAS | the dequantisation by torch.compile, then torch.mm |
+| cuBLAS bfloat16, scaled_mm | for information: weights of 16 bits; both operands float8 |
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.templates import DEVICE, copies, measure
+from detcompile.templates import dequant_triton, experts_triton
+from detcompile.templates.dequant_schedules import dequant_candidates
+from detcompile.templates.experts_schedules import expert_candidates
+from detcompile.templates.matmul_schedules import GemmSchedule
+from detcompile.templates.quantized import QuantizedWeight, dequantized, pack_nibbles
+
+MIXTURES = {  # experts, experts of a token, {product: N, K, whether a token's choices share its row}
+    "qwen": ("Qwen3-30B-A3B", 128, 8, {"gate_up": (1536, 2048, True), "down": (2048, 768, False)}),
+    "mixtral": ("Mixtral 8x7B", 8, 2, {"gate_up": (28672, 4096, True), "down": (4096, 14336, False)}),
+}
+EXPERT_TOKENS = (1, 8, 64, 512, 4096)
+LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}  # Qwen3-8B
+TOKENS = (1, 8, 64, 512)
+GROUP = 128
+BFLOAT16 = torch.bfloat16
+
+
+def expert_rows(key: str) -> Iterator[dict]:
+    model, experts, choices, products = MIXTURES[key]
+    for name, (n, k, shared) in products.items():
+        w = torch.randn(experts, n, k, device=DEVICE, dtype=BFLOAT16) * 0.02
+        for tokens in EXPERT_TOKENS:
+            buffers = list(_routings(tokens, experts, choices, k, shared))
+            problem = experts_triton.experts_problem(tokens * choices, buffers[0][0], w, None)
+            _compile(_compile_experts, [(s, experts, choices if shared else 1) for s in expert_candidates(problem)])
+            run = functools.partial(experts_triton.run_experts, w=w)
+            schedule = experts_triton.tune_experts(
+                problem, DEVICE, lambda s, run=run, buffers=buffers: measure(buffers, functools.partial(run, s))
+            )
+            ours = functools.partial(experts_triton.expert_matmul_cuda, w=w, bias=None)
+            peers = {
+                "grouped_mm": ([_sorted(x, ids, experts) for x, ids in buffers], functools.partial(_grouped_mm, w)),
+                "grouped_mm, whole": (buffers, functools.partial(_whole_grouped_mm, w)),
+                "cuBLAS loop": ([_slices(x, ids, w) for x, ids in buffers], _cublas_loop),
+            }
+            row = {"kernel": "experts", "model": model, "product": name, "tokens": tokens, "N": n, "K": k}
+            row |= _beside(buffers, ours, peers)
+            flops = 2e-6 * tokens * choices * n * k / row["us"]
+            yield row | {"tflops": flops, "schedule": str(schedule)} | _gate(experts_triton.tuner(DEVICE), problem)
+
+
+def _routings(tokens: int, experts: int, choices: int, k: int, shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """x and ids of several routings: choices of a token are distinct, every expert is as likely."""
+    for _ in range(12 if tokens <= 64 else 3):
+        x = torch.randn(tokens, *(() if shared else (choices,)), k, device=DEVICE, dtype=BFLOAT16)
+        yield x, torch.rand(tokens, experts, device=DEVICE).argsort(-1)[:, :choices].contiguous()
+
+
+def _sorted(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    order = ids.flatten().argsort(stable=True)
+    rows = x.reshape(-1, x.shape[-1])[order // (ids.shape[1] if x.dim() == 2 else 1)]
+    return rows, torch.bincount(ids.flatten(), minlength=experts).cumsum(0).int()
+
+
+def _grouped_mm(w: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    return grouped(rows, w.transpose(1, 2), offs=offsets)
+
+
+def _whole_grouped_mm(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    sorted_ids, order = ids.flatten().sort()
+    rows = x.reshape(-1, x.shape[-1])[order // (ids.shape[1] if x.dim() == 2 else 1)]
+    counts = torch.histc(sorted_ids.int(), bins=len(w), min=0, max=len(w) - 1)
+    out = _grouped_mm(w, rows, counts.cumsum(0, dtype=torch.int32))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=DEVICE)
+    return out[back]
+
+
+def _slices(x: Tensor, ids: Tensor, w: Tensor) -> tuple[list[tuple[Tensor, Tensor]]]:
+    rows, offsets = _sorted(x, ids, len(w))
+    ends = [0, *offsets.tolist()]
+    return ([(rows[a:b], w[e].t()) for e, (a, b) in enumerate(itertools.pairwise(ends)) if b > a],)
+
+
+def _cublas_loop(slices: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [torch.mm(rows, w) for rows, w in slices]
+
+
+def quantized_rows(key: str) -> Iterator[dict]:
+    for name, (n, k) in LINEARS.items():
+        size = n * k // 2 if key == "int4" else n * k
+        weights = [_quantized(key, n, k) for _ in range(min(12, copies(size)))]
+        plain = [torch.randn(n, k, device=DEVICE, dtype=BFLOAT16) * 0.02 for _ in range(min(6, copies(2 * n * k)))]
+        for tokens in TOKENS:
+            x = torch.randn(tokens, k, device=DEVICE, dtype=BFLOAT16)
+            problem = dequant_triton.dequant_problem(x, weights[0], None, None, (), BFLOAT16)
+            _compile(_compile_dequant, [(s, key) for s in dequant_candidates(problem)])
+            buffers = [(weight,) for weight in weights]
+            schedule = dequant_triton.tune_dequant(
+                problem,
+                DEVICE,
+                lambda s, x=x, buffers=buffers: measure(buffers, lambda w: dequant_triton.run_dequant(s, x, w)),
+            )
+            row = {"kernel": key, "model": "Qwen3-8B", "product": name, "tokens": tokens, "N": n, "K": k}
+            row |= _beside(
+                buffers,
+                lambda w, x=x: dequant_triton.dequant_matmul_cuda(x, w, None, None, ()),
+                _quantized_peers(key, x, weights, plain),
+            )
+            yield (
+                row
+                | {"TB/s": size / row["us"] * 1e-6, "schedule": str(schedule)}
+                | _gate(dequant_triton.tuner(DEVICE), problem)
+            )
+
+
+def _quantized(key: str, n: int, k: int) -> QuantizedWeight:
+    if key == "int4":
+        q = pack_nibbles(torch.randint(0, 16, (n, k), device=DEVICE))
+        return QuantizedWeight(q, torch.rand(k // GROUP, n, device=DEVICE).to(BFLOAT16) * 0.01, None, k, GROUP, 1)
+    if key == "int8":
+        q = torch.randint(-128, 128, (n, k), device=DEVICE, dtype=torch.int8)
+        return QuantizedWeight(q, torch.rand(1, n, device=DEVICE) * 0.01, None, k, k, 1)
+    q = torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn)
+    return QuantizedWeight(q, torch.rand(k // 128, n // 128, device=DEVICE) * 0.01, None, k, 128, 128)
+
+
+def _quantized_peers(key: str, x: Tensor, weights: list[QuantizedWeight], plain: list[Tensor]) -> dict:
+    dequantise = torch.compile(_dequantise)
+    peers: dict[str, tuple[list[tuple], Callable]] = {
+        "dequantise + cuBLAS": ([(w,) for w in weights], lambda w: torch.mm(x, dequantise(w).t())),
+        "cuBLAS bfloat16": ([(w,) for w in plain], lambda w: torch.mm(x, w.t())),
+    }
+    if key == "int4":
+        packed = []
+        for weight in weights:
+            q = torch.randint(0, 256, (len(weight.w), weight.k // 2), device=DEVICE, dtype=torch.uint8)
+            zeros = torch.zeros_like(weight.scales)
+            scales = torch.stack([weight.scales, zeros], 2).contiguous()
+            packed.append((torch._convert_weight_to_int4pack(q, 8), scales))
+        peers["int4pack"] = packed, lambda w, s: torch._weight_int4pack_mm(x, w, GROUP, s)
+    elif key == "int8":
+        scaled = [(weight.w, weight.scales[0].to(BFLOAT16)) for weight in weights]
+        peers["int8pack"] = scaled, lambda w, s: torch._weight_int8pack_mm(x, w, s)
+    else:
+        a, a_scale = x.to(torch.float8_e4m3fn), torch.ones(len(x), 1, device=DEVICE)
+        b_scale = torch.ones(1, len(weights[0].w), device=DEVICE)
+        peers["scaled_mm"] = (
+            [(weight.w,) for weight in weights],
+            lambda w: torch._scaled_mm(a, w.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=BFLOAT16),
+        )
+    return peers
+
+
+def _dequantise(weight: QuantizedWeight) -> Tensor:
+    if weight.w.dtype is torch.float8_e4m3fn:
+        scales = weight.scales.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (weight.w.float() * scales).to(BFLOAT16)
+    return dequantized(weight, BFLOAT16)
+
+
+def _beside(buffers: list[tuple], ours: Callable, peers: dict[str, tuple[list[tuple], Callable]]) -> dict:
+    """Medians of ours and of every peer, taken in turns; a peer that cannot run says why."""
+    rounds = 3
+    times: dict[str, list[float]] = {"ours": []}
+    failed = {}
+    for _ in range(rounds):
+        times["ours"].append(measure(buffers, ours))
+        for name, (arguments, peer) in peers.items():
+            if name not in failed:
+                try:
+                    times.setdefault(name, []).append(measure(arguments, peer))
+                except Exception as error:  # of whatever kind: this torch or device has no such product
+                    failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+                    torch.cuda.synchronize()
+    us = statistics.median(times.pop("ours"))
+    medians = {name: statistics.median(found) for name, found in times.items() if name not in failed}
+    row = {"us": us, "peer_us": medians, "ratio": {name: peer / us for name, peer in medians.items()}}
+    return row | ({"failed": failed} if failed else {})
+
+
+def _gate(tuner, problem) -> dict:
+    found = next(row for row in tuner.table() if row["problem"] == str(problem))
+    return {"admitted, refused": (found["admitted"], found["refused"])}
+
+
+def _compile(compile_one: Callable, arguments: list[tuple]) -> None:
+    """Every candidate once, in many processes, so that the gate and the clock find it compiled."""
+    fresh = [a for a in arguments if (compile_one.__name__, *map(str, a)) not in _COMPILED]
+    _COMPILED.update((compile_one.__name__, *map(str, a)) for a in fresh)
+    if len(fresh) > 1:
+        with multiprocessing.get_context("spawn").Pool(min(len(fresh), 12, os.cpu_count() or 1)) as pool:
+            pool.starmap(compile_one, fresh, chunksize=1)
+
+
+_COMPILED: set[tuple] = set()
+
+
+def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None:
+    x = torch.zeros(1, *(() if choices > 1 else (1,)), 2048, device=DEVICE, dtype=BFLOAT16)
+    ids = torch.zeros(1, choices, device=DEVICE, dtype=torch.int64)
+    w = torch.zeros(experts, 256, 2048, device=DEVICE, dtype=BFLOAT16)
+    with contextlib.suppress(Exception):  # what cannot run here is refused by the gate, which says why
+        experts_triton.run_experts(schedule, x, ids, w)
+
+
+def _compile_dequant(schedule: GemmSchedule, key: str) -> None:
+    with contextlib.suppress(Exception):
+        weight = _quantized(key, 256, 4096)
+        dequant_triton.run_dequant(schedule, torch.zeros(1, 4096, device=DEVICE, dtype=BFLOAT16), weight)
+
+
+FAMILIES: dict[str, Callable[[str], Iterator[dict]]] = {key: expert_rows for key in MIXTURES}
+FAMILIES |= {key: quantized_rows for key in ("int4", "int8", "fp8")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop after this long; what was measured is kept")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    started, rows = time.monotonic(), []
+    for key in arguments.only.split(","):
+        for row in FAMILIES[key](key):
+            rows.append(row)
+            ratios = "  ".join(f"{peer} {ratio:.2f}" for peer, ratio in row["ratio"].items())
+            print(f"{row['model']} {row['kernel']} {row['product']} {row['tokens']}: {row['us']:.1f} us  {ratios}"
+                  f"  {row['schedule']} {row['admitted, refused']} {row.get('failed', '')}", flush=True)  # fmt: skip
+            if time.monotonic() - started > 60 * arguments.minutes:
+                break
+    name = torch.cuda.get_device_name()
+    result = {"commit": arguments.commit, "device": name, "torch": torch.__version__, "triton": triton.__version__}
+    result |= {"unit": "us: median of CUDA-graph replays, buffers rotated past the L2", "rows": rows}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    suffix = "" if arguments.only == ",".join(FAMILIES) else "-" + arguments.only.replace(",", "-")
+    path = arguments.output / f"experts-and-quantized{suffix}-{name.replace(' ', '-').lower()}-{arguments.commit}.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

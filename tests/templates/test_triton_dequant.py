@@ -1,0 +1,128 @@
+"""dequant_matmul's kernels: the bytes of matmul over dequantised weights, whatever the schedule and the token count."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile.errors import ScheduleError
+from detcompile.templates.dequant_schedules import EXPAND, dequant_candidates
+from detcompile.templates.dequant_triton import (
+    dequant_matmul_cuda,
+    dequant_problem,
+    expanded,
+    probe_dequant,
+    run_dequant,
+    tune_dequant,
+    tuner,
+)
+from detcompile.templates.matmul_schedules import GemmSchedule
+from detcompile.templates.matmul_triton import run_schedule
+from detcompile.templates.quantized import QuantizedWeight, dequantized
+from tests.bits import assert_bitwise_equal
+from tests.templates.quantized_cases import FORMATS, quantized_weight
+from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NEEDS_TRITON
+
+pytestmark = NEEDS_TRITON
+N, K = 37, 200
+PLAIN = GemmSchedule("pointers", 16, 32, 32, 4, 2)
+SMALL = [GemmSchedule("fused", 16, 32, 128, 4, 2, True), GemmSchedule("fused", 32, 16, 128, 4, 2, True, group=2)]
+MODELS = ["int4, groups of 128", "int4, groups of 32", "int8, channels", "fp8, blocks of 128"]  # what checkpoints hold
+
+
+def heavy_tailed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal, spread = (torch.randn(*shape, generator=generator) for _ in range(2))
+    return (normal * torch.exp(spread)).to(dtype).to(DEVICE)
+
+
+def by_matmul(x: Tensor, weight: QuantizedWeight, *epilogue: Tensor | None, radices: tuple[int, ...] = ()) -> Tensor:
+    return run_schedule(PLAIN, x, dequantized(weight, x.dtype), *epilogue, radices=radices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_expanded_weights_have_the_bytes_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    weight = quantized_weight(name, N, K, DEVICE)
+    assert_bitwise_equal(expanded(weight, dtype), dequantized(weight, dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_fused_product_has_the_bytes_of_matmul(name: str) -> None:
+    weight, x = quantized_weight(name, N, K, DEVICE), heavy_tailed(5, K)
+    bias, residual = heavy_tailed(N, seed=2), heavy_tailed(5, N, seed=3)
+    for schedule in SMALL:
+        assert_bitwise_equal(run_dequant(schedule, x, weight), by_matmul(x, weight), f"{name} {schedule}")
+        found = run_dequant(schedule, x, weight, bias, residual)
+        assert_bitwise_equal(found, by_matmul(x, weight, bias, residual), f"{name} {schedule} with its epilogue")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_leaves_of_a_tree_are_whole_steps(name: str) -> None:
+    weight, x = quantized_weight(name, N, 512, DEVICE), heavy_tailed(5, 512)
+    for radices in ((2, 2), (4,)):
+        found = run_dequant(SMALL[0], x, weight, radices=radices)
+        assert_bitwise_equal(found, by_matmul(x, weight, radices=radices), f"{name} {radices}")
+    with pytest.raises(ScheduleError, match="whole steps of 128"):
+        run_dequant(SMALL[0], x, weight, radices=(8,))
+
+
+def test_a_row_ignores_its_neighbours() -> None:
+    weight, x = quantized_weight("int4, groups of 128", N, K, DEVICE), heavy_tailed(20, K)
+    whole = run_dequant(SMALL[0], x, weight)
+    poisoned = torch.full_like(x, torch.nan)
+    poisoned[17] = x[17]
+    assert_bitwise_equal(run_dequant(SMALL[0], poisoned, weight)[17], whole[17], "beside NaN")
+    assert_bitwise_equal(run_dequant(SMALL[1], x[17:18], weight)[0], whole[17], "alone")
+
+
+def test_the_op_runs_what_is_gated() -> None:
+    weight, x = quantized_weight("int8, groups of 128", N, K, DEVICE), heavy_tailed(3, K, dtype=DOT_DTYPES[0])
+    assert_bitwise_equal(dequant_matmul_cuda(x, weight, None, None, ()), by_matmul(x, weight))
+    problem = dequant_problem(x, weight, None, None, (), x.dtype)
+    bits = probe_dequant(problem, x.device)
+    assert bits(SMALL[0]) == bits(EXPAND)
+    assert dequant_matmul_cuda(x[:0], weight, None, None, ()).shape == (0, N)
+
+
+class TestOnTheGpu:
+    pytestmark = NEEDS_GPU
+
+    @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("name", MODELS)
+    def test_every_schedule_has_the_bytes_of_matmul(self, name: str, dtype: torch.dtype, radices: tuple) -> None:
+        weight = quantized_weight(name, 600, 2048, DEVICE)
+        for tokens in (1, 16, 31, 64, 100):
+            x = heavy_tailed(tokens, 2048, dtype=dtype, seed=tokens)
+            residual = heavy_tailed(tokens, 600, dtype=dtype, seed=3)
+            problem = dequant_problem(x, weight, None, residual, radices, dtype)
+            candidates = dequant_candidates(problem)
+            admitted = tuner(x.device).admitted(str(problem), EXPAND, candidates, probe_dequant(problem, x.device))
+            refused = tuner(x.device).refusals().get(str(problem))
+            print(f"{problem}: {len(admitted)} of {len(candidates)}, refused {refused}")
+            assert len(admitted) >= len(candidates) / 2
+            expected = by_matmul(x, weight, None, residual, radices=radices)
+            for schedule in (*admitted, EXPAND):
+                found = run_dequant(schedule, x, weight, None, residual, radices)
+                assert_bitwise_equal(found, expected, f"{name} {schedule}")
+
+    @pytest.mark.parametrize("dtype", DOT_DTYPES)
+    @pytest.mark.parametrize("name", MODELS)
+    def test_a_row_ignores_the_token_count(self, name: str, dtype: torch.dtype) -> None:
+        weight, x = quantized_weight(name, 272, 1024, DEVICE), heavy_tailed(1025, 1024, dtype=dtype)
+        whole = dequant_matmul_cuda(x, weight, None, None, (2, 2))
+        for m in (1, 2, 15, 16, 17, 33, 64, 65, 127, 129, 257, 1024):
+            assert_bitwise_equal(dequant_matmul_cuda(x[:m], weight, None, None, (2, 2)), whole[:m], f"{m} tokens")
+            assert_bitwise_equal(dequant_matmul_cuda(x[-m:], weight, None, None, (2, 2)), whole[-m:], f"last {m}")
+
+    def test_a_graph_and_tuning_keep_the_bits(self) -> None:
+        weight, x = quantized_weight("int4, groups of 128", 272, 1024, DEVICE), heavy_tailed(7, 1024).bfloat16()
+        expected = dequant_matmul_cuda(x, weight, None, None, ())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = dequant_matmul_cuda(x, weight, None, None, ())
+        graph.replay()
+        assert_bitwise_equal(captured, expected, "captured")
+        problem = dequant_problem(x, weight, None, None, (), x.dtype)
+        tune_dequant(problem, x.device, lambda schedule: float(schedule.block_n))
+        assert_bitwise_equal(dequant_matmul_cuda(x, weight, None, None, ()), expected, "tuned")

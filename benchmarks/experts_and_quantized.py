@@ -52,12 +52,12 @@ BFLOAT16 = torch.bfloat16
 
 def expert_rows(key: str) -> Iterator[dict]:
     model, experts, choices, products = MIXTURES[key]
+    _compile_all(_compile_experts, _expert_compilations(key))
     for name, (n, k, shared) in products.items():
         w = torch.randn(experts, n, k, device=DEVICE, dtype=BFLOAT16) * 0.02
         for tokens in EXPERT_TOKENS:
             buffers = list(_routings(tokens, experts, choices, k, shared))
             problem = experts_triton.experts_problem(tokens * choices, buffers[0][0], w, None)
-            _compile(_compile_experts, [(s, experts, choices if shared else 1) for s in expert_candidates(problem)])
             run = functools.partial(experts_triton.run_experts, w=w)
             schedule = experts_triton.tune_experts(
                 problem, DEVICE, lambda s, run=run, buffers=buffers: measure(buffers, functools.partial(run, s))
@@ -113,6 +113,7 @@ def _cublas_loop(slices: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def quantized_rows(key: str) -> Iterator[dict]:
+    _compile_all(_compile_dequant, _dequant_compilations(key))
     for name, (n, k) in LINEARS.items():
         size = n * k // 2 if key == "int4" else n * k
         weights = [_quantized(key, n, k) for _ in range(min(12, copies(size)))]
@@ -120,7 +121,6 @@ def quantized_rows(key: str) -> Iterator[dict]:
         for tokens in TOKENS:
             x = torch.randn(tokens, k, device=DEVICE, dtype=BFLOAT16)
             problem = dequant_triton.dequant_problem(x, weights[0], None, None, (), BFLOAT16)
-            _compile(_compile_dequant, [(s, key) for s in dequant_candidates(problem)])
             buffers = [(weight,) for weight in weights]
             schedule = dequant_triton.tune_dequant(
                 problem,
@@ -210,16 +210,28 @@ def _gate(tuner, problem) -> dict:
     return {"admitted, refused": (found["admitted"], found["refused"])}
 
 
-def _compile(compile_one: Callable, arguments: list[tuple]) -> None:
+def _expert_compilations(key: str) -> list[tuple]:
+    _, experts, choices, products = MIXTURES[key]
+    found = []
+    for n, k, shared in products.values():
+        x, w = (torch.empty(shape, device=DEVICE, dtype=BFLOAT16) for shape in ((1, k), (experts, n, k)))
+        for tokens in EXPERT_TOKENS:
+            problem = experts_triton.experts_problem(tokens * choices, x, w, None)
+            found += [(schedule, experts, choices if shared else 1) for schedule in expert_candidates(problem)]
+    return list(dict.fromkeys(found))
+
+
+def _dequant_compilations(key: str) -> list[tuple]:
+    weight = _quantized(key, 256, 4096)
+    xs = [torch.empty(tokens, 4096, device=DEVICE, dtype=BFLOAT16) for tokens in TOKENS]
+    problems = [dequant_triton.dequant_problem(x, weight, None, None, (), BFLOAT16) for x in xs]
+    return list(dict.fromkeys((schedule, key) for problem in problems for schedule in dequant_candidates(problem)))
+
+
+def _compile_all(compile_one: Callable, arguments: list[tuple]) -> None:
     """Every candidate once, in many processes, so that the gate and the clock find it compiled."""
-    fresh = [a for a in arguments if (compile_one.__name__, *map(str, a)) not in _COMPILED]
-    _COMPILED.update((compile_one.__name__, *map(str, a)) for a in fresh)
-    if len(fresh) > 1:
-        with multiprocessing.get_context("spawn").Pool(min(len(fresh), 12, os.cpu_count() or 1)) as pool:
-            pool.starmap(compile_one, fresh, chunksize=1)
-
-
-_COMPILED: set[tuple] = set()
+    with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
+        pool.starmap(compile_one, arguments, chunksize=1)
 
 
 def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None:
@@ -232,8 +244,8 @@ def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None
 
 def _compile_dequant(schedule: GemmSchedule, key: str) -> None:
     with contextlib.suppress(Exception):
-        weight = _quantized(key, 256, 4096)
-        dequant_triton.run_dequant(schedule, torch.zeros(1, 4096, device=DEVICE, dtype=BFLOAT16), weight)
+        x = torch.zeros(32, 4096, device=DEVICE, dtype=BFLOAT16)
+        dequant_triton.run_dequant(schedule, x, _quantized(key, 256, 4096))
 
 
 FAMILIES: dict[str, Callable[[str], Iterator[dict]]] = {key: expert_rows for key in MIXTURES}

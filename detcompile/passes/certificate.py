@@ -26,6 +26,8 @@ from detcompile.passes.provenance import (
     Refusal,
     Rows,
     created,
+    describe,
+    is_feature,
     require_apart,
     shape_of,
     sympy_size,
@@ -41,11 +43,15 @@ ours = torch.ops.detcompile
 
 @dataclass(frozen=True)
 class Role:
-    """What a graph input is: 'weight', 'layout', or 'rows' with the row space of each dimension that has one."""
+    """What a graph input is: 'weight', 'layout', or 'rows' with the row space of each dimension that has one.
+
+    layout: which part of the step, where attention is to read it.
+    """
 
     kind: str
     rows: Mapping[int, str] | None = None
     final_gather: bool = False
+    layout: Layout = LAYOUT
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,8 @@ def certify(
         elif node.op in ("call_module", "call_method"):
             offenders.append(f"{node.target} at {place_of(node)}: not an ATen operation")
             context.states[node] = None
+        elif node.op == "output" and not offenders:
+            offenders.extend(_lost(node, context))
     found = sum(entry.kind == "attention" for entry in entries)
     if expected_attention is not None and found != expected_attention and not offenders:
         offenders.append(
@@ -147,6 +155,25 @@ def certify(
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
     return Certificate(tuple(entries), numerics, tuple(sums))
+
+
+def _lost(output: fx.Node, context: Context) -> list[str]:
+    """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches."""
+    lost = [
+        f"output {place}: holds {' '.join(map(describe, state.dims))}, not the rows that the caller chose"
+        for place, state in enumerate(context.states[arg] for arg in output.all_input_nodes)
+        if context.final_gather and isinstance(state, Rows) and not _is_chosen(state, context)
+    ]
+    for cache in context.caches:
+        if cache not in context.kept:
+            lost.append(f"{cache.part}[{cache.index}]: what attention wrote is not kept for the next step")
+    return lost
+
+
+def _is_chosen(state: Rows, context: Context) -> bool:
+    first, *others = state.dims
+    rows = [axis.row for axis in first]
+    return len(rows) == 1 and rows[0] in context.final_gather.values() and all(map(is_feature, others))
 
 
 def _refusal_text(offenders: list[str]) -> str:
@@ -173,7 +200,7 @@ def _input_state(node: fx.Node, role: Role) -> Any:
     if not isinstance(node.meta["val"], torch.Tensor):
         return SIZE
     if role.kind == "layout" or role.final_gather:  # which row of the step is wanted tells its place
-        return LAYOUT
+        return role.layout
     dims = list(created(shape_of(node), {}).dims)
     for dim, name in (role.rows or {}).items():
         dims[dim] = tuple(axis._replace(row=name) for axis in dims[dim])

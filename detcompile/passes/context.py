@@ -22,6 +22,8 @@ class Context:
         self.final_gather = final_gather  # placeholders that choose the rows of the logits, and the space of those rows
         self.packed = packed  # the tokens are of several sequences
         self.states: dict[fx.Node, Any] = {}
+        self.caches: dict[Layout, fx.Node] = {}  # written in this step, and by which attention
+        self.kept: set[Layout] = set()  # of these, the ones that the graph's inputs hold when it ends
 
     def rows(self, arg: Any, what: str = "the operation") -> Rows:
         """The state of a tensor argument; metadata and sizes are refused."""

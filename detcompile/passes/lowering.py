@@ -29,7 +29,7 @@ from detcompile.passes.certificate import Certificate, Role
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
-from detcompile.passes.provenance import sympy_size
+from detcompile.passes.provenance import Layout, sympy_size
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StepInputs, step_leaves
 from detcompile.weights import weights_digest
@@ -109,7 +109,7 @@ def lower(
         shard(model, attention, numerics, ranks, replicate_attention)
         attention, groups = observe_attention(model, numerics.kv_chunk)
     _certify_batches(model, numerics, len(attention))
-    forward, certificate = _compile_packed(PackedForward(model), numerics, attention, len(groups))
+    forward, certificate = _compile_packed(PackedForward(model), numerics, attention, groups)
     shapes = tuple(call.shape for call in attention)
     return Lowered(forward, certificate, shapes, groups, num_token_ids, num_logits, whole_weights)
 
@@ -121,7 +121,7 @@ def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
         UnsupportedModel, UncertifiedOp: as ``lower``.
     """
     attention, groups = observe_attention(view, numerics.kv_chunk)
-    forward, certificate = _compile_packed(PackedForward(view), numerics, attention, len(groups))
+    forward, certificate = _compile_packed(PackedForward(view), numerics, attention, groups)
     shapes = tuple(call.shape for call in attention)
     return Lowered(forward, certificate, shapes, groups, *_vocabulary(view))
 
@@ -139,7 +139,7 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     packed = StatesForward(model)
     watched = packed.watch()
     try:
-        forward, found = _compile_packed(packed, numerics, attention, len(groups))
+        forward, found = _compile_packed(packed, numerics, attention, groups)
     finally:
         watched.remove()
     if found.orders != certificate.orders:
@@ -158,7 +158,7 @@ def package(model: PreTrainedModel, numerics: Numerics, certificate: Certificate
     """
     attention, groups = observe_attention(model, numerics.kv_chunk)
     packaging = Packaging()
-    program, found, example = _trace_packed(PackedForward(model), numerics, attention, len(groups), packaging)
+    program, found, example = _trace_packed(PackedForward(model), numerics, attention, groups, packaging)
     if found.counts != certificate.counts or found.orders != certificate.orders:
         raise UnsupportedModel(f"{type(model).__name__} gave another graph than the compiled one: load it again")
     place = {id(leaf): index for index, leaf in enumerate(step_leaves(*example))}
@@ -195,9 +195,9 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
 
 
 def _compile_packed(
-    module: PackedForward, numerics: Numerics, attention: tuple[AttentionCall, ...], num_groups: int
+    module: PackedForward, numerics: Numerics, attention: tuple[AttentionCall, ...], groups: tuple[KVGroup, ...]
 ) -> tuple[Callable[..., Any], Certificate]:
-    program, certificate, example = _trace_packed(module, numerics, attention, num_groups, compile_fx_inner)
+    program, certificate, example = _trace_packed(module, numerics, attention, groups, compile_fx_inner)
     return _bind(program, example), certificate
 
 
@@ -205,13 +205,13 @@ def _trace_packed(
     module: PackedForward,
     numerics: Numerics,
     attention: tuple[AttentionCall, ...],
-    num_groups: int,
+    groups: tuple[KVGroup, ...],
     compile_graph: Callable[..., Any],
 ) -> tuple[Program, Certificate, tuple[Tensor, Tensor, StepInputs, Tensor]]:
     """The program, its certificate and the step that it was traced with."""
-    backend = Backend(numerics, _packed_role, len(attention), join_weights=True, lower=compile_graph)
+    backend = Backend(numerics, _packed_roles(groups), len(attention), join_weights=True, lower=compile_graph)
     packed = torch.compile(_with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
-    example = _example(module.model, attention, num_groups)
+    example = _example(module.model, attention, len(groups))
     _run(lambda: packed(*example), module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return program, certificate, example
@@ -275,15 +275,27 @@ def _run(call: Callable[[], Any], model: PreTrainedModel) -> None:
         ) from error
 
 
-def _packed_role(name: str, value: Any) -> Role:
+def _packed_roles(groups: tuple[KVGroup, ...]) -> Callable[[str, Any], Role]:
     """Roles by the names of PackedForward's arguments."""
-    if "_parameters_" in name or "_buffers_" in name or not name.startswith(("L_input", "L_pos", "L_step", "L_logits")):
-        return Role("weight")
-    if name.startswith("L_step"):
-        return Role("layout")
-    if name.startswith("L_logits"):
-        return Role("rows", {0: "logits"}, final_gather=True)
-    return Role("rows", {1: "tokens"})
+    group_of = {layer: group for group, layers in enumerate(groups) for layer in layers.layers}
+
+    def role(name: str, value: Any) -> Role:
+        arguments = ("L_input", "L_pos", "L_step", "L_logits")
+        if "_parameters_" in name or "_buffers_" in name or not name.startswith(arguments):
+            return Role("weight")
+        if name.startswith("L_step"):  # L_step_seq_lens, L_step_block_tables_0_, L_step_k_caches_3_
+            part = name.removeprefix("L_step_").removesuffix("_")
+            field, _, number = part.rpartition("_")
+            if not number.isdigit():
+                return Role("layout", layout=Layout(part))
+            of_layer = field in ("k_caches", "v_caches")
+            group = group_of[int(number)] if of_layer else int(number)
+            return Role("layout", layout=Layout(field, int(number), group))
+        if name.startswith("L_logits"):
+            return Role("rows", {0: "logits"}, final_gather=True)
+        return Role("rows", {1: "tokens"})
+
+    return role
 
 
 def _dense_role(name: str, value: Any) -> Role:

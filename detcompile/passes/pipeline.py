@@ -17,7 +17,7 @@ from detcompile.passes.canonicalize import canonicalize
 from detcompile.passes.fills import join_fills
 from detcompile.passes.gates import fuse_gates
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
-from detcompile.passes.rankings import pin_topk
+from detcompile.passes.rankings import pin_sorts, pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
 
@@ -27,6 +27,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     canonicalize,
     join_fills,
     pin_topk,
+    pin_sorts,
     pin_rms_norms,
     pin_reductions,
     pin_matmuls,

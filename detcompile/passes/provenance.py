@@ -41,7 +41,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Layout:
-    """Step metadata (slots, lengths, block tables, caches): only attention may read it."""
+    """Step metadata (slots, lengths, block tables, caches): only attention may read it.
+
+    part: the field of StepInputs; index: of a cache, its layer; group: the KV group whose blocks it is about.
+    """
+
+    part: str = ""
+    index: int = 0
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which elements topk finds becomes a function of the row alone: of equal ones, those of the lowest index."""
+"""Rankings become a function of the row alone: of equal elements, the one of the lowest index comes first."""
 
 import operator
 from typing import Any
@@ -8,7 +8,7 @@ from torch import fx
 
 from detcompile.passes.canonicalize import insert
 
-__all__ = ["pin_topk"]
+__all__ = ["pin_sorts", "pin_topk"]
 
 aten = torch.ops.aten
 DEFAULTS = (None, None, -1, True, True)  # x, k, dim, largest, sorted
@@ -18,13 +18,13 @@ def pin_topk(gm: fx.GraphModule) -> fx.GraphModule:
     """topk(x, k, dim, largest, _)  ->  the first k of sort(x, stable=True, dim, descending=largest)
 
     torch's topk leaves open which of equal elements it finds, and its kernel may follow the number of rows. A stable
-    sort has one result. Elements of topk(sorted=False) come in this order too. A topk of which only the sorted values
-    are read is left alone.
+    sort has one result. Elements of topk(sorted=False) come in this order too. Equal values are not equal bits where
+    zeros have signs, so that values are pinned as indices are.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.topk.default):
         given: tuple[Any, ...] = (*node.args, *DEFAULTS[len(node.args) :])
-        x, k, dim, largest, ordered = given
-        if node.kwargs or not isinstance(k, int) or (ordered and not _users(node, 1)):
+        x, k, dim, largest, _ = given
+        if node.kwargs or not isinstance(k, int):
             continue
         both = insert(gm.graph, _stable_sort, (x, dim, largest), node)
         both.target, both.args = aten.sort.stable, (x,)  # what the certificate knows, by its own name
@@ -37,6 +37,17 @@ def pin_topk(gm: fx.GraphModule) -> fx.GraphModule:
                 user.replace_all_uses_with(dense)
                 gm.graph.erase_node(user)
         gm.graph.erase_node(node)
+    return gm
+
+
+def pin_sorts(gm: fx.GraphModule) -> fx.GraphModule:
+    """sort(x, dim, descending)  ->  sort(x, stable=True, dim, descending)"""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.sort.default):
+        given: tuple[Any, ...] = (*node.args, *(None, -1, False)[len(node.args) :])
+        x, dim, descending = given
+        if not node.kwargs:
+            node.target, node.args = aten.sort.stable, (x,)
+            node.kwargs = {"stable": True, "dim": dim, "descending": descending}
     return gm
 
 

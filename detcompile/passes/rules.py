@@ -13,7 +13,6 @@ from torch import fx
 
 from detcompile.passes.context import Context
 from detcompile.passes.provenance import (
-    LAYOUT,
     Axis,
     Layout,
     Refusal,
@@ -247,9 +246,14 @@ def _keep(node: fx.Node, ctx: Context) -> Any:
 
 def _write_back(node: fx.Node, ctx: Context) -> Layout:
     """copy_ of an updated cache into its graph input."""
-    if not all(isinstance(ctx.states[arg], Layout) for arg in node.args[:2]):
+    cache, written = (ctx.states[arg] for arg in node.args[:2])
+    if not isinstance(cache, Layout) or not isinstance(written, Layout):
         raise Refusal("writes rows into an input of the graph")
-    return LAYOUT
+    source = node.args[1]
+    if cache != written or source.target is not operator.getitem or source.args[0] is not ctx.caches.get(cache):
+        raise Refusal(f"writes {written.part}[{written.index}] of the step into {cache.part}[{cache.index}]")
+    ctx.kept.add(cache)
+    return cache
 
 
 MOVEMENT: Mapping[Any, Rule] = {
@@ -315,30 +319,17 @@ def _integer_sum(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
     return _exact_reduction(node, ctx)
 
 
-def _ranked(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
     value = ctx.rows(node.args[0])
-    position = 2 if node.target is aten.topk.default else 1
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
-    require_feature(value, dim, "an ordering")
-    after = [created([sympy_size(part.shape[dim])], {}).dims[0] for part in node.meta["val"]]
-    dim %= len(value.dims)
-    return tuple(Rows((*value.dims[:dim], part, *value.dims[dim + 1 :])) for part in after)
+    require_feature(value, node.kwargs.get("dim", -1), "an ordering")
+    if node.target is not aten.sort.stable or not node.kwargs.get("stable"):
+        raise Refusal("which of equal elements an unstable sort puts first is not pinned; sort(stable=True) pins it")
+    return (value, value)
 
 
 def _topk(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
-    """The values alone: a kernel that depends on the number of rows decides between equal elements."""
-    if len(node.args) > 4 and not node.args[4]:
-        raise Refusal("topk(sorted=False) gives its elements in an order that is not pinned")
-    if any(user.args[1] == 1 and user.users for user in node.users):
-        raise Refusal("which of equal elements topk finds is not pinned; sort(stable=True) pins it")
-    return _ranked(node, ctx)
-
-
-def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
-    stable = node.kwargs.get("stable", node.target is aten.sort.stable and len(node.args) > 1 and node.args[1])
-    if not stable and any(user.args[1] == 1 and user.users for user in node.users):
-        raise Refusal("which of equal elements an unstable sort puts first is not pinned; sort(stable=True) pins it")
-    return _ranked(node, ctx)
+    """A kernel that depends on the number of rows decides between equal elements: passes.rankings makes it a sort."""
+    raise Refusal("which of equal elements topk finds is not pinned; sort(stable=True) pins it")
 
 
 ORDER_FREE: Mapping[Any, Rule] = {

@@ -13,7 +13,6 @@ from torch import fx
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.context import Context
 from detcompile.passes.provenance import (
-    LAYOUT,
     Layout,
     Refusal,
     Rows,
@@ -96,17 +95,47 @@ TEMPLATES: Mapping[Any, Rule] = {
     ours.silu_mul.default: pointwise,
 }
 
-METADATA = ("slot_mapping", "cu_seqlens", "seq_lens", "block_table")
+# What attention calls a part of the step: its field in StepInputs.
+METADATA = {
+    "slot_mapping": "slot_mappings",
+    "cu_seqlens": "cu_seqlens",
+    "seq_lens": "seq_lens",
+    "block_table": "block_tables",
+}
+
+
+def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context) -> None:
+    """Attention reads the parts of the step that it is meant to, and those of the group that its cache is of."""
+    for name, arg in given.items():
+        state = ctx.states[arg]
+        if not isinstance(state, Layout) or state.part != METADATA[name] or state.group not in (None, group):
+            raise Refusal(f"attention's {name} is not the step's own")
+
+
+def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
+    """The caches of keys and values that a functionalized operation writes: of one layer, and written here alone."""
+    kwargs = node.kwargs
+    arguments = {arg.name for arg in node.args[0]._schema.arguments}
+    unknown = set(kwargs) - arguments - {"_all_bases", "_k_cache_base_index", "_v_cache_base_index"}
+    if unknown:
+        raise Refusal(f"writes a view of a cache ({', '.join(sorted(unknown))})")
+    bases = kwargs["_all_bases"]
+    k, v = (ctx.states[bases[kwargs[f"_{name}_base_index"]]] for name in ("k_cache", "v_cache"))
+    if not isinstance(k, Layout) or not isinstance(v, Layout) or len(bases) != 2:
+        raise Refusal("the cache that is written is not a graph input")
+    if (k.part, v.part) != ("k_caches", "v_caches") or k.index != v.index:
+        raise Refusal(f"keys are written into {k.part}[{k.index}], values into {v.part}[{v.index}]")
+    if k in ctx.caches:
+        raise Refusal(f"{k.part}[{k.index}] is written twice in a step")
+    ctx.caches |= {k: node, v: node}
+    return k, v
 
 
 def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     """Row t reads the keys of its own sequence up to its own position: by the template's contract."""
     kwargs = node.kwargs
-    for name in METADATA:
-        if not isinstance(ctx.states[kwargs[name]], Layout):
-            raise Refusal(f"attention's {name} is not the step's own")
-    if not all(isinstance(ctx.states[base], Layout) for base in kwargs["_all_bases"]):
-        raise Refusal("attention's cache is not a graph input")
+    cache, _ = _written_caches(node, ctx)
+    _require_step({name: kwargs[name] for name in METADATA}, cache.group, ctx)
     _require_per_head(kwargs.get("sinks"), kwargs.get("alibi_slopes"), ctx=ctx)
     heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
     for value in heads:
@@ -115,7 +144,7 @@ def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
                 f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]"
             )
     out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
-    return (out, *(LAYOUT for _ in kwargs["_all_bases"]))
+    return (out, *(ctx.states[base] for base in kwargs["_all_bases"]))
 
 
 def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
@@ -128,16 +157,14 @@ def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Conte
 def _rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     """Row t of q, k and v is normed and rotated by itself; k and v go to the row's own slot."""
     kwargs = node.kwargs
-    if not isinstance(ctx.states[kwargs["slot_mapping"]], Layout):
-        raise Refusal("the slots that are written are not the step's own")
-    if not all(isinstance(ctx.states[base], Layout) for base in kwargs["_all_bases"]):
-        raise Refusal("the cache that is written is not a graph input")
+    cache, _ = _written_caches(node, ctx)
+    _require_step({"slot_mapping": kwargs["slot_mapping"]}, cache.group, ctx)
     _require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
     for name in ("q", "k", "v", "cos", "sin"):
         dims = ctx.rows(kwargs[name]).dims
         if [axis.row for axis in dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in dims[1:]):
             raise Refusal(f"{name} is {[describe(dim) for dim in dims]} instead of a row for each of tokens")
-    return (ctx.rows(kwargs["q"]), *(LAYOUT for _ in kwargs["_all_bases"]))
+    return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs["_all_bases"]))
 
 
 def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
@@ -148,9 +175,10 @@ def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
             raise Refusal("attention's cache was not written in this step")
         if written.args[0] is not ours.rope_cache.default or not isinstance(ctx.states[cache], Layout):
             raise Refusal("attention's cache was not written by rope_cache")
-    for name, layout in zip(METADATA[1:], node.args[3:6], strict=True):
-        if not isinstance(ctx.states[layout], Layout):
-            raise Refusal(f"attention's {name} is not the step's own")
+    k, v = (ctx.states[cache] for cache in node.args[1:3])
+    if (k.part, v.part) != ("k_caches", "v_caches") or k.index != v.index:
+        raise Refusal(f"keys are read from {k.part}[{k.index}], values from {v.part}[{v.index}]")
+    _require_step(dict(zip(list(METADATA)[1:], node.args[3:6], strict=True)), k.group, ctx)
     _require_per_head(*node.args[10:12], ctx=ctx)
     q = ctx.rows(node.args[0])
     if [axis.row for axis in q.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in q.dims[1:]):

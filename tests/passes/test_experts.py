@@ -98,13 +98,13 @@ def test_of_equal_elements_the_first_are_found() -> None:
     assert run(x.repeat(30, 1))[-3:].tolist() == expected
 
 
-@pytest.mark.parametrize(("ordered", "message"), [(True, "equal elements"), (False, "sorted=False")])
-def test_a_ranking_that_was_not_pinned_is_refused(ordered: bool, message: str) -> None:
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_ranking_that_was_not_pinned_is_refused(ordered: bool) -> None:
     passes = tuple(apply for apply in pipeline.PASSES if apply is not pin_topk)
     run = torch.compile(lambda x: x.topk(2, -1, sorted=ordered).indices, backend=Backend(Numerics()))
     with mock.patch.object(pipeline, "PASSES", passes), pytest.raises(Exception) as refused:
         run(torch.randn(6, 16))
-    assert message in str(cause(refused.value))
+    assert "equal elements" in str(cause(refused.value))
 
 
 def test_experts_of_an_unknown_layout_are_refused_by_name() -> None:

@@ -71,7 +71,6 @@ HOLES = {
     "pad: by a count, cut by it": (lambda x: F.pad(x, (x.shape[1], -x.shape[1])), "a token or batch count"),
     "pad: rows": (lambda x: F.pad(x, (0, 0, 1, -1)), "padding over"),
     "topk: as many as a count": (lambda x: x.topk(x.shape[1] % 8 + 1, -1).values, "a token or batch count"),
-    "sort: ties in any order": (lambda x: torch.sort(x, -1).indices, "unstable sort"),
     "gather: an index with fewer rows": (lambda x: x.gather(2, FIRST), "do not make its extents"),
     "sum: integers as floats": (lambda x: x.int().sum(-1, dtype=torch.float32), "floating-point sum"),
     "empty: memory nobody wrote": (lambda x: x + torch.empty_like(x), "nothing has written"),
@@ -114,6 +113,7 @@ HARMLESS = {
     "rotary by halves": lambda x: torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * x.cos(),
     "rotary interleaved": lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2),
     "one norm for all heads": lambda x: F.rms_norm(x, (16,)).unflatten(-1, (4, 4)).transpose(1, 2),
+    "features sorted, equal ones in any order": lambda x: torch.sort(x, -1).indices,
     "logits capped": lambda x: 30 * torch.tanh(x / 30),
 }
 

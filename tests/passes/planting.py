@@ -79,7 +79,8 @@ def capture(name: str) -> Captured:
             if not certified:
                 raise error
     (before,), ((chosen, after, roles),) = seen, certified
-    return Captured(before, after, tuple(roles), chosen.expected_attention)
+    in_order = tuple(roles[node.name] for node in after.graph.find_nodes(op="placeholder"))
+    return Captured(before, after, in_order, chosen.expected_attention)
 
 
 @contextlib.contextmanager

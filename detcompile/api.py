@@ -13,6 +13,7 @@ from detcompile.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.lowering import lower
 from detcompile.passes.positions import position_tables
+from detcompile.passes.quantized_checkpoints import load_quantized, quantization_of
 from detcompile.remote_model import compile_in_workers
 
 __all__ = ["TINY", "compile", "load_model"]
@@ -109,7 +110,12 @@ def load_model(
     try:
         if random:
             return _random_model(path, dtype, device)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        settings = quantization_of(config)
+        if settings is not None:
+            model = load_quantized(path, config, settings, dtype or "auto")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{name} cannot be loaded as a causal LM: {error}") from error
     return model.to(device).eval()

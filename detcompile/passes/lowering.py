@@ -30,6 +30,7 @@ from detcompile.passes.experts import pin_experts
 from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
 from detcompile.passes.provenance import Layout, sympy_size
+from detcompile.passes.quantized_linear import pin_quantized
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StepInputs, step_leaves
 from detcompile.weights import weights_digest
@@ -95,6 +96,8 @@ def lower(
     num_token_ids, num_logits = _vocabulary(model)
     give_positions(model)
     freeze_rope(model, max_context)
+    if pin_quantized(model) and ranks is not None:
+        raise UnsupportedModel(f"{type(model).__name__}: quantised weights over several ranks; compile with tp=1")
     if pin_experts(model) and ranks is not None:
         raise UnsupportedModel(f"{type(model).__name__}: a mixture of experts over several ranks; compile with tp=1")
     attention, groups = probe_attention(model, numerics.kv_chunk)

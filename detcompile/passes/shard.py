@@ -23,6 +23,7 @@ from detcompile.passes.parallel_modules import (
     keep_features,
 )
 from detcompile.passes.parallel_plans import ROW_STYLES, style_of, tensor_parallel_plan
+from detcompile.passes.quantized_linear import QuantizedLinear
 
 __all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
 
@@ -49,7 +50,10 @@ def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
     """
     found = _row_parallel(model, numerics)
     for name, module in found:
-        _replace(model, name, RowParallelLinear(module, numerics.radices))
+        if isinstance(module, QuantizedLinear):
+            module.radices = list(numerics.radices)
+        else:
+            _replace(model, name, RowParallelLinear(module, numerics.radices))
     return len(found)
 
 
@@ -107,15 +111,15 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
     return config.model_type != "bloom" and ropes <= KNOWN_ROPES
 
 
-def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, nn.Linear | Conv1D]]:
+def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
     """The row-parallel linears, each of which has equal leaves."""
     plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and style_of(name, plan) == "row":
-            k = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+        if isinstance(module, (nn.Linear, Conv1D, QuantizedLinear)) and style_of(name, plan) == "row":
+            k = module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
             try:
-                matmul_order(k, module.weight.dtype, numerics.radices)
+                matmul_order(k, model.dtype, numerics.radices)
             except NumericsError as error:
                 raise NumericsError(f"{name}: {error}") from error
             found.append((name, module))

@@ -43,7 +43,7 @@ def dequant_matmul_cpu(
     residual: Tensor | None,
     group: int,
     rows: int,
-    radices: Sequence[int],
+    radices: Sequence[int] | None,
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
@@ -104,12 +104,12 @@ def _dequant_matmul_cuda(
     residual: Tensor | None,
     group: int,
     rows: int,
-    radices: Sequence[int],
+    radices: Sequence[int] | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
     require_quantized(x, weight)
-    return dequant_matmul_cuda(x, weight, bias, residual, radices, out_dtype)
+    return dequant_matmul_cuda(x, weight, bias, residual, radices or (), out_dtype)
 
 
 _LIBRARY.impl("dequant_matmul", dequant_matmul_cpu, "CPU")

@@ -1,0 +1,147 @@
+"""Quantised checkpoints, loaded by transformers without the packages that made them.
+
+transformers builds the model and reads the files; a quantizer of ours, registered beside its own, puts `PackedLinear`
+modules where the checkpoint has quantised linears, and turns them into `QuantizedLinear` once they are filled.
+"""
+
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.quantized_layouts import LAYOUTS
+from detcompile.passes.quantized_linear import QuantizedLinear, replace_module
+
+__all__ = ["load_quantized", "quantization_of"]
+
+METHOD = "detcompile"  # the name of our quantizer in transformers
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """What the checkpoint's config says about its quantisation; None of a plain one.
+
+    Raises:
+        UnsupportedModel: a method, or a variant of one, that is not read; the message names it and what to do.
+    """
+    found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method not in LAYOUTS:
+        raise UnsupportedModel(
+            f"the checkpoint is quantised by {method!r}, which is not certified (read are {', '.join(LAYOUTS)}): load "
+            "an unquantised checkpoint, or quantise it by one of these"
+        )
+    LAYOUTS[method].check(settings)
+    return settings | {"quant_method": method}
+
+
+def load_quantized(
+    path: Path, config: PretrainedConfig, settings: dict[str, Any], dtype: torch.dtype | str
+) -> PreTrainedModel:
+    """The causal LM of a local folder, its quantised linears as QuantizedLinear, on the CPU.
+
+    Raises:
+        UnsupportedModel: the checkpoint quantises something other than linears, or in a way that is not read.
+    """
+    config.quantization_config = {"quant_method": METHOD, "checkpoint": settings}
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
+
+
+class PackedLinear(nn.Module):
+    """A linear's tensors as its checkpoint has them, until all are read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+@register_quantization_config(METHOD)
+class CheckpointConfig(QuantizationConfigMixin):
+    """Carries the checkpoint's own quantization_config."""
+
+    def __init__(self, checkpoint: dict[str, Any], **kwargs: Any) -> None:
+        self.quant_method = METHOD
+        self.checkpoint = checkpoint
+
+
+@register_quantizer(METHOD)
+class CheckpointReader(HfQuantizer):
+    """Makes room for quantised linears before transformers reads them, and QuantizedLinear of them afterwards."""
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str], **kwargs: Any
+    ) -> None:
+        layout = LAYOUTS[self.quantization_config.checkpoint["quant_method"]]
+        packed: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, tensor in _tensors(checkpoint_files):
+            module, _, leaf = name.rpartition(".")
+            packed[module][leaf] = tensor
+        quantized = {name: found for name, found in packed.items() if any(mark in found for mark in layout.marks)}
+        linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        unknown = next((name for name in quantized if name not in linears), None)
+        if unknown is not None or not quantized:
+            raise UnsupportedModel(
+                f"{unknown}: quantised, and no linear of {type(model).__name__} (experts?); "
+                "load a checkpoint in which nothing else is quantised"
+                if unknown is not None
+                else f"the checkpoint of {type(model).__name__} names a quantisation and holds no quantised linear"
+            )
+        for name, tensors in quantized.items():
+            replace_module(model, name, PackedLinear(tensors))
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        settings = self.quantization_config.checkpoint
+        for name, module in list(model.named_modules()):
+            if isinstance(module, PackedLinear):
+                tensors = {leaf: parameter.detach() for leaf, parameter in module.named_parameters()}
+                weight, order = LAYOUTS[settings["quant_method"]].read(name, tensors, settings)
+                bias = None if "bias" not in tensors else tensors["bias"].to(model.dtype)
+                replace_module(model, name, QuantizedLinear(weight, bias, order))
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def _tensors(files: Iterable[str]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Names of a checkpoint's tensors, and tensors of their shapes and dtypes without memory."""
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise UnsupportedModel(f"{file}: a quantised checkpoint is read from safetensors files")
+        with open(file, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")

@@ -1,0 +1,141 @@
+"""Quantised checkpoints of random tiny models, written as the tools of each method lay them out."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from detcompile.passes.quantized_layouts import AWQ_NIBBLES
+from tests.models import random_model
+
+__all__ = ["CHECKPOINTS", "pack_words", "write_checkpoint"]
+
+GROUP = 32
+WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}  # groups of 32, words of eight
+Tensors = dict[str, Tensor]
+
+
+def pack_words(numbers: Tensor, bits: int, dim: int) -> Tensor:
+    """Unsigned numbers -> int32 words along dim, lowest bits first, zeros past the end."""
+    per = 32 // bits
+    moved = numbers.long().movedim(dim, -1)
+    moved = nn.functional.pad(moved, (0, -moved.shape[-1] % per)).unflatten(-1, (-1, per))
+    words = (moved << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def quantize(w: Tensor, bits: int, group: int, symmetric: bool, scales_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """w [N, K] -> unsigned q [N, K], scales [N, G] and zeros [N, G], and the matrix in float64 that they mean."""
+    top, blocks = (1 << bits) - 1, w.float().unflatten(1, (-1, group))
+    if symmetric:
+        scales = (blocks.abs().amax(-1) * 2 / top).to(scales_dtype)
+        zeros = torch.full_like(scales, 1 << bits - 1).long()
+    else:
+        low, high = blocks.amin(-1).clamp_max(0), blocks.amax(-1).clamp_min(0)
+        scales = ((high - low) / top).clamp_min(1e-4).to(scales_dtype)
+        zeros = (-low / scales.float()).round().clamp(1, top).long()
+    q = (blocks / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top).long()
+    exact = (q - zeros[..., None]).double() * scales.double()[..., None]
+    return q.flatten(1), scales, zeros, exact.flatten(1)
+
+
+def _gptq(bits: int, v2: bool, act_order: bool, w: Tensor) -> tuple[Tensors, Tensor]:
+    k = w.shape[1]
+    place = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if act_order else torch.arange(k)
+    q, scales, zeros, exact = quantize(w[:, place], bits, GROUP, False, torch.float16)
+    back = place.argsort()
+    tensors = {
+        "qweight": pack_words(q[:, back].t(), bits, 0),
+        "qzeros": pack_words(zeros.t() - (0 if v2 else 1), bits, 1),
+        "scales": scales.t().contiguous(),
+        "g_idx": (back // GROUP).int(),
+    }
+    return tensors, exact[:, back]
+
+
+def _awq(w: Tensor) -> tuple[Tensors, Tensor]:
+    q, scales, zeros, exact = quantize(w, 4, GROUP, False, torch.float16)
+    interleave = lambda x: x.unflatten(1, (-1, 8))[:, :, list(AWQ_NIBBLES)].flatten(1)  # noqa: E731
+    tensors = {
+        "qweight": pack_words(interleave(q.t()), 4, 1),
+        "qzeros": pack_words(interleave(zeros.t()), 4, 1),
+        "scales": scales.t().contiguous(),
+    }
+    return tensors, exact
+
+
+def _fp8(w: Tensor) -> tuple[Tensors, Tensor]:
+    rows, columns = 16, 32
+    blocks = nn.functional.pad(w.float(), (0, -w.shape[1] % columns, 0, -w.shape[0] % rows))
+    blocks = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = (blocks.abs().amax((1, 3)) / 448).clamp_min(1e-8)
+    each = scales.repeat_interleave(rows, 0)[: w.shape[0]].repeat_interleave(columns, 1)[:, : w.shape[1]]
+    weight = (w.float() / each).to(torch.float8_e4m3fn)
+    return {"weight": weight, "weight_scale_inv": scales}, weight.double() * each.double()
+
+
+def _packed(bits: int, symmetric: bool, w: Tensor) -> tuple[Tensors, Tensor]:
+    q, scales, zeros, exact = quantize(w, bits, GROUP, symmetric, torch.bfloat16)
+    tensors = {
+        "weight_packed": pack_words(q, bits, 1),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(w.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_words(zeros, bits, 0)
+    return tensors, exact
+
+
+def _int8(w: Tensor) -> tuple[Tensors, Tensor]:
+    q, scales, _, exact = quantize(w, 8, w.shape[1], True, torch.bfloat16)
+    return {"weight": (q - 128).to(torch.int8), "weight_scale": scales}, exact
+
+
+def _compressed(kind: str, bits: int, form: str) -> dict:
+    group = {"weights": {"type": kind, "num_bits": bits}, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+Make = Callable[[Tensor], tuple[Tensors, Tensor]]
+CHECKPOINTS: Mapping[str, tuple[dict, Make]] = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
+        lambda w: _gptq(4, False, False, w),
+    ),
+    "gptq_v2, act order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        lambda w: _gptq(4, True, True, w),
+    ),
+    "gptq, 8 bits": (
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq"},
+        lambda w: _gptq(8, False, False, w),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}, _fp8),
+    "compressed int4": (_compressed("int", 4, "pack-quantized"), lambda w: _packed(4, True, w)),
+    "compressed int4 with zeros": (_compressed("int", 4, "pack-quantized"), lambda w: _packed(4, False, w)),
+    "compressed int8": (_compressed("int", 8, "int-quantized"), _int8),
+}
+
+
+def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    """A tiny Qwen3 quantised as CHECKPOINTS says; returns the float64 matrix that each of its linears means."""
+    config, make = CHECKPOINTS[name]
+    model = random_model("qwen3", dtype, **WIDTHS, attention_bias=True)
+    exact: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.normal_()
+    tensors = dict(model.state_dict())
+    for module in [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
+        parts, exact[module] = make(tensors.pop(f"{module}.weight"))
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in parts.items()}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    settings = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": config}
+    settings |= {"architectures": ["Qwen3ForCausalLM"], "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return exact

@@ -1,5 +1,5 @@
-"""The command line: detcompile demo | generate | verify | check | tune-speculation. Results go to standard output,
-progress to standard error."""
+"""The command line: detcompile demo | generate | verify | check | export | tune-speculation. Results go to standard
+output, progress to standard error."""
 
 import json
 import sys
@@ -22,6 +22,7 @@ from detcompile.certificate_page import certificate_page, refusal_page
 from detcompile.compiled import CompiledModel
 from detcompile.demo import DEMO_AXES, Comparison, compare_with_torch
 from detcompile.errors import DetcompileError, UncertifiedOp
+from detcompile.exporting import export, require_target
 from detcompile.generate_command import answer, read_prompts, show, summary, with_own_seeds
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
@@ -41,7 +42,9 @@ DEMO_PROMPT = '''def mean(values: list[float]) -> float:
 '''
 DEMO_TOKENS = 64
 
-Model = Annotated[str, typer.Argument(help=f"A local Hugging Face model folder, or '{TINY}' (the embedded model).")]
+Model = Annotated[
+    str, typer.Argument(help=f"A local Hugging Face model folder, '{TINY}' (the embedded model), or an exported .pt2.")
+]
 Random = Annotated[bool, typer.Option("--random", help="Random weights for the folder's config.json.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
@@ -64,7 +67,7 @@ def main() -> None:
 @app.command(name="verify")
 def verify_command(
     model: Model,
-    axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all of this device but tp.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all but tp and export.")] = None,
     json_output: Json = False,
     random: Random = False,
     dtype: Dtype = None,
@@ -131,6 +134,25 @@ def check(
         return
     print(compiled.certificate)
     print(f"\n{compiled.certificate.summary()}; fingerprint {compiled.fingerprint}")
+
+
+@app.command(name="export")
+def export_command(
+    model: Model,
+    path: Annotated[Path, typer.Argument(help="The file to write; ends with .pt2.")],
+    beside: Annotated[bool, typer.Option("--beside", help="Weights in a .safetensors next to it, not inside.")] = False,
+    random: Random = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    tp_sizes: TpSizes = "1,2,4,8",
+) -> None:
+    """Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."""
+    require_target(path)
+    compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)))
+    with _progress() as progress:
+        progress.add_task(f"exporting to {path.name}", total=None)
+        export(compiled, path, weights="beside" if beside else "inside")
+    print(f"{path}: {path.stat().st_size} bytes, fingerprint {compiled.fingerprint}")
 
 
 @app.command()

@@ -15,7 +15,7 @@ from detcompile.machine import this_machine
 from detcompile.passes.lowering import package
 from detcompile.templates import cpu_library
 
-__all__ = ["export"]
+__all__ = ["export", "require_target"]
 
 
 def export(
@@ -44,8 +44,7 @@ def export(
         Also what ``compile`` raises.
     """
     path = Path(path)
-    if path.suffix != ".pt2" or not path.parent.is_dir():
-        raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
+    require_target(path)
     if weights not in ("inside", "beside"):
         raise InvalidInput(f"weights={weights!r}: give 'inside' or 'beside'")
     compiled = model if isinstance(model, CompiledModel) else compile(model)
@@ -61,6 +60,16 @@ def export(
     beside = path.with_suffix(".safetensors") if weights == "beside" else None
     write_archive(path, facts, members, packaged.weights, beside)
     return path
+
+
+def require_target(path: Path) -> None:
+    """Fail unless an archive can have this path.
+
+    Raises:
+        InvalidInput: it cannot.
+    """
+    if path.suffix != ".pt2" or not path.parent.is_dir():
+        raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
 
 
 def _others(compiled: CompiledModel) -> dict[str, bytes]:

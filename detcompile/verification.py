@@ -21,20 +21,24 @@ from detcompile.api import TINY, TINY_FOLDER, compile, load_model
 from detcompile.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
 from detcompile.compiled import CompiledModel
 from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.exported import load
+from detcompile.exporting import export
 from detcompile.numerics import Numerics
 from detcompile.remote_model import RemoteModel
 
-__all__ = ["ModelSpec", "RESTART", "TP", "available_axes", "embedded_prompts", "prompts_for", "verify"]
+__all__ = ["EXPORT", "ModelSpec", "RESTART", "TP", "available_axes", "embedded_prompts", "prompts_for", "verify"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 RESTART = "restart"  # the one axis that needs another process
+EXPORT = "export"  # the program of an archive, in another process; measured where it is asked for
 TP = "tp"  # needs as many processes as ranks, on GPUs one each; measured where it is asked for
+ARCHIVE_SUFFIX = ".pt2"
 PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to build a compiled model again in another process."""
+    """How to build a compiled model again in another process; ``name`` may be an archive that export wrote."""
 
     name: str
     random: bool = False
@@ -44,15 +48,22 @@ class ModelSpec:
 
     def compile(self, tp: int = 1) -> CompiledModel:
         """Load and compile; with ``tp`` above 1, in so many worker processes."""
+        if self.name.endswith(ARCHIVE_SUFFIX):
+            return self._load(tp)
         if self.dtype and self.dtype not in DTYPES:
             raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
         dtype = getattr(torch, self.dtype) if self.dtype else None
         model = load_model(self.name, random=self.random, dtype=dtype, device=self.device)
         return compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
 
+    def _load(self, tp: int) -> CompiledModel:
+        if self.random or self.dtype or self.device or tp > 1 or tuple(self.tp_sizes) != Numerics().tp_sizes:
+            raise InvalidInput(f"{self.name} was compiled before: its weights, dtype, device and sizes are settled")
+        return load(self.name)
+
 
 def available_axes(device_type: str) -> list[str]:
-    """Axes that are measured on this kind of device by default: all but TP."""
+    """Axes that are measured on this kind of device by default: all but TP and EXPORT."""
     axes = [axis for axis in AXES if axis != "cuda_graphs" or device_type == "cuda"]
     return [*axes, RESTART]
 
@@ -89,9 +100,10 @@ def verify(
     Raises:
         InvalidInput: an axis that does not exist or not on this device; TP without another declared size, or on a
             machine without so many GPUs.
-        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks.
+        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks; EXPORT of a model
+            that came from an archive.
     """
-    known = [*available_axes(model.device.type), TP]
+    known = [*available_axes(model.device.type), EXPORT, TP]
     for axis in axes:
         if axis not in known:
             raise InvalidInput(f"no axis {axis!r} on {model.device.type}; there are {', '.join(known)}")
@@ -102,6 +114,11 @@ def verify(
             results[axis] = _tensor_parallel(model, spec, prompts, count, seed, functools.partial(tick, axis))
         elif axis == RESTART:
             results[axis] = _restart(model, spec, prompts[:2])
+            tick(axis)
+        elif axis == EXPORT:
+            with tempfile.TemporaryDirectory() as folder:
+                archive = export(model, Path(folder) / f"model{ARCHIVE_SUFFIX}")
+                results[axis] = _restart(model, ModelSpec(str(archive)), prompts[:2])
             tick(axis)
         else:
             plan = configurations(axis, prompts, count, random.Random(f"{axis} {seed}"))

@@ -1,0 +1,127 @@
+"""The file of an archive: what was written comes back, and no changed byte or missing end goes unseen."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive, write_archive
+from detcompile.errors import ArchiveError
+from tests.bits import assert_bitwise_equal
+
+FACTS = {"format": 1, "arguments": [0, "a.weight"]}
+MEMBERS = {f"{LIBRARY_FOLDER}/model.so": bytes(range(256)), f"{EXTRA}/notes.txt": b"some words"}
+CPU = torch.device("cpu")
+
+
+def weights() -> dict[str, Tensor]:
+    """Of every kind: dtypes, a scalar, no elements, strides that are not those of a row after a row."""
+    torch.manual_seed(0)
+    return {
+        "a.weight": torch.randn(3, 5).bfloat16(),
+        "flags": torch.tensor([True, False, True]),
+        "norm": torch.randn(7),
+        "nothing": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "turned": torch.randn(4, 6).t(),
+    }
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archive") / "inside.pt2"
+    write_archive(path, FACTS, MEMBERS, weights())
+    return path
+
+
+def assert_the_same_weights(found: dict[str, Tensor]) -> None:
+    assert found.keys() == weights().keys()
+    for name, tensor in weights().items():
+        assert_bitwise_equal(found[name], tensor, name)
+        assert found[name].stride() == tensor.stride(), name
+
+
+def test_what_was_written_comes_back(inside: Path) -> None:
+    archive = Archive(inside)
+    assert {name: archive.facts[name] for name in FACTS} == FACTS
+    assert {name: archive.read(name) for name in MEMBERS} == MEMBERS
+    assert archive.names(LIBRARY_FOLDER) == [f"{LIBRARY_FOLDER}/model.so"]
+    assert_the_same_weights(archive.weights(CPU))
+
+
+def test_weights_may_change_after_loading(inside: Path) -> None:
+    archive = Archive(inside)
+    archive.weights(CPU)["norm"].zero_()
+    assert_the_same_weights(archive.weights(CPU))
+
+
+def test_weights_beside_are_a_file_of_safetensors(tmp_path: Path) -> None:
+    write_archive(tmp_path / "m.pt2", FACTS, MEMBERS, weights(), tmp_path / "m.safetensors")
+    assert_the_same_weights(Archive(tmp_path / "m.pt2").weights(CPU))
+    for name, tensor in load_file(tmp_path / "m.safetensors").items():
+        assert_bitwise_equal(tensor, weights()[name], name)
+
+
+@pytest.mark.parametrize("damage", [bytes.upper, lambda content: content[:-1], lambda content: b""])
+def test_damaged_weights_beside_are_refused(tmp_path: Path, damage) -> None:
+    write_archive(tmp_path / "m.pt2", FACTS, MEMBERS, weights(), tmp_path / "m.safetensors")
+    beside = tmp_path / "m.safetensors"
+    beside.write_bytes(damage(beside.read_bytes()))
+    with pytest.raises(ArchiveError, match=r"m\.safetensors is (damaged|empty)"):
+        Archive(tmp_path / "m.pt2").weights(CPU)
+    beside.unlink()
+    with pytest.raises(ArchiveError, match=r"m\.safetensors cannot be read: No such file"):
+        Archive(tmp_path / "m.pt2").weights(CPU)
+
+
+@settings(max_examples=300)
+@given(at=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255))
+def test_every_changed_byte_is_seen(inside: Path, at: float, change: int) -> None:
+    content = bytearray(inside.read_bytes())
+    content[int(at * len(content))] ^= change
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "changed.pt2")
+        path.write_bytes(content)
+        with pytest.raises(ArchiveError):
+            Archive(path)
+
+
+@given(end=st.floats(0, 1, exclude_max=True))
+def test_a_file_that_is_cut_short_is_refused(inside: Path, end: float) -> None:
+    content = inside.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "short.pt2")
+        path.write_bytes(content[: int(end * len(content))])
+        with pytest.raises(ArchiveError):
+            Archive(path)
+
+
+def test_a_damaged_member_is_named(inside: Path, tmp_path: Path) -> None:
+    content = bytearray(inside.read_bytes())
+    content[content.index(MEMBERS[f"{LIBRARY_FOLDER}/model.so"]) + 9] ^= 1
+    (tmp_path / "m.pt2").write_bytes(content)
+    with pytest.raises(ArchiveError, match=r"model\.so is not what export wrote"):
+        Archive(tmp_path / "m.pt2")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    torch.save({"x": 1}, tmp_path / "saved.pt2")
+    (tmp_path / "text.pt2").write_text(json.dumps(FACTS))
+    for name in ("saved", "text"):
+        with pytest.raises(ArchiveError, match=f"{name}.pt2 is "):
+            Archive(tmp_path / f"{name}.pt2")
+
+
+def test_a_write_that_fails_leaves_the_old_file(inside: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(inside.read_bytes())
+    with pytest.raises(FileNotFoundError):
+        write_archive(path, FACTS, {"missing": tmp_path / "missing"}, weights())
+    assert path.read_bytes() == inside.read_bytes()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.pt2"]

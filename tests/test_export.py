@@ -1,0 +1,198 @@
+"""Exported models give the JIT's bytes in a process that has no code of the model; what does not fit is refused."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import detcompile
+from benchmarks.export import compare, loaded_elsewhere, observe
+from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel
+from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive, write_archive
+from detcompile.cli import app
+from detcompile.exported import CERTIFICATE, KERNELS
+from tests.bits import assert_bitwise_equal
+from tests.models import MAX_CONTEXT, random_model
+
+COUNTS = (1, 7, 64)
+# Layers, dtype, place of the weights. Of gemma2 one layer sees a window and the other does not.
+EXPORTED = {"llama": (1, torch.bfloat16, "inside"), "gemma2": (2, torch.float32, "beside")}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, CompiledModel]:
+    return {
+        name: detcompile.compile(random_model(name, dtype, num_hidden_layers=layers), max_context=MAX_CONTEXT)
+        for name, (layers, dtype, _) in EXPORTED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def archives(models: dict[str, CompiledModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exported")
+    return {
+        name: detcompile.export(model, folder / f"{name}.pt2", weights=EXPORTED[name][2])
+        for name, model in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def loaded(archives: dict[str, Path]) -> ExportedModel:
+    return detcompile.load(archives["llama"])
+
+
+def rewritten(path: Path, target: Path, machine: dict[str, str] | None = None, **changes: Any) -> Path:
+    """The archive with other facts or weights, whole as far as its digests go."""
+    archive = Archive(path)
+    names = [name for name in archive.names(EXTRA) + archive.names(LIBRARY_FOLDER) if "/manifest." not in name]
+    members = {name: archive.read(name) for name in names if not name.endswith(".safetensors")}
+    weights = changes.pop("weights", None) or archive.weights(torch.device("cpu"))
+    facts = archive.facts | changes | {"machine": archive.facts["machine"] | (machine or {})}
+    write_archive(target, facts, members, weights)
+    return target
+
+
+def test_a_fresh_process_without_the_models_code_gives_the_bytes_of_the_jit(
+    models: dict[str, CompiledModel], archives: dict[str, Path]
+) -> None:
+    """Prompts, decodes and an engine; of a model whose layers see windows, too."""
+    for (name, model), found in zip(models.items(), loaded_elsewhere(list(archives.values()), COUNTS)):
+        equal = compare(found["seen"], observe(model, COUNTS))
+        assert len(equal) == 2 * len(COUNTS) + 3
+        assert all(equal.values()), (name, [what for what, same in equal.items() if not same])
+
+
+def test_the_comparison_sees_one_bit_of_one_weight(
+    models: dict[str, CompiledModel], archives: dict[str, Path], tmp_path: Path
+) -> None:
+    weights = Archive(archives["llama"]).weights(torch.device("cpu"))
+    weights["model.norm.weight"].view(torch.int16)[0] ^= 1
+    changed = detcompile.load(rewritten(archives["llama"], tmp_path / "changed.pt2", weights=weights))
+    equal = compare(observe(changed, (7,)), observe(models["llama"], (7,)))
+    assert not equal["prefill 7"] and not equal["decode 7"]
+
+
+def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
+    model = models["llama"]
+    assert loaded.fingerprint == model.fingerprint and loaded.fingerprint_parts == model.fingerprint_parts
+    assert loaded.certificate == model.certificate and str(loaded.certificate) == str(model.certificate)
+    assert loaded.numerics == model.numerics and loaded.max_context == model.max_context
+    assert (loaded.dtype, loaded.device, loaded.vocab_size) == (model.dtype, model.device, model.vocab_size)
+
+
+def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
+    torch.manual_seed(0)
+    ids, mask = torch.randint(0, 160, (3, 9)), torch.ones(3, 9, dtype=torch.int64)
+    mask[1, :4] = mask[2, 7:] = 0
+    found, expected = loaded(ids, mask, labels=ids), models["llama"](ids, mask, labels=ids)
+    assert_bitwise_equal(found.logits, expected.logits)
+    assert_bitwise_equal(found.loss, expected.loss)
+    sampled = {"max_new_tokens": 12, "do_sample": True, "seed": [1, 2, 3]}
+    assert torch.equal(loaded.generate(ids, mask, **sampled), models["llama"].generate(ids, mask, **sampled))
+
+
+def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
+    params = detcompile.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    config = detcompile.EngineConfig(num_blocks=64)
+    plain = loaded.engine(config).generate([[1, 2, 3]], params, progress=False)[0].outputs[0].token_ids
+    for target, small in ((loaded, models["llama"]), (models["llama"], loaded)):
+        speculation = detcompile.SpeculationConfig(drafter=small.drafter(3, num_sequences=2), switch="always")
+        answer = target.engine(config, speculation=speculation).generate([[1, 2, 3]], params, progress=False)[0]
+        assert answer.outputs[0].token_ids == plain
+    with pytest.raises(InvalidInput, match="whole model only"):
+        loaded.drafter(layers=1)
+    with pytest.raises(InvalidInput, match="hidden states"):
+        loaded.medusa_drafter("tiny")
+
+
+def test_the_command_line_takes_an_archive(archives: dict[str, Path], loaded: ExportedModel) -> None:
+    done = CliRunner().invoke(app, ["check", str(archives["llama"]), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["fingerprint"] == loaded.fingerprint and found["counts"] == loaded.certificate.counts
+    refused = CliRunner().invoke(app, ["check", str(archives["llama"]), "--dtype", "float32"])
+    assert isinstance(refused.exception, InvalidInput) and "compiled before" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    "member",
+    [CERTIFICATE, KERNELS, LIBRARY_FOLDER, f"{EXTRA}/weights", f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"],
+)
+def test_a_flipped_bit_of_a_member_is_refused(archives: dict[str, Path], tmp_path: Path, member: str) -> None:
+    archive = Archive(archives["llama"])
+    content = bytearray(archives["llama"].read_bytes())
+    name = next(name for name in archive.names(EXTRA) + archive.names(LIBRARY_FOLDER) if name.startswith(member))
+    at = content.index(archive.read(name)) + len(archive.read(name)) // 2
+    content[at] ^= 1
+    (tmp_path / "m.pt2").write_bytes(content)
+    with pytest.raises(ArchiveError, match="damaged"):
+        detcompile.load(tmp_path / "m.pt2")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused(archives: dict[str, Path], tmp_path: Path, kept: float) -> None:
+    content = archives["llama"].read_bytes()
+    (tmp_path / "m.pt2").write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(ArchiveError, match=r"cut short|empty"):
+        detcompile.load(tmp_path / "m.pt2")
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        ({"torch": "2.99.0"}, "made with torch 2.99.0"),
+        ({"platform": "riscv64"}, "made for riscv64"),
+        ({"isa": "avx1024"}, "made for a CPU with avx1024"),
+        ({"vectors": "avx512 amx_tile_of_tomorrow"}, "made for avx512 amx_tile_of_tomorrow"),
+        ({"device": "cuda", "gpu": "Another GPU", "capability": "12.0", "triton": "9.9"}, "made for .*Another GPU"),
+    ],
+)
+def test_another_machine_or_torch_is_refused(
+    archives: dict[str, Path], tmp_path: Path, machine: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ArchiveError, match=message):
+        detcompile.load(rewritten(archives["llama"], tmp_path / "m.pt2", machine))
+
+
+def test_another_instruction_set_is_refused(
+    archives: dict[str, Path], loaded: ExportedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DETCOMPILE_CPU_ISA", "portable" if "portable.so" not in str(archives) else "avx2")
+    made = Archive(archives["llama"]).facts["machine"]["isa"]
+    with pytest.raises(ArchiveError, match=f"made for {made}, and portable runs here: set DETCOMPILE_CPU_ISA={made}"):
+        detcompile.load(archives["llama"])
+
+
+def test_another_torch_is_refused(archives: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(ArchiveError, match=r"this is 2\.12\.1: install that one, or export again"):
+        detcompile.load(archives["llama"])
+
+
+def test_another_format_or_detcompile_is_refused(archives: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="has format 99"):
+        detcompile.load(rewritten(archives["llama"], tmp_path / "m.pt2", format=99))
+    parts = Archive(archives["llama"]).facts["fingerprint_parts"] | {"source": "0" * 64}
+    with pytest.raises(ArchiveError, match="another version of detcompile"):
+        detcompile.load(rewritten(archives["llama"], tmp_path / "m.pt2", fingerprint_parts=parts))
+
+
+def test_what_cannot_be_exported_is_refused(
+    models: dict[str, CompiledModel], loaded: ExportedModel, tmp_path: Path
+) -> None:
+    for path in (tmp_path / "m.zip", tmp_path / "missing" / "m.pt2"):
+        with pytest.raises(InvalidInput, match="folder that exists, whose name ends with"):
+            detcompile.export(models["llama"], path)
+    with pytest.raises(InvalidInput, match="'inside' or 'beside'"):
+        detcompile.export(models["llama"], tmp_path / "m.pt2", weights="outside")  # type: ignore[arg-type]
+    shared = copy.copy(models["llama"])
+    shared.ranks = object()  # type: ignore[assignment]
+    for model in (shared, loaded):
+        with pytest.raises(UnsupportedModel, match="several ranks share, or that was loaded from an archive"):
+            detcompile.export(model, tmp_path / "m.pt2")
+    with pytest.raises(InvalidInput, match="no such file"):
+        detcompile.load(tmp_path / "m.pt2")

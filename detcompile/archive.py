@@ -219,10 +219,17 @@ class _put_into_place:
     def __exit__(self, failed: Any, *_: Any) -> None:
         self._file.close()
         if failed is None:
+            os.chmod(self._name, 0o666 & ~_umask())  # as any other new file
             os.replace(self._name, self.path)
         else:
             with suppress(OSError):
                 os.unlink(self._name)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _write_hashed(file: IO[bytes], parts: Iterable[Any]) -> dict[str, Any]:

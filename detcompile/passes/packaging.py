@@ -8,11 +8,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
+from torch._inductor import cpp_builder
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.virtualized import V
 
@@ -54,8 +56,19 @@ def _ahead_of_time() -> Iterator[None]:
         # As the JIT keeps them: a constant of few elements would be written into scalar code, whose libm is another.
         "always_keep_tensor_constants": True,
     }
-    with V.set_aot_compilation(True), inductor_config.patch(settings):
+    linking = mock.patch.object(cpp_builder.BuildOptionsBase, "get_ldflags", _link_flags)
+    with V.set_aot_compilation(True), inductor_config.patch(settings), linking:
         yield
+
+
+def _link_flags(options: cpp_builder.BuildOptionsBase) -> list[str]:
+    """torch's own; and what a static library brings is for this library alone.
+
+    Some compilers link libstdc++ statically. Some of its symbols would then be bound to the process's own copy, and
+    AOTInductor's runtime, which parses a device's name with std::regex, crashes over a locale of two halves.
+    """
+    flags: list[str] = options._ldflags
+    return [*flags, "Wl,--exclude-libs,ALL"] if "shared" in options.get_cflags() else flags
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tempfile
+import threading
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,14 +111,17 @@ class _Program:
         on_gpu = next(iter(weights.values())).device.type == "cuda"
         runners: Any = torch._C._aoti
         if on_gpu:
-            self._runner = runners.AOTIModelContainerRunnerCuda(str(library), 1, "cuda", str(folder))
+            # Without the runtime's own bookkeeping of threads: its CUDA events cannot be asked about after a capture.
+            self._runner = runners.AOTIModelContainerRunnerCuda(str(library), 1, "cuda", str(folder), True)
         else:
             self._runner = runners.AOTIModelContainerRunnerCpu(str(library), 1)
+        self._one_at_a_time = threading.Lock()
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
         given = step_leaves(input_ids, position_ids, step, logits_to_keep)
-        (logits,) = self._runner.run([given[a] if isinstance(a, int) else a for a in self._arguments])
+        with self._one_at_a_time:
+            (logits,) = self._runner.run([given[a] if isinstance(a, int) else a for a in self._arguments])
         return logits
 
 

@@ -66,6 +66,7 @@ _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     "detcompile_matmul": (None, [ctypes.c_char_p]),  # struct Call of matmul.cpp
+    "detcompile_expert_matmul": (None, [ctypes.c_char_p, _POINTER, _INT64, _INT64]),  # the same, and what moves it
     "detcompile_add_partials": (None, [ctypes.c_char_p]),  # the same
     "detcompile_dequantize": (None, [ctypes.c_char_p]),  # struct Call of dequantize.cpp
     "detcompile_pair_faults": (_INT64, []),

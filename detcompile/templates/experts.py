@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.templates import cpu_library
 from detcompile.templates.experts_triton import expert_matmul_cuda
-from detcompile.templates.matmul import matmul_cpu
+from detcompile.templates.matmul import pack_call
 
 __all__ = ["expert_matmul_cpu", "reference_expert_matmul"]
 
@@ -38,18 +39,19 @@ def expert_matmul_cpu(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, is
             f"detcompile::expert_matmul: ids from {int(ids.min())} to {int(ids.max())} for {num_experts} experts. The "
             "router has to choose among the experts (or give their number, for none)."
         )
+    if w.stride(2) != 1 and w.stride(1) != 1:
+        w = w.contiguous()
     flat = ids.flatten()
     rows_of = torch.argsort(flat, stable=True)
     choices = max(1, ids.numel() * x.shape[-1] // max(1, x.numel()))
     rows = x.reshape(-1, x.shape[-1])[rows_of // choices]
-    products = rows.new_zeros(len(flat), N)
-    start = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts + 1)[:num_experts].tolist()):
-        if count:
-            own = slice(start, start + count)
-            of_expert = None if bias is None else bias[expert]
-            products[own] = matmul_cpu(rows[own], w[expert], of_expert, None, (), isa=isa)
-            start += count
+    counts = torch.bincount(flat, minlength=num_experts + 1)
+    products = rows.new_empty(len(flat), N)
+    products[len(flat) - int(counts[num_experts]) :] = 0
+    bias = None if bias is None else bias.contiguous()
+    if num_experts:
+        call = pack_call(rows, w[0], None if bias is None else bias[0], None, products, ())
+        cpu_library.library(isa).detcompile_expert_matmul(call, counts.data_ptr(), num_experts, w.stride(0))
     return torch.empty_like(products).index_copy_(0, rows_of, products).view(*ids.shape, N)
 
 

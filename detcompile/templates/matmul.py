@@ -27,7 +27,7 @@ from detcompile.numerics import matmul_order
 from detcompile.templates import cpu_library
 from detcompile.templates.matmul_triton import matmul_cuda
 
-__all__ = ["matmul_cpu", "reference_matmul"]
+__all__ = ["matmul_cpu", "pack_call", "reference_matmul"]
 
 _CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul.cpp
 
@@ -55,10 +55,9 @@ def matmul_cpu(
     """
     radices = radices or ()  # AOTInductor hands None where the graph has an empty list
     _check(x, w, bias, residual, radices)
-    M, K = x.shape
-    N = w.shape[0]
+    M, N = len(x), len(w)
     out = torch.empty((M, N), dtype=out_dtype or x.dtype)
-    out_code = cpu_library.dtype_code(out)
+    cpu_library.dtype_code(out)  # refuses what the kernels do not write
     if M == 0 or N == 0:
         return out
     if x.stride(1) != 1:
@@ -69,27 +68,7 @@ def matmul_cpu(
         bias = bias.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    call = _CALL.pack(
-        x.data_ptr(),
-        x.stride(0),
-        w.data_ptr(),
-        w.stride(0),
-        w.stride(1),
-        0 if bias is None else bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0),
-        out.data_ptr(),
-        M,
-        N,
-        K,
-        cpu_library.radices_address(tuple(radices)),
-        len(radices),
-        cpu_library.dtype_code(x),
-        cpu_library.dtype_code(bias),
-        cpu_library.dtype_code(residual),
-        out_code,
-        cpu_library.thread_count(),
-    )
+    call = pack_call(x, w, bias, residual, out, tuple(radices))
     cpu_library.library(isa).detcompile_matmul(call)
     return out
 
@@ -109,6 +88,33 @@ def reference_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual:
     if bias is not None:
         y = y + bias.double()
     return y if residual is None else residual.double() + y
+
+
+def pack_call(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, radices: tuple[int, ...]
+) -> bytes:
+    """struct Call of matmul.cpp: x [M, K], residual and out [M, N] of unit stride along rows, w [N, K] along either."""
+    return _CALL.pack(
+        x.data_ptr(),
+        x.stride(0),
+        w.data_ptr(),
+        w.stride(0),
+        w.stride(1),
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out.data_ptr(),
+        len(x),
+        w.shape[0],
+        w.shape[1],
+        cpu_library.radices_address(radices),
+        len(radices),
+        cpu_library.dtype_code(x),
+        cpu_library.dtype_code(bias),
+        cpu_library.dtype_code(residual),
+        cpu_library.dtype_code(out),
+        cpu_library.thread_count(),
+    )
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int]) -> None:

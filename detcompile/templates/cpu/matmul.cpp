@@ -232,6 +232,13 @@ void add_panel(const Problem& p, int64_t row, int64_t rows, int64_t n, float* st
   finish(p, row, rows, n, state);
 }
 
+void multiply(const Call& call) {
+  if (call.dtype == kFloat32) run<float, Fma>(call, 0.0f);
+  else if (call.dtype == kFloat16) run<fp16, Fma>(call, fp16{0});
+  else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // -0 * +0, added to a chain, leaves it as it is
+  else run<bf16, FlushedFma>(call, bf16{0});
+}
+
 }  // namespace
 
 EXPORT void detcompile_add_partials(const void* packed) {
@@ -245,10 +252,17 @@ EXPORT void detcompile_add_partials(const void* packed) {
   }
 }
 
-EXPORT void detcompile_matmul(const void* packed) {
-  const Call& call = *static_cast<const Call*>(packed);
-  if (call.dtype == kFloat32) run<float, Fma>(call, 0.0f);
-  else if (call.dtype == kFloat16) run<fp16, Fma>(call, fp16{0});
-  else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // -0 * +0, added to a chain, leaves it as it is
-  else run<bf16, FlushedFma>(call, bf16{0});
+EXPORT void detcompile_matmul(const void* packed) { multiply(*static_cast<const Call*>(packed)); }
+
+// Rows [0, counts[0]) of x times the first of num_experts matrices, the next counts[1] times the second, and so on
+EXPORT void detcompile_expert_matmul(const void* packed, const int64_t* counts, int64_t num_experts, int64_t w_stride) {
+  Call call = *static_cast<const Call*>(packed);
+  for (int64_t expert = 0; expert < num_experts; expert++) {
+    call.M = counts[expert];
+    if (call.M > 0) multiply(call);
+    call.x += call.M * call.x_stride * item_size(call.dtype);
+    call.w += w_stride * item_size(call.dtype);
+    call.out = static_cast<char*>(call.out) + call.M * call.N * item_size(call.out_dtype);
+    if (call.bias) call.bias = static_cast<const char*>(call.bias) + call.N * item_size(call.bias_dtype);
+  }
 }

@@ -6,6 +6,7 @@ Legend: M rows (a token's choice of an expert), C choices of a token, E experts,
 |---|---|
 | few_rows_kernel | up to BM rows: a program an expert with rows and a tile of N, found without sorting |
 | group_rows_kernel, then grouped_kernel | any number: rows sorted by expert, stably, in tiles that hold one expert's |
+| the same, gather_rows_kernel, sorted_kernel | many: x copied in that order, so that descriptors read both operands |
 
 No program waits for another, none adds atomically, and the host reads nothing: which rows and tiles there are is on the
 device, in as many programs as the worst case needs. A row's sum knows its own operands alone. An id outside [0, E)
@@ -18,7 +19,7 @@ import triton.language as tl
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import grouped, leaf_sum
 
-__all__ = ["few_rows_kernel", "group_rows_kernel", "grouped_kernel"]
+__all__ = ["few_rows_kernel", "gather_rows_kernel", "group_rows_kernel", "grouped_kernel", "sorted_kernel"]
 
 
 @triton.jit
@@ -31,9 +32,10 @@ def group_rows_kernel(
     ids_ptr, order_ptr, tiles_ptr, M, num_tiles,
     E: tl.constexpr, BINS: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program g: the rows of group g, ascending, at their place in order [M], and its tiles in tiles [num_tiles, 3].
+    """Program g: rows of group g, ascending, at their place in order [M], and its tiles in tiles [num_tiles + 1, 3].
 
-    A tile is (group, first, end), places in order; what no group needs gets the group -1. BINS is above E + 1.
+    A tile is (group, first, end), places in order; what no group needs gets the group -1. The last row begins with the
+    number of tiles that there are. BINS is above E + 1.
     """
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -55,6 +57,7 @@ def group_rows_kernel(
         tl.store(place + 1, start + (i + bins) * BM, mask=mine)
         tl.store(place + 2, start + count + bins * 0, mask=mine)
     if group == E:
+        tl.store(tiles_ptr + num_tiles * 3, tile + own_tiles)
         for i in range(tile + own_tiles, num_tiles, BINS):
             tl.store(tiles_ptr + (i + bins) * 3, bins * 0 - 1, mask=i + bins < num_tiles)
     for first in range(0, M, CHUNK):
@@ -165,3 +168,48 @@ def grouped_kernel(
             E, CHOICES, HAS_BIAS, BM, BN, BK, SWAP, BLOCKED, EVEN_K, TMA,
         )  # fmt: skip
     let_next_start(PDL)
+
+
+@triton.jit
+def gather_rows_kernel(
+    x_ptr, order_ptr, out_ptr, K, x_stride_m, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out[p] = x[order[p] // C], contiguous; BLOCK columns (axis 1) of a row (axis 0) a program."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    row = (tl.load(order_ptr + place) // CHOICES).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + place * K + k, tl.load(x_ptr + row * x_stride_m + k, mask=k < K), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["M", "num_tiles"])
+def sorted_kernel(
+    x_desc, order_ptr, tiles_ptr, w_desc, out_ptr, bias_ptr, M, N, K, num_tiles,
+    E: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Persistent programs walk the tiles that there are: x_desc [M, K] in the order of experts, w_desc [E * N, K].
+
+    A tile of x may end with rows of the next expert, and one of w with its features: what they give is not stored.
+    """
+    wait_for_earlier(PDL)
+    live = tl.load(tiles_ptr + num_tiles * 3)
+    tiles_n = tl.cdiv(N, BN)
+    for work in tl.range(tl.program_id(0), live * tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = grouped(work, live * BM, N, BM, BN, GROUP)
+        group = tl.load(tiles_ptr + tile_m * 3)
+        first = tl.load(tiles_ptr + tile_m * 3 + 1)
+        expert = tl.minimum(group, E - 1)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            x = x_desc.load([first, k])
+            acc = tl.dot(x, w_desc.load([expert * N + tile_n * BN, k]).T, acc)
+        place = first + tl.arange(0, BM)
+        m = tl.load(order_ptr + place, mask=place < tl.load(tiles_ptr + tile_m * 3 + 2), other=M)
+        n = tile_n * BN + tl.arange(0, BN)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
+            acc = acc + bias[None, :]
+        acc = tl.where(group < E, acc, 0.0)
+        _store(acc, out_ptr, bias_ptr, m, n, M, N, expert, False, False)

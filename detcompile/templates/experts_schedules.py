@@ -42,7 +42,7 @@ class ExpertsProblem:
 
 
 # kind, block_m, block_n, block_k, warps, stages, swapped. "few" is few_rows_kernel, "tma" grouped_kernel with
-# descriptors, "pointers" the same without. Few rows an expert: the weights' bytes count, and whose loads run ahead.
+# descriptors, "pointers" the same without, "sorted" sorted_kernel. Few rows an expert: the weights' bytes count.
 _Row = tuple[str, int, int, int, int, int, bool]
 _FEW: dict[int, list[_Row]] = {
     16: [
@@ -76,10 +76,17 @@ _GROUPED: dict[int, list[_Row]] = {  # by rows an expert
         ("tma", 64, 128, 64, 4, 4, False),
         ("tma", 64, 64, 128, 4, 4, True),
         ("tma", 64, 256, 64, 8, 4, False),
+        ("sorted", 64, 256, 64, 8, 4, False),
+        ("sorted", 64, 128, 64, 4, 6, False),
         ("pointers", 64, 128, 64, 4, 4, True),
         ("pointers", 64, 128, 64, 4, 4, False),
     ],
     128: [
+        ("sorted", 128, 256, 64, 8, 4, False),
+        ("sorted", 128, 256, 64, 8, 3, False),
+        ("sorted", 128, 128, 64, 8, 5, False),
+        ("sorted", 64, 256, 64, 8, 4, False),
+        ("sorted", 64, 128, 64, 4, 6, False),
         ("tma", 128, 128, 64, 8, 4, False),
         ("tma", 128, 256, 64, 8, 3, False),
         ("tma", 128, 256, 64, 8, 4, False),
@@ -115,4 +122,4 @@ def expert_candidates(problem: ExpertsProblem) -> tuple[GemmSchedule, ...]:
             rows += _FEW[problem.bucket]
         each = max(16, min(128, problem.bucket // problem.experts))  # of rows that spread evenly
         rows += _GROUPED[1 << (each - 1).bit_length()]
-    return tuple(GemmSchedule(*row) for row in rows if row[0] != "tma" or problem.aligned)
+    return tuple(GemmSchedule(*row) for row in rows if problem.aligned or row[0] not in ("tma", "sorted"))

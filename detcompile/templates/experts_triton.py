@@ -19,7 +19,7 @@ from detcompile.templates import dependent_launch, experts_kernels, matmul_kerne
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.experts_schedules import ExpertsProblem, expert_candidates, reference_expert_schedule
 from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
-from detcompile.templates.tuning import Tuner, capturing, template_tuner
+from detcompile.templates.tuning import Tuner, capturing, multiprocessors, template_tuner
 
 __all__ = ["expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts", "tune_experts", "tuner"]
 
@@ -213,28 +213,49 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
         experts_kernels.few_rows_kernel[(M, tiles_n)](o.x, o.ids, o.w, o.out, bias, M, N, K, *strides, **options)
         return
     order, tiles = _grouped_rows(o, schedule.block_m)
+    num_tiles = len(tiles) - 1
     w = o.w
-    if schedule.kind == "tma":
-        if blocked:
+    if schedule.kind != "pointers":
+        if blocked and K > matmul_kernels.FP32_BLOCK.value:
             raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
         w = TensorDescriptor.from_tensor(w.view(E * N, K), [schedule.block_n, schedule.block_k])
-    experts_kernels.grouped_kernel[(len(tiles) * tiles_n,)](
-        o.x, order, tiles, w, o.out, bias, M, N, K, len(tiles), *strides,
+    if schedule.kind == "sorted":
+        for unused in ("CHOICES", "SWAP", "BLOCKED", "EVEN_K"):
+            del options[unused]
+        x = TensorDescriptor.from_tensor(_sorted_rows(o, order), [schedule.block_m, schedule.block_k])
+        programs = min(num_tiles * tiles_n, multiprocessors(o.x.device) * schedule.ctas)
+        experts_kernels.sorted_kernel[(programs,)](
+            x, order, tiles, w, o.out, bias, M, N, K, num_tiles, GROUP=schedule.group, **options
+        )
+        return
+    experts_kernels.grouped_kernel[(num_tiles * tiles_n,)](
+        o.x, order, tiles, w, o.out, bias, M, N, K, num_tiles, *strides,
         GROUP=schedule.group, TMA=schedule.kind == "tma", **options,
     )  # fmt: skip
 
 
 def _grouped_rows(o: _Operands, block_m: int) -> tuple[Tensor, Tensor]:
-    """Rows in order of their expert [M], and tiles of them [worst case, 3]: group, first and end in that order."""
+    """Rows in order of their expert [M], and tiles of them [worst case + 1, 3], as group_rows_kernel writes them."""
     M, groups = len(o.ids), o.w.shape[0] + 1
     num_tiles = min(M, M // block_m + groups)
-    order, tiles = (torch.empty(shape, dtype=torch.int32, device=o.x.device) for shape in ((M,), (num_tiles, 3)))
+    order, tiles = (torch.empty(shape, dtype=torch.int32, device=o.x.device) for shape in ((M,), (num_tiles + 1, 3)))
     experts_kernels.group_rows_kernel[(groups,)](
         o.ids, order, tiles, M, num_tiles, E=groups - 1, BINS=max(64, triton.next_power_of_2(groups + 1)), BM=block_m,
         CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(M))), num_warps=8 if M >= 2048 else 4,
         **launch_options(o.x.device),
     )  # fmt: skip
     return order, tiles
+
+
+def _sorted_rows(o: _Operands, order: Tensor) -> Tensor:
+    """x [M, K] in that order, a copy."""
+    K = o.x.shape[1]
+    out = o.x.new_empty((len(order), K))
+    block = min(2048, triton.next_power_of_2(K))
+    experts_kernels.gather_rows_kernel[(len(order), triton.cdiv(K, block))](
+        o.x, order, out, K, o.x.stride(0), CHOICES=o.choices, BLOCK=block, num_warps=4, **launch_options(o.x.device)
+    )
+    return out
 
 
 def _bytes(tensors: tuple[Tensor, ...]) -> bytes:

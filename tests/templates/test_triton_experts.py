@@ -30,6 +30,11 @@ SMALL = [
     GemmSchedule("pointers", 16, 32, 32, 4, 2),
     GemmSchedule("pointers", 16, 64, 64, 4, 2, swapped=True, group=2),
 ]
+DESCRIBED = [
+    GemmSchedule("tma", 16, 32, 32, 4, 2),
+    GemmSchedule("tma", 16, 32, 32, 4, 2, swapped=True),
+    GemmSchedule("sorted", 16, 32, 32, 4, 2, group=2),
+]
 
 
 def problem(tokens: int, choices: int, dtype: torch.dtype = torch.float32, n: int = N, k: int = K, experts: int = E):
@@ -65,6 +70,19 @@ def test_a_row_has_the_bytes_of_its_experts_matmul(schedule: GemmSchedule) -> No
     assert_bitwise_equal(run_experts(schedule, x, ids, turned, bias), expected, "weights as [E, K, N]")
     each = x[:, None].expand(-1, 3, -1).contiguous()
     assert_bitwise_equal(run_experts(schedule, each, ids, w, bias), expected, "a row of x for each choice")
+
+
+@pytest.mark.parametrize("schedule", DESCRIBED, ids=str)
+def test_descriptors_have_the_bytes_of_matmul(schedule: GemmSchedule) -> None:
+    """Of float32 up to one block of 128 k, which is one chain."""
+    x, ids, w, bias = problem(9, 3, n=44, k=96)
+    ids[3, 1], ids[5] = E, 2
+    expected = run_experts(SMALL[2], x, ids, w, bias)
+    assert_bitwise_equal(run_experts(schedule, x, ids, w, bias), expected)
+    assert_bitwise_equal(run_experts(schedule, x, ids, w), run_experts(SMALL[2], x, ids, w), "without bias")
+    poisoned = torch.full_like(x, torch.nan)
+    poisoned[7] = x[7]
+    assert_bitwise_equal(run_experts(schedule, poisoned, ids, w, bias)[7], expected[7], "beside NaN")
 
 
 def test_float32_has_the_bytes_of_its_order() -> None:

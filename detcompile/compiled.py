@@ -72,6 +72,7 @@ class CompiledModel:
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
         self._kv_groups = lowered.kv_groups
+        self._state_shapes = lowered.state_shapes
         self._parts: dict[tuple[int, ...], CompiledModel] = {}  # some of the layers, for drafting
         self._generator: Engine | None = None  # behind generate(); kept, so that its CUDA graphs are
 
@@ -151,6 +152,7 @@ class CompiledModel:
             eos_token_ids=self._stop_tokens(None),
             hidden_size=0 if head is None else head.weight.shape[1],
             forward_with_states=lambda: self._forward_with_states,
+            state_shapes=self._state_shapes,
         )
 
     def drafter(
@@ -181,8 +183,10 @@ class CompiledModel:
             cuda_graphs: None: on a GPU.
 
         Raises:
-            InvalidInput: layers that the model has not, no sequence, no token, or layers of a model that ranks share.
+            InvalidInput: layers that the model has not, that ranks share or that carry a state; no sequence, no token.
         """
+        if self._state_shapes:
+            raise InvalidInput("this model's layers carry a state, which cannot take guesses back: draft with another")
         if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
             raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens}: at least 1")
         source = self
@@ -241,16 +245,21 @@ class CompiledModel:
         block_size: int = BLOCK_SIZE,
         order: SequenceOf[int] | torch.Generator | None = None,
         cuda_graphs: bool = False,
+        num_sequences: int | None = None,
     ) -> tuple[Runner, KVBlocks]:
         """A KV cache for at least ``num_tokens`` tokens, what runs steps over it, and its blocks.
 
         Args:
             num_tokens: of all sequences together, each rounded up to whole blocks by the caller.
             order: in which the pool hands out its blocks.
+            num_sequences: that have a state at a time; default: as many as there are blocks.
         """
-        num_blocks = max(1, -(-num_tokens // block_size)) * len(self._kv_groups) + 1
-        blocks = KVBlocks(BlockPool(num_blocks, block_size, order), self._kv_groups, prefix_caching=False)
-        return self._runner(num_blocks, block_size, cuda_graphs), blocks
+        whole = max(1, -(-num_tokens // block_size))
+        num_blocks = whole * len(self._kv_groups) + 1
+        states = (num_sequences or whole) if self._state_shapes else 0
+        runner = self._runner(num_blocks, block_size, cuda_graphs, states)
+        pool = BlockPool(num_blocks, block_size, order)
+        return runner, KVBlocks(pool, self._kv_groups, prefix_caching=False, num_state_slots=states)
 
     @cached_property
     def _forward_with_states(self) -> Any:
@@ -264,8 +273,8 @@ class CompiledModel:
             self._parts[layers] = CompiledModel(view, lower_view(view, self.numerics), self.numerics, self.max_context)
         return self._parts[layers]
 
-    def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Runner:
-        return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size), cuda_graphs)
+    def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int) -> Runner:
+        return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size, num_states), cuda_graphs)
 
     @torch.no_grad()
     def __call__(
@@ -300,7 +309,8 @@ class CompiledModel:
             Sequence(tokens, position_ids=positions)
             for row, (tokens, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True))
         ]
-        runner, blocks = self.new_runner(sum(whole_blocks(len(s.token_ids)) for s in sequences))
+        longest = sum(whole_blocks(len(s.token_ids)) for s in sequences)
+        runner, blocks = self.new_runner(longest, num_sequences=len(sequences))
         arrays = build_step([(sequence, sequence.num_uncomputed) for sequence in sequences], blocks)
         rows, mask = keep_columns(batch.mask, logits_to_keep)
         logits = repad(runner.run(arrays._replace(logits_to_keep=rows.numpy())), mask)

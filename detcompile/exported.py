@@ -59,6 +59,7 @@ class ExportedModel(CompiledModel):
         self._kv_shapes = tuple(KVShape(*shape) for shape in facts["kv_shapes"])
         self._kv_groups = tuple(KVGroup(tuple(layers), window) for layers, window in facts["kv_groups"])
         self._parts = {}
+        self._state_shapes = ()
         self._generator = None
         weights = archive.weights(self.device)
         self.forward = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)

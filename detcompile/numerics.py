@@ -14,7 +14,7 @@ import torch
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.orders import KV, Blocked, Row, Sequential, Tree
 
-__all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order"]
+__all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order", "state_order"]
 
 KV_BLOCK = 64  # keys that one step of the online softmax takes
 _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
@@ -114,6 +114,19 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtyp
             return Row(length, _CUDA_CHUNK_LANES, vector, radices, _CUDA_CHUNK)
         return Row(length, _cuda_lanes(leaf_length, vector), vector, radices)
     raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
+
+
+def state_order(num_keys: int, device_type: str) -> Sequential | Row:
+    """How a state is read: the sum over its keys, on a GPU by lanes that are the keys, padded to a power of two.
+
+    Raises:
+        InvalidInput: there is no template for this device type.
+    """
+    if device_type == "cpu":
+        return Sequential(num_keys)
+    if device_type == "cuda":
+        return Row(num_keys, 1 << (num_keys - 1).bit_length(), 1)
+    raise InvalidInput(f"a recurrence on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
 
 
 def kv_order(numerics: Numerics) -> KV:

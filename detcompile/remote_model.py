@@ -115,6 +115,7 @@ class RemoteModel(CompiledModel):
         self._num_logits = facts.num_logits
         self._kv_shapes = facts.kv_shapes
         self._kv_groups = facts.kv_groups
+        self._state_shapes = ()  # ranks share no model that has any
         self._facts = facts
         self._abandoned: deque[int] = deque()
         self._generator = None
@@ -185,7 +186,7 @@ class RemoteModel(CompiledModel):
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool) -> Any:
+    def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int = 0) -> Any:
         return RemoteRunner(self.group, self._abandoned, (num_blocks, block_size, cuda_graphs), self.device)
 
 

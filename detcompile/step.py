@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["KVGroup", "PADDING_SLOT", "StepInputs", "kv_groups", "step_leaves"]
+__all__ = ["KVGroup", "NO_SLOT", "PADDING_SLOT", "StateShape", "StepInputs", "kv_groups", "step_leaves"]
 
 PADDING_SLOT = -1  # a token whose key and value are written nowhere
+NO_SLOT = -1  # a sequence that starts from a state of zeros and keeps none
 
 
 class KVGroup(NamedTuple):
@@ -19,6 +20,13 @@ class KVGroup(NamedTuple):
 
     layers: tuple[int, ...]
     window: int  # tokens that a query sees, itself included; 0 for all before it
+
+
+class StateShape(NamedTuple):
+    """What one operation keeps of a sequence from step to step."""
+
+    shape: tuple[int, ...]
+    float32: bool  # whatever the model's dtype is
 
 
 class StepInputs(NamedTuple):
@@ -36,6 +44,8 @@ class StepInputs(NamedTuple):
     block_tables: tuple[Tensor, ...]  # one a KV group: [S, max_blocks] int32
     k_caches: tuple[Tensor, ...]  # one a layer: [num_blocks, block_size, kv_heads, head_dim]
     v_caches: tuple[Tensor, ...]  # one a layer: [num_blocks, block_size, kv_heads, v_head_dim]
+    state_slots: Tensor  # [S] int32: row of the states that is the sequence's, NO_SLOT for none
+    states: tuple[Tensor, ...] = ()  # one an operation that keeps a state: [num_slots, *StateShape.shape]
 
 
 def step_leaves(
@@ -56,6 +66,8 @@ def kv_groups(windows: Sequence[int], shapes: Sequence[Hashable]) -> tuple[KVGro
     kinds: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
         kinds.setdefault(window, []).append(layer)
+    if not kinds:  # nothing is kept a token: blocks count positions, and are free again once these are computed
+        return (KVGroup((), 1),)
     if len(kinds) == 1 or len(set(shapes)) > 1:
         return (KVGroup(tuple(range(len(windows))), windows[0] if len(kinds) == 1 else 0),)
     size = min(len(layers) for layers in kinds.values())

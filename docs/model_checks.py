@@ -24,6 +24,7 @@ from detcompile.passes import backend
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.positions import give_positions
+from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import shard
 from docs.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
 
@@ -113,6 +114,8 @@ def _two_ranks(model_type: str) -> str:
             freeze_rope(model, MAX_CONTEXT)
             if pin_experts(model):
                 return "a mixture of experts over several ranks"
+            if pin_recurrences(model) is not None:
+                return "layers with a state over several ranks"
             attention, _ = probe_attention(model, NUMERICS.kv_chunk)
             shard(model, attention, NUMERICS, TensorParallel(size=2, rank=rank, group="never asked"))
         except DetcompileError as error:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import detcompile
 from detcompile import CompiledModel, Numerics
 
-__all__ = ["ARCHITECTURES", "VOCAB_SIZE", "compiled", "random_model"]
+__all__ = ["ARCHITECTURES", "STATEFUL", "VOCAB_SIZE", "compiled", "random_model"]
 
 VOCAB_SIZE = 160
 MAX_CONTEXT = 2048
@@ -43,6 +43,16 @@ ARCHITECTURES = {
     "falcon": LLAMA | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gptj": COMMON | {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT, "rotary_dim": 12},
 }
+# Layers that carry a state from token to token: convolutions, Mamba-2, gated delta nets; attention beside them or none.
+STATEFUL = {
+    "lfm2": LLAMA | {"layer_types": ["conv", "full_attention"], "head_dim": 20},
+    "mamba2": COMMON
+    | {"hidden_size": 80, "num_heads": 5, "head_dim": 32, "state_size": 24, "n_groups": 1, "num_hidden_layers": 2}
+    | {"chunk_size": 64},
+    "qwen3_next": LLAMA
+    | {"head_dim": 20, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 20},
+}
 
 
 def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: object) -> PreTrainedModel:
@@ -51,7 +61,7 @@ def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: 
     Weights are ten times larger than the usual initialisation, so that a changed order changes bits.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(ARCHITECTURES.get(name, LLAMA) | changes))
+    config = AutoConfig.for_model(name, **((ARCHITECTURES | STATEFUL).get(name, LLAMA) | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
 """Attention reaches our template through transformers' AttentionInterface, or from scaled_dot_product_attention."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "STEP_KWARG",
     "StepDropped",
     "check_call",
+    "layer_of",
     "pin_sdpa",
     "register_attention",
 ]
@@ -59,18 +60,28 @@ class AttentionCall:
         window: sliding window in tokens, 0 for none.
     """
 
-    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, window: int) -> None:
+    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, window: int, layer: int) -> None:
         self.module = module
-        self.layer = int(module.layer_idx)
+        self.layer = layer
         self.num_heads = query.shape[1]
         self.shape = (key.shape[1], key.shape[3], value.shape[3])
         self.window = window
 
 
-def register_attention(kv_chunk: int, groups: Sequence[KVGroup]) -> None:
+def layer_of(module: Any) -> int:
+    """The index of an attention's layer, which is that of its cache where every layer attends."""
+    return int(module.layer_idx)
+
+
+def register_attention(
+    kv_chunk: int, groups: Sequence[KVGroup], place: Callable[[Any], int] = layer_of
+) -> None:
     """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys.
 
     A layer reads the block table of its group.
+
+    Args:
+        place: index of an attention's caches, asked for once a call.
     """
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
 
@@ -94,7 +105,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup]) -> None:
         if step is None:
             out = torch.ops.detcompile.dense_attention(query, key, value, *order)
             return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
-        layer = int(module.layer_idx)
+        layer = place(module)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
         out = torch.ops.detcompile.paged_attention(
             q,

@@ -45,6 +45,7 @@ class Backend:
         expected_attention: attention calls a causal LM makes; None for any other module.
         certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
         lower: what compiles the certified graph.
+        expected_recurrences: its calls that carry a state from token to token.
         join_weights: linears of one input share a product: their weights become views of one tensor, and have to
             stay so.
     """
@@ -57,10 +58,12 @@ class Backend:
         certify_only: bool = False,
         join_weights: bool = False,
         lower: Callable[..., Compiled] = compile_fx_inner,
+        expected_recurrences: int = 0,
     ) -> None:
         self.numerics = numerics
         self.roles_of = roles_of or default_role
         self.expected_attention = expected_attention
+        self.expected_recurrences = expected_recurrences
         self.certify_only = certify_only
         self.join_weights = join_weights
         self.lower = lower
@@ -109,7 +112,7 @@ class Backend:
         return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
 
     def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:
-        return certify(gm.graph, named, self.numerics, self.expected_attention)
+        return certify(gm.graph, named, self.numerics, self.expected_attention, self.expected_recurrences)
 
 
 def _named(gm: fx.GraphModule, roles: Sequence[Role]) -> dict[str, Role]:

@@ -1,8 +1,10 @@
 """One spelling an operation, so that the rewrites that follow need one pattern each."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -17,6 +19,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     """bmm(a, b) with K = 1  ->  mul(a, b)   (rotary embeddings: an outer product sums nothing)
     index_put(x, [mask], v)  ->  where(mask, v, x)           (a mask of x's shape, and one value)
+    view(x [4 T, 8], [T, 32])  ->  view(view(x, [T, 4, 8]), [T, 32])   (as Inductor gets it right; and the other way)
 
     baddbmm and addmm with scaled operands are left as they are: no rewrite takes them and the certificate names them.
     """
@@ -27,7 +30,35 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
         if _is_masked_fill(node):
             x, (mask,), value = node.args[:3]
             node.target, node.args = aten.where.self, (mask, value, x)
+    for target in VIEWS:
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            _split_mixed_rows(gm.graph, node)
     return gm
+
+
+def _split_mixed_rows(graph: fx.Graph, view: fx.Node) -> None:
+    """Take a view from or to a dimension that holds rows and features by way of one dimension for each.
+
+    Inductor (torch 2.11 to 2.13) decides by a guess of an unknown extent how two shapes match, and may read other rows.
+    """
+    before, after = shape_of(view.args[0]), shape_of(view)
+    mixed, plain = (before, after) if any(map(_mixed, before)) else (after, before)
+    where = [i for i, extent in enumerate(mixed) if extent.free_symbols]
+    rows = [i for i, extent in enumerate(plain) if extent.free_symbols]
+    if any(map(_mixed, plain)) or len(where) != 1 or len(rows) != 1 or not _mixed(mixed[where[0]]):
+        return
+    factor = int(mixed[where[0]].as_coeff_Mul()[0])
+    outer, left = divmod(math.prod(map(int, plain[: rows[0]])), math.prod(map(int, mixed[: where[0]])))
+    if left or not outer or factor % outer:
+        return
+    apart = [*map(int, mixed[: where[0]]), outer, -1, factor // outer, *map(int, mixed[where[0] + 1 :])]
+    view.args = (insert(graph, aten.view.default, (view.args[0], apart), view), view.args[1])
+
+
+def _mixed(extent: sympy.Expr) -> bool:
+    """Whether an extent is an unknown number times a known one."""
+    factor, rows = extent.as_coeff_Mul()
+    return factor != 1 and isinstance(rows, sympy.Symbol)
 
 
 def _is_masked_fill(node: fx.Node) -> bool:

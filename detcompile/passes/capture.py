@@ -24,16 +24,24 @@ from detcompile.passes.attention import (
     AttentionCall,
     StepDropped,
     check_call,
+    layer_of,
     register_attention,
 )
 from detcompile.passes.own_attention import replace_attention
+from detcompile.passes.recurrences import Recurrences
 from detcompile.passes.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 
-MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask")
-KIND_OF_LAYER = {"full_attention": MASK_KINDS[0], "sliding_attention": MASK_KINDS[1]}
+PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
+MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask", PADDING_MASK)
+KIND_OF_LAYER = {
+    "full_attention": MASK_KINDS[0],
+    "sliding_attention": MASK_KINDS[1],
+    "linear_attention": PADDING_MASK,
+    "conv": PADDING_MASK,
+}
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
 
 
@@ -49,6 +57,7 @@ class PackedForward(nn.Module):
         self.chooses_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+        torch._check(input_ids.shape[1] > 0)  # a reshape with an extent to infer asks
         kwargs: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.chooses_rows else {}
         logits = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **{STEP_KWARG: step}, **kwargs
@@ -112,7 +121,9 @@ def freeze_rope(model: PreTrainedModel, max_context: int) -> None:
                 by_layer[layer_type] = "default"
 
 
-def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
+def probe_attention(
+    model: PreTrainedModel, kv_chunk: int, recurrences: Recurrences | None = None
+) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
     """Make the model call our attention; as observe_attention.
 
     Raises:
@@ -124,34 +135,41 @@ def probe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[Attent
     if not ours:
         _use_attention(model)
     try:
-        calls, groups, masks = _observe(model, kv_chunk)
+        calls, groups, masks = _observe(model, kv_chunk, recurrences)
     except StepDropped:
         carry_step(model)
-        calls, groups, masks = _observe(model, kv_chunk)
-    if not ours and not masks:
+        calls, groups, masks = _observe(model, kv_chunk, recurrences)
+    if calls and not ours and not masks:
         raise UnsupportedModel(
             f"{type(model).__name__} asks for no causal mask unless it is given one: its own attention sees both ways"
         )
     return calls, groups
 
 
-def observe_attention(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
+def observe_attention(
+    model: PreTrainedModel, kv_chunk: int, recurrences: Recurrences | None = None
+) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]]:
     """The attention calls of one forward, in layer order, and the groups of layers that share a block table.
+
+    Where other layers carry a state, attention is numbered by its calls instead.
 
     Raises:
         UnsupportedModel: a call means something unknown.
     """
-    calls, groups, _ = _observe(model, kv_chunk)
+    calls, groups, _ = _observe(model, kv_chunk, recurrences)
     return calls, groups
 
 
-def _observe(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...], set[str]]:
+def _observe(
+    model: PreTrainedModel, kv_chunk: int, recurrences: Recurrences | None
+) -> tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...], set[str]]:
     """observe_attention, and the masks that the model asks transformers for."""
     calls: list[AttentionCall] = []
+    place = layer_of if recurrences is None else recurrences.attention_place
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
         check_call(module, query, key, value, attention_mask, kwargs)
-        calls.append(AttentionCall(module, query, key, value, int(kwargs.get("sliding_window") or 0)))
+        calls.append(AttentionCall(module, query, key, value, int(kwargs.get("sliding_window") or 0), place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(IMPLEMENTATION, record)
@@ -159,10 +177,10 @@ def _observe(model: PreTrainedModel, kv_chunk: int) -> tuple[tuple[AttentionCall
         masks = _run_once(model)
     finally:
         register_attention(kv_chunk, ())
-    _check_calls(model, calls, masks)
+    _check_calls(model, calls, masks, recurrences)
     calls.sort(key=lambda call: call.layer)
     groups = kv_groups([call.window for call in calls], [call.shape for call in calls])
-    register_attention(kv_chunk, groups)
+    register_attention(kv_chunk, groups, place)
     return tuple(calls), groups, masks
 
 
@@ -184,7 +202,7 @@ def _run_once(model: PreTrainedModel) -> set[str]:
     device = next(model.parameters()).device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     empty = torch.zeros(0, dtype=torch.int32, device=device)
-    step = StepInputs((empty,), empty, empty, (empty,), (), ())
+    step = StepInputs((empty,), empty, empty, (empty,), (), (), empty)
     with _recorded_masks(model) as masks, torch.no_grad():
         try:
             model(
@@ -237,11 +255,13 @@ def _kinds(model: nn.Module, name: str) -> set[str]:
     return {KIND_OF_LAYER.get(kind, f"the mask of {kind}") for kind in types} if types else {name}
 
 
-def _check_calls(model: PreTrainedModel, calls: list[AttentionCall], masks: set[str]) -> None:
+def _check_calls(
+    model: PreTrainedModel, calls: list[AttentionCall], masks: set[str], recurrences: Recurrences | None
+) -> None:
     name = type(model).__name__
     layers = model.config.get_text_config().num_hidden_layers
     called = sorted(call.layer for call in calls)
-    if called != list(range(layers)):
+    if recurrences is None and called != list(range(layers)):
         raise UnsupportedModel(
             f"{name} has {layers} layers but called the attention interface for layers {called}: "
             "attention that does not pass through the interface cannot be pinned"

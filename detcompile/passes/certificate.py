@@ -1,8 +1,8 @@
 """The certificate: every operation of a graph is of a proven class and keeps rows apart, or the graph is refused.
 
 Classes: *pointwise*, *movement*, *order-free* reductions (max, integer sums), *template* (its SumOrder is pinned and
-holds no symbol), *attention* (sums over the row's own prefix, by its contract) and *collective* (the ranks' values of
-one row meet, in the declared tree). Everything else is an UncertifiedOp.
+holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, by their contracts) and *collective*
+(the ranks' values of one row meet, in the declared tree). Everything else is an UncertifiedOp.
 """
 
 import json
@@ -32,6 +32,7 @@ from detcompile.passes.provenance import (
     shape_of,
     sympy_size,
 )
+from detcompile.passes.recurrence_rules import recurrence_order
 from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
 from detcompile.passes.template_rules import ATTENTION, TEMPLATES
 from detcompile.sum_order import SumOrder
@@ -113,7 +114,11 @@ class Certificate:
 
 
 def certify(
-    graph: fx.Graph, roles: Mapping[str, Role], numerics: Numerics, expected_attention: int | None
+    graph: fx.Graph,
+    roles: Mapping[str, Role],
+    numerics: Numerics,
+    expected_attention: int | None,
+    expected_recurrences: int = 0,
 ) -> Certificate:
     """Prove the graph or raise UncertifiedOp naming every offender.
 
@@ -122,6 +127,7 @@ def certify(
         roles: of each placeholder, by name; one that is missing counts as a weight.
         numerics: the declared orders.
         expected_attention: attention calls the model makes; None if the graph is not a causal LM.
+        expected_recurrences: calls that carry a state from token to token, of a causal LM.
     """
     context = _context(graph, roles)
     entries, offenders = [], []
@@ -147,11 +153,10 @@ def certify(
             context.states[node] = None
         elif node.op == "output" and not offenders:
             offenders.extend(_lost(node, context))
-    found = sum(entry.kind == "attention" for entry in entries)
-    if expected_attention is not None and found != expected_attention and not offenders:
-        offenders.append(
-            f"the model calls attention {expected_attention} times, the graph holds {found} attention nodes"
-        )
+    for kind, expected in (("attention", expected_attention), ("recurrence", expected_recurrences)):
+        found = sum(entry.kind == kind for entry in entries)
+        if expected_attention is not None and found != expected and not offenders:
+            offenders.append(f"the model calls {kind} {expected} times, the graph holds {found} {kind} nodes")
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
     return Certificate(tuple(entries), numerics, tuple(sums))
@@ -247,6 +252,7 @@ def _certify_node(
             _require_apart(node, state, context)
             order = _order_of(node, numerics)
             kind = "template" if node.args[:1] == (ours.rope_cache.default,) else kind
+            kind = "recurrence" if recurrence_order(node) is not None else kind
             return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -310,6 +316,8 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         if in_tree is None:
             return None
         order = in_tree
+    elif (of_recurrence := recurrence_order(node)) is not None:
+        order = of_recurrence
     elif target in ATTENTION:
         place = 8 if target is ours.cached_attention.default else 5
         chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[place]
@@ -343,6 +351,8 @@ def _static(size: sympy.Expr) -> int:
 def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
     if kind == "attention":
         return "row t of tokens reads keys of its own prefix"
+    if kind == "recurrence":
+        return "row t of tokens reads its own prefix, token by token"
     if isinstance(state, Layout):
         return "writes own slots"
     results = state if isinstance(state, tuple) else (state,)

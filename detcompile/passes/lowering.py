@@ -31,8 +31,9 @@ from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
 from detcompile.passes.provenance import Layout, sympy_size
 from detcompile.passes.quantized_linear import pin_quantized
+from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import pin_row_parallel, shard
-from detcompile.step import KVGroup, StepInputs, step_leaves
+from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
 from detcompile.weights import weights_digest
 
 __all__ = ["Lowered", "Packaged", "lower", "lower_view", "lower_with_states", "package"]
@@ -55,6 +56,7 @@ class Lowered(NamedTuple):
     num_token_ids: int  # that the embedding has rows for
     num_logits: int  # of the head, which may be wider
     whole_weights: str = ""  # digest of the weights of all ranks together, where this one holds a share
+    state_shapes: tuple[StateShape, ...] = ()  # one an operation that carries a state from token to token
 
 
 class Packaged(NamedTuple):
@@ -100,7 +102,11 @@ def lower(
         raise UnsupportedModel(f"{type(model).__name__}: quantised weights over several ranks; compile with tp=1")
     if pin_experts(model) and ranks is not None:
         raise UnsupportedModel(f"{type(model).__name__}: a mixture of experts over several ranks; compile with tp=1")
-    attention, groups = probe_attention(model, numerics.kv_chunk)
+    recurrences = pin_recurrences(model)
+    if recurrences is not None and ranks is not None:
+        raise UnsupportedModel(f"{type(model).__name__}: layers with a state over several ranks; compile with tp=1")
+    attention, groups = probe_attention(model, numerics.kv_chunk, recurrences)
+    states = () if recurrences is None else tuple(recurrences.shapes)
     whole_weights = ""
     if ranks is None:
         pin_row_parallel(model, numerics)
@@ -111,10 +117,10 @@ def lower(
         )  # before the first collective of the model: ranks that differ would wait for each other
         shard(model, attention, numerics, ranks, replicate_attention)
         attention, groups = observe_attention(model, numerics.kv_chunk)
-    _certify_batches(model, numerics, len(attention))
-    forward, certificate = _compile_packed(PackedForward(model), numerics, attention, groups)
+    _certify_batches(model, numerics, len(attention), len(states))
+    forward, certificate = _compile_packed(PackedForward(model), numerics, attention, groups, states)
     shapes = tuple(call.shape for call in attention)
-    return Lowered(forward, certificate, shapes, groups, num_token_ids, num_logits, whole_weights)
+    return Lowered(forward, certificate, shapes, groups, num_token_ids, num_logits, whole_weights, states)
 
 
 def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
@@ -185,9 +191,9 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
     return embedding.weight.shape[0], (embedding if head is None else head).weight.shape[0]
 
 
-def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int) -> None:
+def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int, num_states: int) -> None:
     """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here."""
-    backend = Backend(numerics, _dense_role, num_attention, certify_only=True)
+    backend = Backend(numerics, _dense_role, num_attention, certify_only=True, expected_recurrences=num_states)
     dense = torch.compile(_with_own_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
     device = next(model.parameters()).device
     input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
@@ -198,9 +204,13 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
 
 
 def _compile_packed(
-    module: PackedForward, numerics: Numerics, attention: tuple[AttentionCall, ...], groups: tuple[KVGroup, ...]
+    module: PackedForward,
+    numerics: Numerics,
+    attention: tuple[AttentionCall, ...],
+    groups: tuple[KVGroup, ...],
+    states: tuple[StateShape, ...] = (),
 ) -> tuple[Callable[..., Any], Certificate]:
-    program, certificate, example = _trace_packed(module, numerics, attention, groups, compile_fx_inner)
+    program, certificate, example = _trace_packed(module, numerics, attention, groups, compile_fx_inner, states)
     return _bind(program, example), certificate
 
 
@@ -210,11 +220,13 @@ def _trace_packed(
     attention: tuple[AttentionCall, ...],
     groups: tuple[KVGroup, ...],
     compile_graph: Callable[..., Any],
+    states: tuple[StateShape, ...] = (),
 ) -> tuple[Program, Certificate, tuple[Tensor, Tensor, StepInputs, Tensor]]:
     """The program, its certificate and the step that it was traced with."""
     backend = Backend(numerics, _packed_roles(groups), len(attention), join_weights=True, lower=compile_graph)
+    backend.expected_recurrences = len(states)
     packed = torch.compile(_with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
-    example = _example(module.model, attention, len(groups))
+    example = _example(module.model, attention, len(groups), states)
     _run(lambda: packed(*example), module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return program, certificate, example
@@ -231,6 +243,11 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
     for value, given in zip(program.values, program.inputs, strict=True):
         if id(given) in place:
             sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
+    if id(leaves[1]) not in place.keys() & set(map(id, program.inputs)):
+        # a graph that does not read the positions still checks how many there are
+        unknown = [sympy_size(v) for v in program.values if isinstance(v, torch.SymInt) and sympy_size(v) not in sizes]
+        assert len(unknown) <= 1, f"extents of no input of the step: {unknown}"
+        sizes |= dict.fromkeys(unknown, (1, 1))
     sources: list[tuple[str, Any]] = []
     for value, given, role in zip(program.values, program.inputs, program.roles, strict=True):
         if isinstance(value, torch.SymInt):
@@ -307,7 +324,10 @@ def _dense_role(name: str, value: Any) -> Role:
 
 
 def _example(
-    model: PreTrainedModel, attention: tuple[AttentionCall, ...], num_groups: int
+    model: PreTrainedModel,
+    attention: tuple[AttentionCall, ...],
+    num_groups: int,
+    states: tuple[StateShape, ...],
 ) -> tuple[Tensor, Tensor, StepInputs, Tensor]:
     """A step of two tokens whose extents are marked unknown, so that one graph serves every step."""
     device, dtype = next(model.parameters()).device, model.dtype
@@ -327,6 +347,11 @@ def _example(
         block_tables=tuple(metadata([[0, 1]]) for _ in range(num_groups)),
         k_caches=tuple(cache(kv_heads, head_dim) for kv_heads, head_dim, _ in shapes),
         v_caches=tuple(cache(kv_heads, v_head_dim) for kv_heads, _, v_head_dim in shapes),
+        state_slots=metadata([0]),
+        states=tuple(
+            torch.zeros(2, *state.shape, dtype=torch.float32 if state.float32 else dtype, device=device)
+            for state in states
+        ),
     )
     input_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     position_ids = torch.arange(num_tokens, device=device)[None]
@@ -338,9 +363,12 @@ def _example(
         *((slots, 0) for slots in step.slot_mappings),
         (step.cu_seqlens, 0),
         (step.seq_lens, 0),
+        (step.state_slots, 0),
         *((table, [0, 1]) for table in step.block_tables),
     ]:
         mark_unbacked(tensor, dims)
     for tensor in (*step.k_caches, *step.v_caches):
         mark_unbacked(tensor, [0, 1])
+    for state in step.states:
+        mark_unbacked(state, 0)
     return input_ids, position_ids, step, logits_to_keep

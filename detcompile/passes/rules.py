@@ -79,12 +79,18 @@ def _slice(node: fx.Node, ctx: Context) -> Rows:
     given: tuple[Any, ...] = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     dim, start, _, step = given
     before, after = shape_of(node.args[0])[dim], shape_of(node)[dim]
-    if before == after and step == 1 and start in (0, None):
+    if before == after and step == 1 and (start in (0, None) or _all_from_the_end(start, before)):
         return value
     if any(isinstance(ctx.states[arg], Size) for arg in node.all_input_nodes):
         raise Refusal("a slice at a value computed from a token or batch count")
     require_feature(value, dim, "a slice")
     return Rows((*value.dims[:dim], *created([after], {}).dims, *value.dims[dim:][1:]))
+
+
+def _all_from_the_end(start: Any, extent: sympy.Expr) -> bool:
+    """Whether a slice that starts at minus the extent is meant: as many as there are."""
+    value = start.meta.get("val") if isinstance(start, fx.Node) else None
+    return isinstance(value, torch.SymInt) and sympy.expand(sympy_size(value) + extent) == 0
 
 
 def _select(node: fx.Node, ctx: Context) -> Rows:
@@ -123,6 +129,16 @@ def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:
     for operand in (value, part):
         require_feature(operand, dim, "a slice")
     others = join([Rows(operand.dims[:dim] + operand.dims[dim + 1 :]) for operand in (value, part)], rank - 1)
+    return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
+
+
+def _select_scatter(node: fx.Node, ctx: Context) -> Rows:
+    """x with one element of a feature dimension replaced by values of the same rows."""
+    value, part = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    rank = len(value.dims)
+    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    require_feature(value, dim, "a choice of one element")
+    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]), part], rank - 1)
     return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
 
 
@@ -271,6 +287,7 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.squeeze.dim: _view,
     aten.squeeze.dims: _view,
     aten.cat.default: _cat,
+    aten.select_scatter.default: _select_scatter,
     aten.slice_scatter.default: _slice_scatter,
     aten.repeat.default: _repeat,
     aten.glu.default: _glu,

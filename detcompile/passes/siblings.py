@@ -6,6 +6,7 @@ whoever calls the graph has to concatenate once (`joined`), so that no step pays
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
@@ -67,11 +68,25 @@ def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
     parts = []
     for end, width, product in zip(itertools.accumulate(widths), widths, products, strict=True):
         part = insert(graph, aten.slice.Tensor, (fused, 1, end - width, end), first)
+        if _mixes_rows(product):  # a view that a part's rows, which lie apart, do not have
+            part = insert(graph, aten.clone.default, (part,), first)
         part.meta["stack_trace"] = product.meta.get("stack_trace", "")
         parts.append(part)
     for part, product in zip(parts, products, strict=True):
         product.replace_all_uses_with(part)
         graph.erase_node(product)
+
+
+def _mixes_rows(product: fx.Node) -> bool:
+    """Whether a view of the product joins its rows with features in one dimension."""
+    rows = shape_of(product)[0]
+    views = [user for user in product.users if user.target in VIEWS]
+    while views:
+        view = views.pop()
+        if not any(math.prod(shape_of(view)[:i]) == rows for i in range(len(shape_of(view)) + 1)):
+            return True
+        views += [user for user in view.users if user.target in VIEWS]
+    return False
 
 
 def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[int, ...], ...]:

@@ -25,6 +25,7 @@ from detcompile.passes.provenance import (
     require_weight,
     sympy_size,
 )
+from detcompile.passes.recurrence_rules import DENSE_RECURRENCES, RECURRENCES
 from detcompile.passes.rules import embedding, pointwise
 
 __all__ = ["ATTENTION", "TEMPLATES"]
@@ -186,9 +187,11 @@ def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
     return Rows((*q.dims[:2], created([sympy_size(node.meta["val"].shape[2])], {}).dims[0]))
 
 
-def _functionalized(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+def _functionalized(node: fx.Node, ctx: Context) -> Any:
     if node.args[0] is ours.rope_cache.default:
         return _rope_cache(node, ctx)
+    if node.args[0] in RECURRENCES:
+        return RECURRENCES[node.args[0]](node, ctx)
     if node.args[0] is not ours.paged_attention.default:
         raise Refusal(f"mutating operation {node.args[0]}")
     return _paged_attention(node, ctx)
@@ -213,4 +216,5 @@ ATTENTION: Mapping[Any, Rule] = {
     FUNCTIONALIZED: _functionalized,
     ours.dense_attention.default: _dense_attention,
     ours.cached_attention.default: _cached_attention,
+    **DENSE_RECURRENCES,
 }

@@ -21,11 +21,20 @@ from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.worker import Worker
-from detcompile.step import KVGroup
+from detcompile.step import KVGroup, StateShape
 
-__all__ = ["EngineModel", "affordable_blocks", "engine_over", "new_cache", "new_engine", "new_worker"]
+__all__ = [
+    "EngineModel",
+    "affordable_blocks",
+    "affordable_states",
+    "engine_over",
+    "new_cache",
+    "new_engine",
+    "new_worker",
+]
 
 GRAPH_BYTES = 2 << 30  # left free for CUDA graphs, whose memory no profile sees
+STATE_SHARE = 2  # sequences' states may take one part in so many of the memory that is left
 
 
 class EngineModel(NamedTuple):
@@ -42,6 +51,7 @@ class EngineModel(NamedTuple):
     eos_token_ids: tuple[int, ...]
     hidden_size: int = 0  # of the states that the head reads; 0 where they cannot be had
     forward_with_states: Callable[[], Callable[..., Any]] | None = None  # compiles it; None where it cannot be had
+    state_shapes: tuple[StateShape, ...] = ()  # what its layers carry from token to token
 
 
 def new_engine(
@@ -59,21 +69,28 @@ def new_engine(
     Raises:
         InvalidInput: the cache would not hold one block, or the drafter is not for this model.
     """
+    if speculation is not None and model.state_shapes:
+        raise InvalidInput(
+            "speculation: this model's layers carry a state from token to token, which rejected guesses would leave in"
+            " it: make the engine without speculation"
+        )
     if speculation is not None and getattr(speculation.drafter, "reads_states", False):
         require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
         if model.forward_with_states is not None:
             model = model._replace(forward=model.forward_with_states())
     num_blocks = config.num_blocks or affordable_blocks(model, config)
+    num_states = affordable_states(model, config)
     if ranks is not None:
         num_blocks = ranks.least(num_blocks)
-    return engine_over(new_worker(model, config, num_blocks), num_blocks, model, config, tokenizer, speculation)
+    worker = new_worker(model, config, num_blocks, num_states)
+    return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
 
 
-def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int) -> Worker:
-    """What runs an engine's steps, with its KV cache, warmed up."""
+def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int, num_states: int = 0) -> Worker:
+    """What runs an engine's steps, with its KV cache and its states, warmed up."""
     on_gpu = model.device.type == "cuda"
     cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
-    runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size), cuda_graphs)
+    runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size, num_states), cuda_graphs)
     worker = Worker(runner, Sampler(model.num_logits, model.device))
     if cuda_graphs:
         worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
@@ -87,8 +104,11 @@ def engine_over(
     config: EngineConfig,
     tokenizer: Any | None,
     speculation: SpeculationConfig | None,
+    num_states: int = 0,
 ) -> Engine:
     """An engine whose steps ``worker`` runs, here or in other processes, over a KV cache of ``num_blocks`` blocks.
+
+    A model whose layers carry states serves at most ``num_states`` sequences at a time, and finds no cached prefixes.
 
     Raises:
         InvalidInput: the drafter is not for this model.
@@ -96,7 +116,8 @@ def engine_over(
     if speculation is not None:
         require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
     pool = BlockPool(num_blocks, config.block_size)
-    blocks = KVBlocks(pool, model.kv_groups, prefix_caching=config.prefix_caching)
+    caches_prefixes = config.prefix_caching and not model.state_shapes
+    blocks = KVBlocks(pool, model.kv_groups, prefix_caching=caches_prefixes, num_state_slots=num_states)
     intake = Intake(
         tokenizer,
         max_context=model.max_context,
@@ -110,27 +131,20 @@ def engine_over(
 
 
 def affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
-    """Blocks that memory_fraction leaves after the worst step, and no more than all seats can use.
+    """Blocks that memory_fraction leaves after the worst step and the states, and no more than all seats can use.
 
     Raises:
         InvalidInput: not even one.
     """
     per_block = KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
-    useful = config.max_num_seqs * -(-model.max_context // config.block_size) * len(model.kv_groups) + 1
-    if model.device.type == "cuda":
-        gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
-        runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
-        probe = Worker(runner, Sampler(model.num_logits, model.device))
-        tokens = config.max_num_batched_tokens
-        if config.scheduler == "prefill_first":
-            tokens = max(tokens, model.max_context)
-        step = probe.peak_bytes(tokens, config.max_num_seqs)
-        free, total = torch.cuda.mem_get_info(model.device)
-        reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-        room = int(total * config.memory_fraction) - (total - free - reserved) - step - GRAPH_BYTES
-    else:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        room = int(available * config.memory_fraction)
+    seats, longest = config.max_num_seqs, -(-model.max_context // config.block_size)
+    if not per_block:  # blocks that hold nothing only count what a step computes
+        chunk = -(-max(config.max_num_batched_tokens, model.max_context) // config.block_size)
+        return 3 * seats + 2 * chunk + 2
+    useful = seats * longest * len(model.kv_groups) + 1
+    room = _room(model, config)
+    if model.state_shapes:
+        room -= affordable_states(model, config) * KVCache.bytes_per_state(model.state_shapes, model.dtype)
     affordable = room // per_block
     if affordable < 2:
         raise InvalidInput(
@@ -140,8 +154,43 @@ def affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
     return min(affordable, useful)
 
 
-def new_cache(model: EngineModel, num_blocks: int, block_size: int) -> KVCache:
-    """An empty KV cache of the model."""
+def affordable_states(model: EngineModel, config: EngineConfig) -> int:
+    """Sequences whose states fit their share of the memory that the worst step leaves, and no more than seats.
+
+    Raises:
+        InvalidInput: not even one's.
+    """
+    if not model.state_shapes:
+        return 0
+    per_state = KVCache.bytes_per_state(model.state_shapes, model.dtype)
+    room = _room(model, config) // STATE_SHARE
+    if room < per_state:
+        raise InvalidInput(
+            f"memory_fraction={config.memory_fraction} leaves {max(0, room) / 2**30:.2f} GiB for states, of which a"
+            f" sequence takes {per_state / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
+        )
+    return min(config.max_num_seqs, room // per_state)
+
+
+def _room(model: EngineModel, config: EngineConfig) -> int:
+    """Bytes that memory_fraction leaves for the KV cache and the states."""
+    if model.device.type != "cuda":
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(available * config.memory_fraction)
+    gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
+    runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
+    probe = Worker(runner, Sampler(model.num_logits, model.device))
+    tokens = config.max_num_batched_tokens
+    if config.scheduler == "prefill_first":
+        tokens = max(tokens, model.max_context)
+    step = probe.peak_bytes(tokens, config.max_num_seqs)
+    free, total = torch.cuda.mem_get_info(model.device)
+    reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return int(total * config.memory_fraction) - (total - free - reserved) - step - GRAPH_BYTES
+
+
+def new_cache(model: EngineModel, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+    """An empty KV cache of the model, with the states of so many sequences."""
     return KVCache(
         model.kv_shapes,
         model.kv_groups,
@@ -149,4 +198,6 @@ def new_cache(model: EngineModel, num_blocks: int, block_size: int) -> KVCache:
         device=model.device,
         num_blocks=num_blocks,
         block_size=block_size,
+        states=model.state_shapes,
+        num_state_slots=num_states,
     )

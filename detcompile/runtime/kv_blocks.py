@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from detcompile.runtime.block_pool import NULL_BLOCK, BlockPool
 from detcompile.runtime.sequence import Sequence
-from detcompile.step import KVGroup
+from detcompile.step import NO_SLOT, KVGroup
 
 __all__ = ["KVBlocks", "KVStatistics"]
 
@@ -49,12 +49,24 @@ class KVBlocks:
         groups: all layers' groups; each has a table in ``Sequence.block_tables``, at the same index.
         prefix_caching: without it nothing is published and nothing looked up.
         salt: begins every chain; what the contents depend on besides tokens (model, dtype of the cache) belongs here.
+        num_state_slots: sequences that can have a state at a time; 0 for a model whose layers carry none. A prefix has
+            no state of its own, so such models have no prefix caching.
     """
 
     def __init__(
-        self, pool: BlockPool, groups: SequenceOf[KVGroup], *, prefix_caching: bool, salt: bytes = b""
+        self,
+        pool: BlockPool,
+        groups: SequenceOf[KVGroup],
+        *,
+        prefix_caching: bool,
+        salt: bytes = b"",
+        num_state_slots: int = 0,
     ) -> None:
         assert groups and all(group.window >= 0 for group in groups), f"no groups of layers: {groups}"
+        assert not (num_state_slots and prefix_caching), "a cached prefix would lack its state"
+        self._keeps_states = num_state_slots > 0
+        self._free_slots = list(reversed(range(num_state_slots)))
+        self._num_slots = num_state_slots
         self.pool = pool
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
@@ -101,7 +113,8 @@ class KVBlocks:
                 ``position_ids`` neither finds nor publishes content.
 
         Returns:
-            The number of tokens hit; None if the blocks do not suffice, with nothing changed but digests computed.
+            The number of tokens hit; None if the blocks do not suffice, or no state is free, with nothing changed but
+            digests computed.
         """
         assert sequence not in self._progress, "a sequence is admitted once, then released"
         assert sequence.num_computed == 0 and not any(sequence.block_tables), "a sequence that others gave blocks"
@@ -115,8 +128,10 @@ class KVBlocks:
         shared = [block for table in hits for block in table]
         num_new = max(0, self.pool.blocks_for(num_tokens) - num_hit)
         num_taken = num_new * len(self.groups) + sum(self.pool.num_references(block) == 0 for block in shared)
-        if num_taken > self.pool.num_free:
+        if num_taken > self.pool.num_free or (self._keeps_states and not self._free_slots):
             return None
+        if self._keeps_states:
+            sequence.state_slot = self._free_slots.pop()
         self.pool.share(shared)  # before the allocation, which could evict them
         sequence.block_tables = [[NULL_BLOCK] * first + table for first, table in zip(first_held, hits)]
         self._extend(sequence, num_new)
@@ -193,6 +208,9 @@ class KVBlocks:
         del self._progress[sequence]
         # Position by position, so that what is evicted first is the tail of every group, not all of one group.
         self.pool.free([block for entries in zip(*sequence.block_tables) for block in entries if block != NULL_BLOCK])
+        if self._keeps_states:
+            self._free_slots.append(sequence.state_slot)
+            sequence.state_slot = NO_SLOT
         sequence.block_tables = []
         sequence.block_digests = []  # another KVBlocks has another salt, or another block size
         sequence.num_computed = 0
@@ -212,6 +230,9 @@ class KVBlocks:
             assert progress.num_published <= num_known // self.pool.block_size, "unknown content was published"
             num_full = len(sequence.token_ids) // self.pool.block_size
             assert len(sequence.block_digests) <= num_full, "digests of tokens that are not known"
+        if self._keeps_states:
+            slots = [sequence.state_slot for sequence in sequences] + self._free_slots
+            assert sorted(slots) == list(range(self._num_slots)), f"states of two sequences, or of none: {slots}"
         self.pool.check(table for sequence in sequences for table in sequence.block_tables)
 
     def _first_visible(self, group: KVGroup, position: int) -> int:

@@ -1,5 +1,6 @@
 """The tensors that hold keys and values, one block id space for all layers."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import check_block_size
-from detcompile.step import KVGroup
+from detcompile.step import KVGroup, StateShape
 
 __all__ = ["KVCache", "KVShape"]
 
@@ -32,6 +33,7 @@ class KVCache:
         shapes: one a layer.
         groups: of layers that share a block table (``step.kv_groups``).
         num_blocks: with the reserved block 0. block_size: tokens a block, a multiple of 16.
+        states: what the model's layers carry from token to token; ``states[i]`` is [num_state_slots, *shape].
 
     Raises:
         InvalidInput: a size that cannot be.
@@ -46,6 +48,8 @@ class KVCache:
         device: torch.device | str,
         num_blocks: int,
         block_size: int,
+        states: Sequence[StateShape] = (),
+        num_state_slots: int = 0,
     ) -> None:
         check_block_size(block_size)
         if num_blocks <= 0:
@@ -69,6 +73,10 @@ class KVCache:
         keys, values = caches[: len(widest)], caches[len(widest) :]
         self.k_caches = tuple(keys[place[layer]] for layer in range(len(shapes)))
         self.v_caches = tuple(values[place[layer]] for layer in range(len(shapes)))
+        self.states = tuple(
+            torch.empty(num_state_slots, *state.shape, dtype=_dtype(state, dtype), device=self.device)
+            for state in states
+        )
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks ``sources`` [n] int64 over blocks ``targets`` [n], in every layer."""
@@ -83,3 +91,12 @@ class KVCache:
         widest = max(groups, key=lambda group: len(group.layers)).layers
         elements = sum(shapes[i].kv_heads * (shapes[i].head_dim + shapes[i].v_head_dim) for i in widest)
         return elements * block_size * dtype.itemsize
+
+    @staticmethod
+    def bytes_per_state(states: Sequence[StateShape], dtype: torch.dtype) -> int:
+        """Memory that the states of one sequence take."""
+        return sum(math.prod(state.shape) * _dtype(state, dtype).itemsize for state in states)
+
+
+def _dtype(state: StateShape, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if state.float32 else dtype

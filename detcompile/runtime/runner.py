@@ -15,7 +15,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
-from detcompile.step import PADDING_SLOT, StepInputs
+from detcompile.step import NO_SLOT, PADDING_SLOT, StepInputs
 from detcompile.templates.tuning import capture
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts"]
@@ -51,6 +51,7 @@ class StepLayout(NamedTuple):
             "cu_seqlens": (np.int32, (self.sequences + 1,)),
             "seq_lens": (np.int32, (self.sequences,)),
             "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
+            "state_slots": (np.int32, (self.sequences,)),
         }
 
     @classmethod
@@ -84,7 +85,12 @@ class StepBuffer:
         padding row of logits is that of token 0.
         """
         memory = self.bytes.numpy()
-        behind = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "cu_seqlens": arrays.cu_seqlens[-1]}
+        behind = {
+            "pending": NOT_PENDING,
+            "slot_mappings": PADDING_SLOT,
+            "cu_seqlens": arrays.cu_seqlens[-1],
+            "state_slots": NO_SLOT,
+        }
         for name, (start, length, dtype, shape) in self._places.items():
             given: NDArray[Any] = getattr(arrays, name)
             target: NDArray[Any] = memory[start : start + length].view(dtype).reshape(shape)
@@ -134,8 +140,8 @@ class Runner:
         self._staging: list[_Staging] = []
 
     def fill_caches(self, value: float) -> None:
-        """Write ``value`` into every slot of the KV cache, written before or not."""
-        for cache in (*self.kv_cache.k_caches, *self.kv_cache.v_caches):
+        """Write ``value`` into every slot of the KV cache, written before or not, and into every state."""
+        for cache in (*self.kv_cache.k_caches, *self.kv_cache.v_caches, *self.kv_cache.states):
             cache.fill_(value)
 
     @torch.no_grad()
@@ -187,9 +193,12 @@ class Runner:
         return again and layout.tokens <= MIXED_BUCKETS[-1]
 
     def _capture(self, arrays: StepArrays, layout: StepLayout) -> "_Graph":
-        """A graph of this layout; the step runs on the way and writes what its replay will write again."""
+        """A graph of this layout; the step runs on the way and writes what its replay will write again.
+
+        States are left as they are: they would advance twice.
+        """
         buffer = StepBuffer(layout, self.kv_cache.device)
-        self._upload(arrays, buffer)
+        self._upload(arrays._replace(state_slots=np.full_like(arrays.state_slots, NO_SLOT)), buffer)
         return _Graph(lambda: self._forward(buffer), buffer, self._memory_pool)
 
     def _forward(self, buffer: StepBuffer) -> Any:
@@ -203,6 +212,8 @@ class Runner:
             block_tables=t["block_tables"].unbind(),
             k_caches=self.kv_cache.k_caches,
             v_caches=self.kv_cache.v_caches,
+            state_slots=t["state_slots"],
+            states=self.kv_cache.states,
         )
         return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.step import NO_SLOT
 
 __all__ = ["FinishReason", "Sequence"]
 
@@ -37,6 +38,7 @@ class Sequence:
     num_pending: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     block_digests: list[bytes] = field(default_factory=list)
+    state_slot: int = NO_SLOT  # of the states that a model's layers carry from token to token
     last_step: int = -1  # the last step that this sequence had a part in
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it

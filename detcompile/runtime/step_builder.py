@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
+from detcompile.step import NO_SLOT
 
 __all__ = [
     "BlockTables",
@@ -46,6 +47,7 @@ class StepArrays(NamedTuple):
     cu_seqlens: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
     block_tables: NDArray[np.int32]  # [G, S, W]
+    state_slots: NDArray[np.int32]  # [S]
 
 
 class BlockTables:
@@ -140,6 +142,7 @@ def build_arrays(
         cu_seqlens=cu_seqlens.astype(np.int32),
         seq_lens=(starts + counts).astype(np.int32),
         block_tables=tables,
+        state_slots=np.array([entry.sequence.state_slot for entry in entries], np.int32),
     )
 
 
@@ -164,6 +167,7 @@ def pending_arrays(
         cu_seqlens=each,
         seq_lens=(positions + 1).astype(np.int32),
         block_tables=tables,
+        state_slots=np.full(count, NO_SLOT, np.int32),  # who drafts carries no state
     )
 
 

@@ -15,6 +15,7 @@ from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import TOKEN_BUCKETS, Runner, mixed_layouts
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
+from detcompile.step import NO_SLOT
 
 __all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker"]
 
@@ -154,6 +155,7 @@ def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int) -> StepArr
         cu_seqlens=cu_seqlens.astype(np.int32),
         seq_lens=counts.astype(np.int32),
         block_tables=np.zeros((num_groups, num_sequences, -(-int(counts.max()) // 16)), np.int32),
+        state_slots=np.full(num_sequences, NO_SLOT, np.int32),
     )
 
 

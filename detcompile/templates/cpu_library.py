@@ -92,6 +92,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
         [_POINTER] * 5 + [_INT64] * 8 + [_POINTER] * 3 + [_INT32, _INT32],
     ),
     "detcompile_paged_attention": (_INT64, [_POINTER] * 15 + [_INT32, _INT32, _INT32, _POINTER]),
+    "detcompile_causal_conv": (_INT64, [_POINTER] * 9 + [_INT32, _INT32, _POINTER]),
+    "detcompile_linear_recurrence": (_INT64, [_POINTER] * 12 + [_INT32, _POINTER]),
     "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
 }
 

@@ -2,11 +2,13 @@
 
 from detcompile.templates import (
     attention,
+    causal_conv,
     collectives,
     dequant_matmul,
     embedding,
     experts,
     gates,
+    linear_recurrence,
     matmul,
     norms,
     rope,
@@ -18,11 +20,13 @@ __all__ = ["FAMILIES"]
 
 FAMILIES = (
     attention,
+    causal_conv,
     collectives,
     dequant_matmul,
     embedding,
     experts,
     gates,
+    linear_recurrence,
     matmul,
     norms,
     rope,

@@ -124,6 +124,7 @@ def engine_of(
         num_token_ids=model.vocab_size,
         num_logits=model._num_logits,
         eos_token_ids=eos_token_ids,
+        state_shapes=model._state_shapes,
     )
     return new_engine(parts, config, tokenizer)
 

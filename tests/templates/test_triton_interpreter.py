@@ -10,7 +10,8 @@ import pytest
 HERE = Path(__file__).parent
 
 
-FAMILIES = ["rows", "rope", "matmul", "experts", "dequant", "attention", "attention_scores", "sampling", "collectives"]
+FAMILIES = ["rows", "recurrences", "rope", "matmul", "experts", "dequant"]
+FAMILIES += ["attention", "attention_scores", "sampling", "collectives"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,57 @@
+// Causal convolution of each channel over a packed step: taps ascending with fused multiply-adds, the bias last, one rounding.
+//
+// Legend: T tokens, S sequences, C channels, W taps.
+#include "states.h"
+
+namespace {
+
+struct Convolution {
+  const char* x;       // [T, C], unit last stride
+  int64_t x_stride;    // elements
+  const float* weight; // [W, C]
+  const float* bias;   // [C] or null
+  char* state;         // [num_slots, W - 1, C], the inputs before the step, oldest first
+  char* out;           // [T, C]
+  int64_t C, W;
+  int32_t dtype;
+
+  // input of the token `place` tokens after the sequence's first one in this step (before it if negative)
+  Vec input(int64_t first, int64_t place, const char* before, int64_t c) const {
+    if (place >= 0) return load_as(x, dtype, (first + place) * x_stride + c, C - c);
+    return before ? load_as(before, dtype, (W - 1 + place) * C + c, C - c) : splat(0.0f);
+  }
+
+  void run(const StateSteps& steps, int64_t s, int64_t c) const {
+    int64_t first = steps.first(s), count = steps.count(s), slot = steps.slots[s];
+    char* own = slot < 0 ? nullptr : state + slot * (W - 1) * C * item_size(dtype);
+    const char* before = steps.continues(s) ? own : nullptr;
+    for (int64_t t = 0; t < count; t++) {
+      Vec sum = splat(0.0f);
+      for (int64_t w = 0; w < W; w++)
+        sum = fma(input(first, t + w + 1 - W, before, c), load_some(weight + w * C + c, C - c), sum);
+      if (bias) sum = sum + load_some(bias + c, C - c);
+      store_as(out, dtype, (first + t) * C + c, sum, C - c);
+    }
+    if (own && count > 0)  // ascending: what is read lies behind what was written
+      for (int64_t i = 0; i < W - 1; i++)
+        store_as(own, dtype, i * C + c, input(first, count + i + 1 - W, before, c), C - c);
+  }
+};
+
+}  // namespace
+
+// sizes[6]: T S C W num_slots x_stride. Returns a StateFault, with its sequence in `where` and nothing written.
+EXPORT int64_t detcompile_causal_conv(const char* x, const float* weight, const float* bias, char* state, char* out,
+                                      const int32_t* slots, const int32_t* cu_seqlens, const int32_t* seq_lens,
+                                      const int64_t* sizes, int32_t dtype, int32_t num_threads, int64_t* where) {
+  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[4]};
+  if (StateFault fault = steps.check(where)) return fault;
+  Convolution conv{x, sizes[5], weight, bias, state, out, sizes[2], sizes[3], dtype};
+  int64_t vecs = (conv.C + kLanes - 1) / kLanes, tasks = steps.S * vecs;
+  if (steps.T * conv.C < 16384) num_threads = 1;  // a parallel region costs more
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t task = 0; task < tasks; task++) conv.run(steps, task / vecs, task % vecs * kLanes);
+  int64_t used = steps.S ? cu_seqlens[steps.S] : 0;
+  std::memset(out + used * conv.C * item_size(dtype), 0, (steps.T - used) * conv.C * item_size(dtype));
+  return kStatesFine;
+}

@@ -1,0 +1,124 @@
+"""Models whose layers carry a state from token to token: their meaning, the axes, and the engine, by bytes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import detcompile
+from detcompile import NGramDrafter, SpeculationConfig
+from detcompile.axes import AXES, Configuration, score
+from detcompile.compiled import CompiledModel
+from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.numerics import Numerics
+from detcompile.parallel import TensorParallel
+from detcompile.passes.lowering import lower
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import affordable_states, new_cache
+from detcompile.runtime.sampling_params import SamplingParams
+from tests.bits import assert_bitwise_equal
+from tests.invariance.axis import configuration_for
+from tests.models import STATEFUL, VOCAB_SIZE, compiled, random_model
+from tests.runtime.engine_cases import GREEDY, assert_as_alone, config_of, engine_configs, engine_of, prompt_of, run
+
+NAMES = pytest.mark.parametrize("name", STATEFUL)
+
+
+def model_of(name: str, device: str) -> CompiledModel:
+    return compiled(name, torch.bfloat16 if device == "cuda" else torch.float32, device)
+
+
+@NAMES
+def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
+    """Past a chunk of its own scans, and of our attention."""
+    model = model_of(name, device)
+    ids = torch.randint(0, VOCAB_SIZE, (2, 577), generator=torch.Generator().manual_seed(5)).to(device)
+    with torch.no_grad():
+        expected = random_model(name, torch.float32, device)(ids, use_cache=False).logits
+    error = (model(ids).logits.float() - expected).norm() / expected.norm()
+    assert error < (1e-5 if model.dtype is torch.float32 else 3e-2)
+
+
+@NAMES
+def test_every_axis_holds(name: str, device: str) -> None:
+    model = model_of(name, device)
+    axes = [axis for axis in AXES if axis != "cuda_graphs" or device == "cuda"]
+    for length, seed in ((577, 1), (129, 2), (3, 3)):
+        configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
+        (target,) = {c.rows[c.target] for c in configurations.values()}
+        alone = score(model, Configuration((target,)))
+        assert bool(alone.isfinite().all())
+        for axis, configuration in configurations.items():
+            assert_bitwise_equal(score(model, configuration), alone, f"{axis}: {configuration.describe()}")
+
+
+@NAMES
+def test_the_engine_gives_each_request_what_it_gives_alone(name: str, device: str) -> None:
+    """Chunked prefills, and few seats and blocks, so that sequences lose theirs and start over."""
+    model = model_of(name, device)
+
+    @settings(max_examples=6)
+    @given(config=engine_configs(12, 161), seed=st.integers(0, 10**6))
+    def serves(config: EngineConfig, seed: int) -> None:
+        engine = engine_of(model, config, max_context=120)
+        requests = []
+        for index, length in enumerate((1, 40, 70, 5, 17)):
+            params = SamplingParams(temperature=float(index % 2), seed=seed + index, max_tokens=12, n=1 + (index == 3))
+            requests.append((engine.add_request(prompt_of(length, seed + index), params), params))
+        outputs = {output.request_id: output for output in run(engine)}
+        for request_id, params in requests:
+            assert_as_alone(model, outputs[request_id], params)
+
+    serves()
+
+
+def test_a_sequence_that_lost_its_state_starts_over(device: str) -> None:
+    model = model_of("lfm2", device)
+    engine = engine_of(model, config_of(num_blocks=8, max_num_seqs=4), max_context=112)
+    ids = [engine.add_request(prompt_of(20, seed), SamplingParams(temperature=0.0, max_tokens=50)) for seed in range(4)]
+    outputs = {output.request_id: output for output in run(engine)}
+    assert engine.stats.num_preemptions > 0
+    for request_id in ids:
+        assert_as_alone(model, outputs[request_id], SamplingParams(temperature=0.0, max_tokens=50))
+
+
+def test_no_prefix_is_found_as_none_has_a_state(device: str) -> None:
+    model = model_of("lfm2", device)
+    engine = engine_of(model, config_of(prefix_caching=True))
+    for _ in range(2):
+        engine.add_request(prompt_of(50), GREEDY)
+        (output,) = run(engine)
+        assert_as_alone(model, output, GREEDY)
+        assert output.metrics.num_cached_tokens == 0
+
+
+def test_what_would_have_to_take_states_back_is_refused(device: str, tmp_path: Path) -> None:
+    model = model_of("mamba2", device)
+    with pytest.raises(InvalidInput, match="carry a state"):
+        model.engine(config_of(), speculation=SpeculationConfig(drafter=NGramDrafter(3)))
+    with pytest.raises(InvalidInput, match="carry a state"):
+        model.drafter(3)
+    with pytest.raises(UnsupportedModel, match="carry a state"):
+        detcompile.export(model, tmp_path / "never.pt2")
+
+
+def test_ranks_are_refused() -> None:
+    ranks = TensorParallel(size=2, rank=0, group="never asked")
+    with pytest.raises(UnsupportedModel, match="layers with a state over several ranks"):
+        lower(random_model("mamba2", torch.float32), Numerics(), 64, ranks)
+
+
+def test_states_take_their_share_of_the_memory(device: str) -> None:
+    """Of a model without attention too, whose blocks hold nothing."""
+    model = model_of("mamba2", device)
+    config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=64, cuda_graphs=False)
+    assert affordable_states(model.engine_model, config) == 5
+    states = new_cache(model.engine_model, 2, 16, 5).states
+    assert len(states) == 4 and all(len(state) == 5 for state in states)
+    assert {state.dtype for state in states} == {torch.float32, model.dtype}
+    engine = engine_of(model, config)
+    outputs = engine.generate([prompt_of(90, seed) for seed in range(7)], GREEDY, progress=False)
+    for output in outputs:
+        assert_as_alone(model, output, GREEDY)

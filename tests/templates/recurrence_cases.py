@@ -1,0 +1,78 @@
+"""Recurrences cut into steps: operands of every kind, and a driver that feeds an operation in packed steps."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.templates.cases import normal
+
+__all__ = ["KINDS", "Operands", "in_steps", "operands", "step_of"]
+
+KINDS = {  # decay of a head, of a key, by rates of key and value; each with the delta rule and without
+    f"{name}{', delta' if delta else ''}": (kind, delta)
+    for kind, name in enumerate(("per head", "per key", "per value"))
+    for delta in (False, True)
+}
+
+
+class Operands(NamedTuple):
+    """Of dense_linear_recurrence, each [B, T, ...] but the rates."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor | None
+    rates: Tensor | None
+
+    def rows(self, row: int, start: int, stop: int) -> tuple[Tensor | None, ...]:
+        """Those of some tokens of a row of the batch, and not the rates."""
+        return tuple(None if value is None else value[row, start:stop] for value in self[:5])
+
+
+def operands(kind: str, B: int, T: int, G: int, H: int, K: int, V: int, seed: int = 0) -> Operands:
+    """Keys are short, as norms make them, so that the delta rule does not grow the state."""
+    which, delta = KINDS[kind]
+    shape = [(B, T, H), (B, T, H, K), (B, T, H, V)][which]
+    return Operands(
+        normal((B, T, G, K), torch.float32, seed),
+        normal((B, T, G, K), torch.float32, seed + 1) * K**-0.5,
+        normal((B, T, H, V), torch.float32, seed + 2),
+        -normal(shape, torch.float32, seed + 3).abs() / 4,
+        normal((B, T, H), torch.float32, seed + 4).sigmoid() if delta else None,
+        normal((H, K, V), torch.float32, seed + 5).abs() if which == 2 else None,
+    )
+
+
+def step_of(parts: Sequence[tuple[int, int]], slots: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """state_slots, cu_seqlens and seq_lens of a step of (tokens, tokens before) pairs."""
+    ends = [0]
+    for count, _ in parts:
+        ends.append(ends[-1] + count)
+    lengths = [count + before for count, before in parts]
+    return tuple(torch.tensor(values, dtype=torch.int32) for values in (slots, ends, lengths))  # type: ignore[return-value]
+
+
+def in_steps(
+    run: Callable[[list[tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]], Tensor],
+    plan: Sequence[Sequence[tuple[int, int]]],
+    slots: Sequence[int],
+) -> dict[int, Tensor]:
+    """Each row's outputs, its steps joined.
+
+    Args:
+        run: (pieces (row, start, stop) of the step, its metadata) -> the packed outputs.
+        plan: (row, tokens) pairs of each step. slots: of each row.
+    """
+    done: dict[int, int] = {}
+    pieces: dict[int, list[Tensor]] = {}
+    for step in plan:
+        parts = [(row, done.get(row, 0), done.get(row, 0) + count) for row, count in step]
+        given = step_of([(stop - start, start) for _, start, stop in parts], [slots[row] for row, *_ in parts])
+        out, at = run(parts, given), 0
+        for row, start, stop in parts:
+            pieces.setdefault(row, []).append(out[at : at + stop - start])
+            at, done[row] = at + stop - start, stop
+    return {row: torch.cat(found) for row, found in pieces.items()}

@@ -14,13 +14,24 @@ __all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates"]
 
 EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
 LEVELS = 4  # of a tree that one kernel can hold
-# block_m, block_n, block_k, warps, stages: by kind (nibbles take 128 k a step) and bucket.
+# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few features many
+# programs have to be made, and of few tokens the arithmetic of a weight is most of the work: more warps for a tile.
 _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
-    16: [(16, 64, 128, 4, 4), (16, 32, 128, 2, 5), (16, 16, 128, 1, 6), (16, 128, 128, 4, 4), (16, 64, 128, 4, 6)],
-    32: [(32, 64, 128, 4, 4), (32, 32, 128, 2, 5), (32, 128, 128, 4, 4), (16, 64, 128, 4, 5)],
-    64: [(64, 64, 128, 4, 4), (64, 128, 128, 8, 3), (64, 64, 128, 4, 3), (32, 64, 128, 4, 4)],
+    16: [
+        (16, 64, 128, 4, 4),
+        (16, 32, 128, 4, 5),
+        (16, 32, 128, 2, 5),
+        (16, 16, 128, 2, 6),
+        (16, 128, 128, 8, 4),
+        (16, 128, 128, 4, 4),
+        (16, 64, 128, 4, 6),
+    ],
+    32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 5), (32, 128, 128, 8, 4), (32, 128, 128, 4, 4), (16, 64, 128, 4, 5)],
+    64: [(64, 64, 128, 4, 4), (64, 32, 128, 4, 4), (64, 128, 128, 8, 3), (64, 64, 128, 4, 3), (32, 64, 128, 4, 4)],
     128: [(128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3)],
+    512: [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 64, 128, 4, 2)],
 }
+_MANY_TOKENS = 128  # above, they share the price of a dequantised copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +73,12 @@ class DequantProblem:
 
 @functools.cache
 def dequant_candidates(problem: DequantProblem) -> tuple[GemmSchedule, ...]:
-    """Fused schedules for this problem, the likely fastest first; of many tokens none pays."""
-    few = problem.bucket <= max(_FUSED) and len(problem.radices) <= LEVELS
-    if not few or problem.dtype == "float32" or (problem.radices and problem.leaf_k % NIBBLE_BLOCK):
-        return ()
-    found = [GemmSchedule("fused", *sizes, swapped=True) for sizes in _FUSED[problem.bucket]]
-    if problem.w_dtype == "uint8":
-        return tuple(found)
-    shorter = [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in found[:3]]
-    return (*found, *shorter)
+    """Schedules for this problem, the likely fastest first; EXPAND is always among them."""
+    whole = not problem.radices or problem.leaf_k % NIBBLE_BLOCK == 0
+    bucket = next((largest for largest in _FUSED if problem.bucket <= largest), None)
+    if bucket is None or not whole or problem.dtype == "float32" or len(problem.radices) > LEVELS:
+        return (EXPAND,)
+    fused = [GemmSchedule("fused", *sizes, swapped=True) for sizes in _FUSED[bucket]]
+    if problem.w_dtype != "uint8":
+        fused += [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in fused[:3]]
+    return (EXPAND, *fused) if problem.bucket > _MANY_TOKENS else (*fused, EXPAND)

@@ -114,7 +114,7 @@ def tune_dequant(
 ) -> GemmSchedule:
     """Times every admitted schedule; later launches of the problem take the winner."""
     winner = tuner(device).tune(
-        str(problem), EXPAND, (*dequant_candidates(problem), EXPAND), probe_dequant(problem, device), seconds
+        str(problem), EXPAND, dequant_candidates(problem), probe_dequant(problem, device), seconds
     )
     _choose.cache_clear()
     return winner
@@ -213,7 +213,7 @@ def _run_probed(
 @functools.cache
 def _choose(problem: DequantProblem, device: torch.device) -> GemmSchedule:
     candidates = dequant_candidates(problem)
-    if not candidates:
+    if candidates == (EXPAND,):
         return EXPAND
     bits = functools.cache(lambda: probe_dequant(problem, device))  # drawn only if the gate has to run
     return tuner(device).choose(str(problem), EXPAND, candidates, lambda schedule: bits()(schedule))
@@ -221,12 +221,12 @@ def _choose(problem: DequantProblem, device: torch.device) -> GemmSchedule:
 
 def _recall(problem: DequantProblem, device: torch.device) -> GemmSchedule:
     """Any schedule serves any M: without a decision for this bucket, the next larger one's, then smaller ones'."""
-    if not dequant_candidates(problem):
+    if dequant_candidates(problem) == (EXPAND,):
         return EXPAND
     buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
     nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
     alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
-    schedules = {str(s): s for p in alternatives for s in (*dequant_candidates(p), EXPAND)}
+    schedules = {str(s): s for p in alternatives for s in dequant_candidates(p)}
     return tuner(device).recall([str(p) for p in alternatives], schedules)
 
 

@@ -216,7 +216,7 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
     num_tiles = len(tiles) - 1
     w = o.w
     if schedule.kind != "pointers":
-        if blocked and K > matmul_kernels.FP32_BLOCK.value:
+        if blocked and matmul_kernels.FP32_BLOCK.value < K:
             raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
         w = TensorDescriptor.from_tensor(w.view(E * N, K), [schedule.block_n, schedule.block_k])
     if schedule.kind == "sorted":

@@ -92,7 +92,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("name", MODELS)
     def test_every_schedule_has_the_bytes_of_matmul(self, name: str, dtype: torch.dtype, radices: tuple) -> None:
         weight = quantized_weight(name, 600, 2048, DEVICE)
-        for tokens in (1, 16, 31, 64, 100):
+        for tokens in (1, 16, 31, 64, 100, 300):
             x = heavy_tailed(tokens, 2048, dtype=dtype, seed=tokens)
             residual = heavy_tailed(tokens, 600, dtype=dtype, seed=3)
             problem = dequant_problem(x, weight, None, residual, radices, dtype)
@@ -102,7 +102,7 @@ class TestOnTheGpu:
             print(f"{problem}: {len(admitted)} of {len(candidates)}, refused {refused}")
             assert len(admitted) >= len(candidates) / 2
             expected = by_matmul(x, weight, None, residual, radices=radices)
-            for schedule in (*admitted, EXPAND):
+            for schedule in admitted:
                 found = run_dequant(schedule, x, weight, None, residual, radices)
                 assert_bitwise_equal(found, expected, f"{name} {schedule}")
 

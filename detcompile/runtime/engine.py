@@ -21,6 +21,7 @@ from detcompile.runtime.request import Request
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.short_collections import ShortCollections
 from detcompile.runtime.speculation import SpeculationConfig, Speculator
 from detcompile.runtime.step_builder import StepEntry
 from detcompile.runtime.worker import Worker
@@ -71,6 +72,7 @@ class Engine:
         self._undelivered: dict[str, RequestOutput] = {}
         self._failure: BaseException | None = None
         self._arrivals = count()
+        self._collections = ShortCollections()
         self._loop: EngineLoop | None = None  # the thread that steps this engine, once somebody streams
 
     def add_request(
@@ -138,14 +140,18 @@ class Engine:
     def advance(self) -> list[RequestOutput]:
         """``step``, for whoever drives the engine."""
         self._check_alive()
+        self._collections.begin()
         try:
             touched = self._advance()
         except Exception as error:
+            self._collections.end()
             self._fail(error)
             raise EngineError(
                 f"a step failed, and all requests with it: {error}. The cause is below; make a new engine"
             ) from error
         delivered, self._undelivered = self._undelivered, {}
+        if not self.has_unfinished_requests:
+            self._collections.end()
         return list((delivered | {request.output.request_id: request.output for request in touched}).values())
 
     async def stream(

@@ -17,6 +17,7 @@ from detcompile.errors import DetcompileError, UncertifiedOp, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
+from detcompile.passes.gates import fuse_gated_products
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
 
@@ -89,7 +90,7 @@ class Backend:
             named.update(_named(graph_module, roles))
             if self.join_weights:
                 weights = {i for i, role in enumerate(roles) if role.kind == "weight"}
-                groups.extend(lift_weights(fuse_siblings(graph_module), weights))
+                groups.extend(lift_weights(fuse_gated_products(fuse_siblings(graph_module)), weights))
                 inputs = _with_joined(graph_module, inputs, groups)
             # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
             self.certificates.append(self._certify(graph_module, named))

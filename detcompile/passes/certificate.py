@@ -304,7 +304,7 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     elif target is ours.dequant_matmul.default:
         radices = _declared(args[8], numerics)
         order = matmul_order(_static(shape_of(args[0])[1]), args[0].meta["val"].dtype, radices)
-    elif target is ours.expert_matmul.default:
+    elif target in (ours.expert_matmul.default, ours.gated_matmul.default):
         order = matmul_order(_static(shape_of(args[0])[-1]), args[0].meta["val"].dtype, ())
     elif args[:1] == (ours.rope_cache.default,):
         if node.kwargs["eps"] is None:

@@ -1,4 +1,7 @@
-"""The gate of an MLP becomes one operation: in Inductor's kernel every element divides in 64 bits to find its row."""
+"""The gate of an MLP becomes one operation, and then one with the product that it reads.
+
+In Inductor's kernel every element divides in 64 bits to find its row; and what one launch computes need not be written.
+"""
 
 from typing import Any
 
@@ -6,10 +9,10 @@ import torch
 from torch import fx
 
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.canonicalize import insert
+from detcompile.passes.canonicalize import VIEWS, insert
 from detcompile.passes.provenance import shape_of
 
-__all__ = ["fuse_gates"]
+__all__ = ["fuse_gated_products", "fuse_gates"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
 convert = torch.ops.prims.convert_element_type.default
@@ -32,6 +35,41 @@ def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
                 break
     gm.graph.eliminate_dead_code()
     return gm
+
+
+def fuse_gated_products(gm: fx.GraphModule) -> fx.GraphModule:
+    """y = matmul(x, w), silu_mul(y[:, :F], y[:, F:])  ->  gated_matmul(x, w)          w [2 F, K]
+
+    Where nothing else reads the product; after the linears of one input share it (passes/siblings.py). The bits stay.
+    """
+    for gate in gm.graph.find_nodes(op="call_function", target=ours.silu_mul.default):
+        product = _match_halves(*gate.args)
+        if product is not None:
+            out = insert(gm.graph, ours.gated_matmul.default, product.args[:2], gate)
+            half = gate.args[0]
+            if half.target in VIEWS:
+                out = insert(gm.graph, half.target, (out, half.args[1]), gate)
+            gate.replace_all_uses_with(out)
+            gm.graph.erase_node(gate)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _match_halves(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+    """The product whose first half of columns is ``gate`` and whose second is ``up``, behind whatever views."""
+    halves = []
+    for node in (gate, up):
+        while node.target in VIEWS and len(node.users) == 1:
+            node = node.args[0]
+        if node.target is not aten.slice.Tensor or len(node.users) != 1 or node.args[1] != 1 or len(node.args) != 4:
+            return None
+        halves.append(node.args)
+    (product, _, *first), (other, _, *second) = halves
+    whole = product is other and product.target is ours.matmul.default and len(product.users) == 2
+    if not whole or any(arg is not None for arg in product.args[2:4]) or product.args[4] or len(product.args) != 5:
+        return None
+    width = int(product.meta["val"].shape[1])
+    return product if (first, second) == ([0, width // 2], [width // 2, width]) else None
 
 
 def _is_like(x: fx.Node, mul: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.context import Context
 from detcompile.passes.provenance import (
+    Axis,
     Layout,
     Refusal,
     Rows,
@@ -23,6 +24,7 @@ from detcompile.passes.provenance import (
     join,
     require_feature,
     require_weight,
+    shape_of,
     sympy_size,
 )
 from detcompile.passes.recurrence_rules import DENSE_RECURRENCES, RECURRENCES
@@ -57,6 +59,14 @@ def _dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
     return out if node.args[5] is None else join([out, ctx.rows(node.args[5])], 2)
 
 
+def _gated_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """Feature f of a row is of features f and F + f of the product."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_weight(w, "the second matrix")
+    require_feature(x, 1, "the sum of a matrix product")
+    return Rows((x.dims[0], (Axis(shape_of(node)[1]),)))
+
+
 def _expert_matmul(node: fx.Node, ctx: Context) -> Rows:
     """A row is multiplied by the weights of the experts that the same row chose."""
     x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
@@ -84,6 +94,7 @@ def _last_dim(keep: bool) -> Rule:
 TEMPLATES: Mapping[Any, Rule] = {
     ours.matmul.default: _matmul,
     ours.dequant_matmul.default: _dequant_matmul,
+    ours.gated_matmul.default: _gated_matmul,
     ours.expert_matmul.default: _expert_matmul,
     ours.row_sum.default: _last_dim(keep=False),
     ours.row_var_mean.default: _last_dim(keep=False),

@@ -3,6 +3,9 @@
 Each round is to the dtype of gate and up, which is out's; product, sum and quotient are float32's, the quotient IEEE's.
 On a GPU the exponential is CUDA's expf, as in a kernel that Inductor makes of these operations: the bits are the same.
 Leading dims are any; rows may be strided.
+
+gated_matmul(x [M, K], w [2 F, K]) = silu_mul(matmul(x, w[:F]), matmul(x, w[F:])), [M, F]: the same bytes, on a GPU in one
+launch where there are many tokens, so that what the gate reads is never written.
 """
 
 import torch
@@ -10,11 +13,14 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.gates_triton import silu_mul_cuda
+from detcompile.templates.matmul import matmul_cpu, reference_matmul
+from detcompile.templates.matmul_triton import gated_matmul_cuda
 
-__all__ = ["reference_silu_mul", "silu_mul_cpu"]
+__all__ = ["gated_matmul_cpu", "reference_gated_matmul", "reference_silu_mul", "silu_mul_cpu"]
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define("silu_mul(Tensor gate, Tensor up) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
+_LIBRARY.define("gated_matmul(Tensor x, Tensor w) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def silu_mul_cpu(gate: Tensor, up: Tensor) -> Tensor:
@@ -28,6 +34,21 @@ def silu_mul_cpu(gate: Tensor, up: Tensor) -> Tensor:
     return ((g / (1 + g.neg().exp())).to(gate.dtype) * up).contiguous()
 
 
+def gated_matmul_cpu(x: Tensor, w: Tensor) -> Tensor:
+    """The op on the CPU.
+
+    Raises:
+        InvalidInput: shapes or dtypes that do not fit together.
+    """
+    _check_product(x, w)
+    return silu_mul_cpu(*matmul_cpu(x, w, None, None, ()).chunk(2, dim=1))
+
+
+def _gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
+    _check_product(x, w)
+    return gated_matmul_cuda(x, w)
+
+
 def _silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
     _check(gate, up)
     return silu_mul_cuda(gate, up)
@@ -35,11 +56,23 @@ def _silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
 
 _LIBRARY.impl("silu_mul", silu_mul_cpu, "CPU")
 _LIBRARY.impl("silu_mul", _silu_mul_cuda, "CUDA")
+_LIBRARY.impl("gated_matmul", gated_matmul_cpu, "CPU")
+_LIBRARY.impl("gated_matmul", _gated_matmul_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::silu_mul", lib=_LIBRARY)
 def _(gate, up):
     return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("detcompile::gated_matmul", lib=_LIBRARY)
+def _(x, w):
+    return x.new_empty((x.shape[0], w.shape[0] // 2))
+
+
+def reference_gated_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """The op's value in float64, unrounded."""
+    return reference_silu_mul(*reference_matmul(x, w).chunk(2, dim=1))
 
 
 def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -52,4 +85,12 @@ def _check(gate: Tensor, up: Tensor) -> None:
         raise InvalidInput(
             f"detcompile::silu_mul: gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} must be "
             "[..., F] of one shape and dtype. Convert or expand one."
+        )
+
+
+def _check_product(x: Tensor, w: Tensor) -> None:
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] % 2 or x.dtype != w.dtype:
+        raise InvalidInput(
+            f"detcompile::gated_matmul: x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} must be [M, K] and "
+            "[2 F, K] of one dtype. Flatten the leading dimensions of x; put the gate's weights before up's."
         )

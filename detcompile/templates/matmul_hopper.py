@@ -7,6 +7,9 @@ that is no power of two, and then fills a wave of multiprocessors better, is BB 
 The fetching warp runs ahead through a ring of STAGES k-groups, over the leaves of the tree and from one output tile to
 the next, so that neither a leaf's end nor an epilogue stops the loads. The node that is being summed is in registers,
 those that wait for a sibling in shared memory: a tree costs a chain of additions, and no second launch.
+
+GATED: B is a gate's features and behind them as many of what it lets through. A program takes BB of either, sums both and
+writes silu(gate) * up alone.
 """
 
 import torch
@@ -21,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import libdevice
 
 from detcompile.templates.dependent_launch import (
     fetch_ahead,
@@ -45,7 +49,7 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
 
 def launch(
     x: Tensor,  # [M, K]
-    w: Tensor,  # [N, K]
+    w: Tensor,  # [N, K], or [2 N, K] if gated
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,  # [M, N]
@@ -53,32 +57,33 @@ def launch(
     leaf_k: int,
     programs: int,
     block_a: int,  # 64 or 128
-    block_b: int,  # a power of two, or the sum of two
+    block_b: int,  # a power of two, or the sum of two; rows of B, of gate and up together
     block_k: int,
     stages: int,
     group: int,
     swapped: bool,
+    gated: bool,
 ) -> None:
     """Run the kernel. leaf_k is a multiple of block_k, or there is one leaf alone."""
     a, b = (w, x) if swapped else (x, w)
-    (M, K), N = x.shape, w.shape[0]
+    (M, K), N = x.shape, out.shape[1]
     consumers = block_a // ROWS
     stored = not swapped and out.element_size() == 2 and N % 8 == 0
-    block_c = block_b - (1 << block_b.bit_length() - 1)
+    block_c = block_b // 2 if gated else block_b - (1 << block_b.bit_length() - 1)
     block_b -= block_c
     b_desc = c_desc = _descriptor(b, [block_b, block_k])
     out_desc = rest_desc = _descriptor(out, [ROWS, block_b]) if stored else out
     ahead = min(K, _AHEAD_BYTES // (programs * block_a * 2)) // 64 * 64 if swapped else 0  # of each row
     if block_c:
         c_desc = _descriptor(b, [block_c, block_k])
-        rest_desc = _descriptor(out, [ROWS, block_c]) if stored else out
+        rest_desc = _descriptor(out, [ROWS, block_c]) if stored and not gated else out
     hopper_matmul_kernel[(programs,)](
         _descriptor(a, [ROWS, block_k]), b_desc, c_desc, out_desc, rest_desc, out,
         out if bias is None else bias, out if residual is None else residual, a, a.stride(0), ahead * 2,
         M, N, leaf_k, K // leaf_k, 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, STORED=stored, **radices,
-        BB=block_b, BC=block_c, BK=block_k, GROUP=group, SWAP=swapped, CONSUMERS=consumers, STAGES=stages,
-        num_warps=4, maxnreg=_registers(consumers, block_b + block_c), enable_fp_fusion=False,
+        BB=block_b, BC=block_c, BK=block_k, GROUP=group, SWAP=swapped, GATED=gated, CONSUMERS=consumers,
+        STAGES=stages, num_warps=4, maxnreg=_registers(consumers, block_b + block_c), enable_fp_fusion=False,
         **launch_options(x.device),
     )  # fmt: skip
 
@@ -106,12 +111,12 @@ def _tile_of(work, tiles_m, tiles_n, GROUP: gl.constexpr):
 @gluon.jit
 def _fetch(
     a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves, BB: gl.constexpr, BC: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr, GATED: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     a_tiles, b_tiles, c_tiles, full, free = ring
+    a_ptr, a_pitch, ahead, N = weights
     if PDL and SWAP:
-        a_ptr, a_pitch, ahead, N = weights
         _, tile_n = _tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP)
         row = tile_n * (64 * CONSUMERS) + gl.arange(0, 64 * CONSUMERS, layout=gl.BlockedLayout([1], [32], [1], [0]))
         fetch_ahead(a_ptr + row.to(gl.int64) * a_pitch, ahead, (row < N) & (ahead > 0))
@@ -125,7 +130,8 @@ def _fetch(
             b_row = tile_m * BB
         else:
             a_row = tile_m * (64 * CONSUMERS)
-            b_row = tile_n * (BB + BC)
+            b_row = tile_n * (BB if GATED else BB + BC)
+        c_row = b_row + (N if GATED else BB)
         for group in range(groups):
             stage = i % STAGES
             mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
@@ -133,7 +139,7 @@ def _fetch(
             tma.async_copy_global_to_shared(b_desc, [b_row, group * BK], full.index(stage), b_tiles.index(stage))
             if BC > 0:
                 tma.async_copy_global_to_shared(
-                    c_desc, [b_row + BB, group * BK], full.index(stage), c_tiles.index(stage)
+                    c_desc, [c_row, group * BK], full.index(stage), c_tiles.index(stage)
                 )
             for consumer in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
@@ -182,7 +188,8 @@ def _multiply(
     W: gl.constexpr, ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
     R2: gl.constexpr, R3: gl.constexpr, LEVELS: gl.constexpr, BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, SWAP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, SWAP: gl.constexpr, GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: 64 rows of A times the tile of B, for each output tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BB, 16])
@@ -222,15 +229,15 @@ def _multiply(
             n = tile_n * (64 * CONSUMERS) + W * 64
         else:
             m = tile_m * (64 * CONSUMERS) + W * 64
-            n = tile_n * (BB + BC)
+            n = tile_n * (BB if GATED else BB + BC)
         _finish(
-            node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers, sizes, m, n, LAYOUT,
-            HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP,
+            node, rest if GATED else node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers, sizes, m, n, LAYOUT,
+            HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP, GATED,
         )  # fmt: skip
-        if BC > 0:
+        if BC > 0 and not GATED:
             _finish(
-                rest, rest_tiles.index(W), rest_desc, pointers, sizes, m, n + BB, REST,
-                HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BC, SWAP,
+                rest, rest, rest_tiles.index(W), rest_desc, pointers, sizes, m, n + BB, REST,
+                HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BC, SWAP, GATED,
             )  # fmt: skip
     if STORED:
         tma.store_wait(0)
@@ -238,10 +245,14 @@ def _multiply(
 
 @gluon.jit
 def _finish(
-    acc, tile, out_desc, pointers, sizes, first_m, first_n, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, up, tile, out_desc, pointers, sizes, first_m, first_n, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr, LEVELS: gl.constexpr, WIDTH: gl.constexpr, SWAP: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
-    """matmul_kernels.store_tile: out = round(residual + round(acc + bias)), from row first_m, column first_n on."""
+    """matmul_kernels.store_tile: out = round(residual + round(acc + bias)), from row first_m, column first_n on.
+
+    Gated: out = silu_mul(round(acc), round(up)), gates_triton's.
+    """
     out_ptr, bias_ptr, residual_ptr = pointers
     M, N, residual_stride = sizes
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -255,6 +266,10 @@ def _finish(
     if HAS_BIAS:
         acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)
     y = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate = y.to(gl.float32)
+        silu = gl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(y.dtype).to(gl.float32)
+        y = (silu * up.to(y.dtype).to(gl.float32)).to(y.dtype)
     inside = (m < M) & (n < N)
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + m.to(gl.int64) * residual_stride + n, mask=inside, other=0.0)
@@ -277,11 +292,11 @@ def hopper_matmul_kernel(
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STORED: gl.constexpr,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, R3: gl.constexpr,
     BB: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, SWAP: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    GATED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs walk the output tiles."""
     BM: gl.constexpr = BB if SWAP else 64 * CONSUMERS
-    BN: gl.constexpr = 64 * CONSUMERS if SWAP else BB + BC
+    BN: gl.constexpr = 64 * CONSUMERS if SWAP else BB if GATED else BB + BC
     LEVELS: gl.constexpr = (1 if R2 > 1 else 0) + (1 if R1 > 1 else 0) + (1 if R0 > 1 else 0)
     tiles_m = (M + BM - 1) // BM
     tiles_n = (N + BN - 1) // BN
@@ -299,7 +314,7 @@ def hopper_matmul_kernel(
     elif STORED:
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, BB], out_desc.layout)
     rest_tiles = a_tiles
-    if STORED and BC > 0:
+    if STORED and BC > 0 and not GATED:
         rest_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, BC], rest_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -316,18 +331,18 @@ def hopper_matmul_kernel(
         gl.warp_specialize([
             (_multiply, (gl.constexpr(0), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
                          HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+                         GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
             (_fetch, (a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves,
-                      BB, BC, BK, GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+                      BB, BC, BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (gl.constexpr(0), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
                          HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+                         GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
             (_multiply, (gl.constexpr(1), ring, held, outs, pointers, sizes, tiles_m, tiles_n, leaf_k, leaves,
                          HAS_BIAS, HAS_RESIDUAL, STORED, R0, R1, R2, R3, LEVELS, BB, BC, BK,
-                         GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+                         GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
             (_fetch, (a_desc, b_desc, c_desc, ring, weights, tiles_m, tiles_n, leaf_k, leaves,
-                      BB, BC, BK, GROUP, SWAP, CONSUMERS, STAGES, PDL)),
+                      BB, BC, BK, GROUP, SWAP, GATED, CONSUMERS, STAGES, PDL)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -22,6 +22,7 @@ class GemmProblem:
         hopper: matmul_hopper can run: a Hopper GPU, 16-bit operands, aligned, weights contiguous along K.
         epilogue: dtype names of out, bias and residual (None: absent).
         bucket: the token count, rounded up to a power of two.
+        gated: the first half of the features is a gate, and silu(gate) * up is what is wanted (gated_matmul).
     """
 
     dtype: str
@@ -34,11 +35,12 @@ class GemmProblem:
     hopper: bool
     epilogue: tuple[str, str | None, str | None]
     bucket: int
+    gated: bool = False
 
     def __str__(self) -> str:
         out, bias, residual = self.epilogue
         layout = ("NK" if self.w_nk else "KN") + ("" if self.aligned else " unaligned") + " hopper" * self.hopper
-        epilogue = f"-> {out} bias={bias} residual={residual}"
+        epilogue = f"-> {out} bias={bias} residual={residual}" + " gated" * self.gated
         return f"{self.dtype} n={self.n} {self.order} {layout} {epilogue} m<={self.bucket}"
 
 
@@ -46,7 +48,7 @@ class GemmProblem:
 class GemmSchedule:
     """kind: "pointers", "tma" or "hopper" (matmul_hopper; its warps are its own affair); swapped: the weights are the M
     operand of the MMA; ctas: programs a multiprocessor (not for pointers); leaves: "register" or "split" (see
-    matmul_kernels)."""
+    matmul_kernels); gated: half of block_n is the gate's, and one launch gives silu(gate) * up (hopper alone)."""
 
     kind: str
     block_m: int
@@ -58,9 +60,10 @@ class GemmSchedule:
     leaves: str = "register"
     ctas: int = 1
     group: int = 8
+    gated: bool = False
 
     def __str__(self) -> str:
-        name = f"{self.kind}{'-swapped' if self.swapped else ''}-{self.leaves}"
+        name = f"{self.kind}{'-swapped' if self.swapped else ''}{'-gated' if self.gated else ''}-{self.leaves}"
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"{name}-{tile}-w{self.warps}s{self.stages}c{self.ctas}g{self.group}"
 
@@ -103,6 +106,7 @@ _HOPPER: _Rows = [
     (128, 192, 64, 8, 4),
     (128, 256, 64, 8, 3),
 ]
+_HOPPER_GATED: _Rows = [(128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 6)]
 _HOPPER_TREE: _Rows = [
     (64, 32, 128, 4, 6),
     (64, 32, 64, 4, 6, 2),
@@ -123,6 +127,7 @@ _FLOAT32: dict[int, _Rows] = {
 # An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
+_MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
 
 
@@ -160,6 +165,9 @@ def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     found = _schedules("tma", False, _TMA) if problem.aligned else []
     if problem.hopper:
         found += _schedules("hopper", False, _HOPPER)
+    if problem.gated and problem.hopper and problem.bucket >= _MANY_GATED:
+        gated = [replace(schedule, gated=True) for schedule in _schedules("hopper", False, _HOPPER_GATED)]
+        return gated + sorted(found, key=functools.partial(_cycles, problem))
     return sorted(found, key=functools.partial(_cycles, problem))
 
 

@@ -16,15 +16,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
-from detcompile.templates import dependent_launch, matmul_hopper, matmul_kernels
+from detcompile.templates import dependent_launch, gates_triton, matmul_hopper, matmul_kernels
 from detcompile.templates.dependent_launch import launch_options
+from detcompile.templates.gates_triton import silu_mul_cuda
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
 
 __all__ = [
+    "gated_matmul_cuda",
+    "gated_problem",
     "gemm_problem",
     "matmul_cuda",
     "probe_bits",
+    "run_gated",
     "run_schedule",
     "sum_partials_cuda",
     "tune_matmul",
@@ -71,6 +75,29 @@ def matmul_cuda(
     problem = gemm_problem(operands.x, operands.w, operands.bias, operands.residual, operands.radices, operands.out)
     _run(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
     return operands.out
+
+
+def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, K], w [2 F, K], a gate's features and then as many that it lets through -> [M, F] in their dtype.
+
+    Raises:
+        ScheduleError: as ``matmul_cuda``.
+    """
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return x.new_empty((x.shape[0], w.shape[0] // 2))
+    problem = gated_problem(x, w)
+    return run_gated(_recall(problem, x.device) if capturing() else _choose(problem, x.device), x, w)
+
+
+def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
+    """``gated_matmul_cuda`` under one schedule, in one launch if it is gated itself."""
+    if schedule.gated:
+        operands = _operands(x, w, None, None, (), x.dtype)
+        operands = replace(operands, out=x.new_empty((x.shape[0], w.shape[0] // 2)))
+        _run(schedule, operands)
+        return operands.out
+    gate, up = run_schedule(schedule, x, w).chunk(2, dim=1)
+    return silu_mul_cuda(gate, up)
 
 
 def run_schedule(
@@ -123,6 +150,11 @@ def gemm_problem(
     )
 
 
+def gated_problem(x: Tensor, w: Tensor) -> GemmProblem:
+    """As ``gemm_problem``, of ``gated_matmul_cuda``."""
+    return replace(gemm_problem(x, w, None, None, (), x), gated=True)
+
+
 def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
     """The gate's probe: bytes of the unrounded accumulators and of the epilogue's output under a schedule.
 
@@ -148,6 +180,8 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
     residual = draw(M, N, _dtype(residual_dtype)) if residual_dtype else None
 
     def bits(schedule: GemmSchedule) -> bytes:
+        if problem.gated:
+            return run_gated(schedule, x, w).cpu().view(torch.uint8).numpy().tobytes()
         unrounded = run_schedule(schedule, x, w, radices=problem.radices, out_dtype=torch.float32)
         finished = run_schedule(schedule, x, w, bias, residual, problem.radices, _dtype(out_dtype))
         return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in (unrounded, finished))
@@ -157,7 +191,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of GEMM schedules on this device."""
-    sources = (matmul_kernels, matmul_hopper, dependent_launch)
+    sources = (matmul_kernels, matmul_hopper, gates_triton, dependent_launch)
     return template_tuner("matmul", (*(module.__file__ for module in sources), __file__), device)
 
 
@@ -220,6 +254,7 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
             o.x, o.w, o.bias, o.residual, o.out, _radices(o.radices), o.leaf_k,
             programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
             block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
+            gated=schedule.gated,
         )  # fmt: skip
         return
     options = {
@@ -306,7 +341,11 @@ def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule
     out_dtype = _dtype(problem.epilogue[0])
 
     def seconds(schedule: GemmSchedule) -> float:
-        run = functools.partial(run_schedule, schedule, x, radices=problem.radices, out_dtype=out_dtype)
+        run: Callable[..., Tensor] = functools.partial(
+            run_schedule, schedule, x, radices=problem.radices, out_dtype=out_dtype
+        )
+        if problem.gated:
+            run = functools.partial(run_gated, schedule, x)
         return graph_seconds([functools.partial(run, w=w) for w in ws])
 
     return seconds

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import detcompile
+from detcompile.numerics import Numerics
 from detcompile.passes import gates, pipeline
+from detcompile.passes.backend import Backend
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.models import random_model
@@ -21,19 +23,26 @@ def on_every_device() -> Iterator[None]:
         yield
 
 
-def count(model: detcompile.CompiledModel) -> int:
-    return sum(entry.op == "detcompile.silu_mul.default" for entry in model.certificate.entries)
+def count(model: detcompile.CompiledModel, op: str = "gated_matmul") -> int:
+    return sum(entry.op == f"detcompile.{op}.default" for entry in model.certificate.entries)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", torch.float32), ("phi3", torch.bfloat16), ("olmo2", torch.bfloat16)]
+    ("name", "dtype", "op"),
+    [
+        ("llama", torch.float32, "gated_matmul"),
+        ("phi3", torch.bfloat16, "silu_mul"),  # one linear makes both halves: nothing is joined
+        ("olmo2", torch.bfloat16, "gated_matmul"),
+    ],
 )
-def test_every_gate_is_found_and_means_the_same(name: str, dtype: torch.dtype, on_every_device: None) -> None:
+def test_every_gate_is_found_and_means_the_same(
+    name: str, dtype: torch.dtype, op: str, on_every_device: None
+) -> None:
     model = detcompile.compile(random_model(name, dtype))
-    assert count(model) == model.model.config.num_hidden_layers
+    assert count(model, op) == count(model) + count(model, "silu_mul") == model.model.config.num_hidden_layers
     with mock.patch.object(pipeline, "PASSES", APART):
         separate = detcompile.compile(random_model(name, dtype))
-    assert count(separate) == 0
+    assert count(separate) == count(separate, "silu_mul") == 0
     tokens = torch.randint(0, 160, (3, 40), generator=torch.Generator().manual_seed(1))
     logits, wanted = model(tokens).logits.float(), separate(tokens).logits.float()
     assert (logits - wanted).norm() < 4 * torch.finfo(dtype).eps * wanted.norm()  # the CPU's exponentials differ
@@ -41,7 +50,45 @@ def test_every_gate_is_found_and_means_the_same(name: str, dtype: torch.dtype, o
 
 
 def test_another_activation_stays_apart(on_every_device: None) -> None:
-    assert count(detcompile.compile(random_model("gemma2", torch.float32))) == 0
+    model = detcompile.compile(random_model("gemma2", torch.float32))
+    assert count(model) == count(model, "silu_mul") == 0
+
+
+class Halves(torch.nn.Module):
+    """A product that is cut in two: ``cut`` says where, ``turned`` which half is the gate."""
+
+    def __init__(self, cut: int, turned: bool, read_twice: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(24, 64, bias=False)
+        self.cut, self.turned, self.read_twice = cut, turned, read_twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.linear(x)
+        left, right = both[:, : self.cut], both[:, self.cut : 2 * self.cut]
+        gate, up = (right, left) if self.turned else (left, right)
+        out = torch.nn.functional.silu(gate) * up
+        return out + left if self.read_twice else out
+
+
+@pytest.mark.parametrize(
+    ("cut", "turned", "read_twice", "fused"),
+    [(32, False, False, True), (32, True, False, False), (16, False, False, False), (32, False, True, False)],
+)
+def test_only_a_gate_before_what_it_lets_through_joins_its_product(
+    cut: int, turned: bool, read_twice: bool, fused: bool, on_every_device: None
+) -> None:
+    torch.manual_seed(0)
+    module = Halves(cut, turned, read_twice)
+    backend = Backend(Numerics(), join_weights=True)
+    x = torch.randn(5, 24)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        found = torch.compile(module, backend=backend)(x)
+        expected = module(x)
+    ops = [entry.op for entry in backend.certificates[-1].entries]
+    assert ("detcompile.gated_matmul.default" in ops) is fused
+    assert ("detcompile.silu_mul.default" in ops) is not fused
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu
@@ -51,6 +98,6 @@ def test_on_a_gpu_the_bytes_are_those_of_inductors_kernel(dtype: torch.dtype) ->
     fused = detcompile.compile(random_model("qwen3", dtype, "cuda"))
     with mock.patch.object(pipeline, "PASSES", APART):
         separate = detcompile.compile(random_model("qwen3", dtype, "cuda"))
-    assert count(fused) == 2 and count(separate) == 0
+    assert count(fused) == 2 and count(separate) == count(separate, "silu_mul") == 0
     tokens = torch.randint(0, 160, (3, 40), generator=torch.Generator().manual_seed(1)).cuda()
     assert_bitwise_equal(fused(tokens).logits, separate(tokens).logits)

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.gates import reference_silu_mul
+from detcompile.templates.gates import reference_gated_matmul, reference_silu_mul
+from detcompile.templates.matmul_schedules import candidates, reference_schedule
+from detcompile.templates.matmul_triton import gated_problem, run_gated
 from tests.bits import assert_bitwise_equal
+from tests.conftest import NEEDS_CUDA
 from tests.templates.cases import DTYPES, KINDS, assert_as_accurate, sample
 
-silu_mul = torch.ops.detcompile.silu_mul
+silu_mul, gated_matmul = torch.ops.detcompile.silu_mul, torch.ops.detcompile.gated_matmul
 
 
 def gate_and_up(kind: str, rows: int, features: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -63,3 +66,41 @@ def test_shapes_and_dtypes_must_agree() -> None:
         silu_mul(torch.zeros(2, 8), torch.zeros(1, 8))
     with pytest.raises(InvalidInput, match="of one shape and dtype"):
         silu_mul(torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_product_has_the_bytes_of_its_parts(dtype: torch.dtype, device: str) -> None:
+    x, w = sample("heavy", (37, 320), dtype).to(device), sample("heavy", (2 * 136, 320), dtype).to(device)
+    w = w / 16
+    both = torch.ops.detcompile.matmul(x, w, None, None, [])
+    found = gated_matmul(x, w)
+    assert_bitwise_equal(found, silu_mul(both[:, :136], both[:, 136:]))
+    assert_bitwise_equal(gated_matmul(x[5:6], w), found[5:6], "a row alone")
+    gate, up = torch.nn.functional.linear(x, w).chunk(2, dim=1)
+    torchs = torch.nn.functional.silu(gate) * up
+    assert_as_accurate(found, torchs, reference_gated_matmul(x, w), f"{dtype}")
+
+
+def test_a_gated_product_without_rows_has_none(device: str) -> None:
+    assert gated_matmul(torch.empty(0, 32, device=device), torch.empty(48, 32, device=device)).shape == (0, 24)
+
+
+def test_a_gated_product_needs_weights_in_pairs() -> None:
+    with pytest.raises(InvalidInput, match=r"\[2 F, K\] of one dtype"):
+        gated_matmul(torch.zeros(2, 8), torch.zeros(3, 8))
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("features", [136, 512, 100])
+def test_every_schedule_of_a_gated_product_has_the_same_bytes(features: int) -> None:
+    """Among them those of one launch; tiles end inside the features, and infinities and NaN are among the values."""
+    x = sample("heavy", (1500, 1024), torch.bfloat16).cuda() / 8
+    w = sample("heavy", (2 * features, 1024), torch.bfloat16).cuda() / 8
+    w[3], w[features + 5, 7], w[9, 0] = 0, torch.inf, torch.nan
+    problem = gated_problem(x, w)
+    expected = run_gated(reference_schedule(problem), x, w)
+    schedules = candidates(problem)
+    assert any(schedule.gated for schedule in schedules) == (torch.cuda.get_device_capability()[0] == 9)
+    for schedule in schedules:
+        assert_bitwise_equal(run_gated(schedule, x, w), expected, str(schedule))

@@ -10,17 +10,14 @@ __all__ = ["ShortCollections"]
 
 
 class ShortCollections:
-    """Takes the objects that exist out of garbage collection, and puts them back.
-
-    Where somebody else has done so already, nothing is done.
-    """
+    """Takes the objects that exist out of garbage collection, and puts them back; also those that others took out."""
 
     def __init__(self) -> None:
         self._frozen = False
 
     def begin(self) -> None:
         """Collect nothing that exists now; once begun, nothing more happens until ``end``."""
-        if not self._frozen and gc.get_freeze_count() == 0:
+        if not self._frozen:
             gc.freeze()
             self._frozen = True
 

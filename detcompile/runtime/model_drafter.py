@@ -4,7 +4,7 @@ It draws each draft with the seed, sample index and position that the target wil
 are close, the same noise then picks the same token, also at high temperature.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any, Literal
@@ -85,7 +85,10 @@ class ModelDrafter:
         self._new_tree, num_candidates = _trees(tree, max_nodes)
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         if runner.cuda_graphs:  # before anyone is served, as those of the target
-            Worker(runner, self._sampler).warm_up(num_sequences, num_sequences * (num_tokens + 1))
+            worker = Worker(runner, self._sampler)
+            worker.warm_up(num_sequences, num_sequences * (num_tokens + 1))
+            if tree == "chain" and not siblings:
+                worker.warm_up_chains(num_sequences, num_tokens)
         self._gives_distributions = False
         self._distributions: list[Tensor] = []  # [S, V] of each level in the making
 
@@ -104,7 +107,7 @@ class ModelDrafter:
         if not depths:
             return [NO_DRAFT] * len(sequences)
         if self._new_tree is None:
-            trees = self._draft(depths)
+            trees = self._draft_greedy(depths) if self._is_greedy(depths) else self._draft(depths)
         else:
             copies = {sequence: self._shadows[sequence] for sequence in depths}
             trees = self._drafting.draft(copies, depths, {sequence: self._new_tree() for sequence in depths})
@@ -144,6 +147,32 @@ class ModelDrafter:
                 return enough
             self.forget(other)
 
+    def _is_greedy(self, depths: dict[Sequence, int]) -> bool:
+        """Whether every draft is the likeliest token, of as many for each sequence, and little is to be read first."""
+        shadows = [self._shadows[sequence] for sequence in depths]
+        short = sum(shadow.num_uncomputed for shadow in shadows) <= 2 * len(shadows)
+        alike = short and not self.siblings and len(set(depths.values())) == 1
+        return alike and self._sampler.prepare(_rows(depths, shadows, 0)).columns is None
+
+    def _draft_greedy(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
+        """Launch all levels as one chain: all that they read is known but the tokens."""
+        shadows = [self._shadows[sequence] for sequence in depths]
+        tables = block_tables(shadows, len(self._blocks.groups))
+        size, depth = self._blocks.pool.block_size, next(iter(depths.values()))
+        entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
+        ends = np.array([shadow.num_tokens for shadow in shadows], np.int64)
+        rows = list(range(len(shadows)))
+        steps = [build_arrays(entries, tables, size, {})]
+        steps += [pending_arrays(ends + level, rows, tables, size) for level in range(depth - 1)]
+        found = self._runner.launch_chain(steps, self._sampler.likeliest).tolist()
+        trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
+        for row, (sequence, shadow) in enumerate(zip(depths, shadows)):
+            shadow.num_pending = depth
+            shadow.num_computed = shadow.num_tokens - 1
+            for level, (invalid, tokens) in enumerate(found):
+                self._read(sequence, [invalid[row], tokens[row]], (0,) * level, trees[sequence])
+        return {sequence: DraftTree(tree) for sequence, tree in trees.items()}
+
     def _draft(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
         """Launch all levels, each reading the tokens of the one before on the device, then read them back at once."""
         levels = [
@@ -173,10 +202,7 @@ class ModelDrafter:
     ) -> Tensor:
         """The next token of each chain, [S, 2 + siblings + 1]: whether it is invalid, itself, the likeliest tokens."""
         shadows = [self._shadows[sequence] for sequence in sequences]
-        rows = [
-            SampleRow(shadow.sampling, shadow.num_tokens, sequence.num_generated + level, shadow.sample_index)
-            for sequence, shadow in zip(sequences, shadows)
-        ]
+        rows = _rows(sequences, shadows, level)
         plan = self._sampler.prepare(rows)
         size = self._blocks.pool.block_size
         if level == 0:
@@ -209,6 +235,14 @@ class ModelDrafter:
         tree[(*parent, 0)] = token
         for index, other in enumerate([other for other in likeliest if other != token][: self.siblings]):
             tree[(*parent, index + 1)] = other
+
+
+def _rows(sequences: Iterable[Sequence], shadows: list[Sequence], level: int) -> list[SampleRow]:
+    """What the draft of a level is drawn with: the target's seed and place."""
+    return [
+        SampleRow(shadow.sampling, shadow.num_tokens, sequence.num_generated + level, shadow.sample_index)
+        for sequence, shadow in zip(sequences, shadows)
+    ]
 
 
 def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | FixedTree] | None, int]:

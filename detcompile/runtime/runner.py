@@ -5,6 +5,7 @@ the block tables.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.step import NO_SLOT, PADDING_SLOT, StepInputs
 from detcompile.templates.tuning import capture
 
-__all__ = ["Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts"]
+__all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts"]
 
 TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
 MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
@@ -29,6 +30,7 @@ MOST_SEQUENCES = 4096  # of a step
 NUM_STAGING = 3  # one being written while the copies of those before may still run
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
+Draw = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class StepLayout(NamedTuple):
@@ -135,6 +137,7 @@ class Runner:
         self.states: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, _Graph] = {}
+        self._chains: dict[tuple[Draw, tuple[StepLayout, ...]], _Graph] = {}
         self._seen: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
@@ -160,13 +163,39 @@ class Runner:
         graph = self._graphs.get(layout)
         if graph is None and self._worth_a_graph(layout):
             graph = self._graphs[layout] = self._capture(arrays, layout)
-        buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffer
+        buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
         self._upload(arrays, buffer)
         found = self._forward(buffer) if graph is None else graph.replay()
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
         return logits[:num_rows]
+
+    @torch.no_grad()
+    def launch_chain(self, steps: SequenceOf[StepArrays], draw: Draw) -> Tensor:
+        """Launch steps of which each reads, as pending, what was drawn in the one before; with CUDA graphs, in one.
+
+        Every chain of new layouts is captured. Nothing waits for the device.
+
+        Args:
+            steps: of as many rows of logits each; in the first no token is pending.
+            draw: logits [R, V] -> whether each row is invalid, and its token, both [R].
+
+        Returns:
+            [len(steps), 2, R] int64, what ``draw`` gave, and for padding after it; good until the next launch.
+        """
+        if not self.cuda_graphs:
+            return torch.stack([self._keep(draw(self.launch(arrays))) for arrays in steps])
+        layouts = tuple(self.layout(arrays) for arrays in steps)
+        graph = self._chains.get((draw, layouts))
+        if graph is None:
+            buffers = [StepBuffer(layout, self.kv_cache.device) for layout in layouts]
+            self._upload_all([_without_states(arrays) for arrays in steps], buffers)
+            graph = _Graph(lambda: self._chain(buffers, draw), buffers, self._memory_pool)
+            self._chains[draw, layouts] = graph
+        self._upload_all(steps, graph.buffers)
+        found: Tensor = graph.replay()
+        return found
 
     def layout(self, arrays: StepArrays) -> StepLayout:
         """The padded layout that a step runs in."""
@@ -198,8 +227,22 @@ class Runner:
         States are left as they are: they would advance twice.
         """
         buffer = StepBuffer(layout, self.kv_cache.device)
-        self._upload(arrays._replace(state_slots=np.full_like(arrays.state_slots, NO_SLOT)), buffer)
-        return _Graph(lambda: self._forward(buffer), buffer, self._memory_pool)
+        self._upload(_without_states(arrays), buffer)
+        return _Graph(lambda: self._forward(buffer), [buffer], self._memory_pool)
+
+    def _chain(self, buffers: SequenceOf[StepBuffer], draw: Draw) -> Tensor:
+        found = []
+        for buffer in buffers:
+            logits = self._forward(buffer)
+            found.append(self._keep(draw(logits[0] if isinstance(logits, tuple) else logits)))
+        rows = min(len(drawn[0]) for drawn in found)
+        return torch.stack([drawn[:, :rows] for drawn in found])
+
+    def _keep(self, drawn: tuple[Tensor, Tensor]) -> Tensor:
+        """Put the tokens where the next step reads them. [2, R]."""
+        invalid, tokens = drawn
+        self.sampled[: len(tokens)].copy_(tokens)
+        return torch.stack([invalid.long(), tokens])
 
     def _forward(self, buffer: StepBuffer) -> Any:
         t = buffer.tensors()
@@ -216,6 +259,10 @@ class Runner:
             states=self.kv_cache.states,
         )
         return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
+
+    def _upload_all(self, steps: SequenceOf[StepArrays], buffers: SequenceOf[StepBuffer]) -> None:
+        for arrays, buffer in zip(steps, buffers, strict=True):
+            self._upload(arrays, buffer)
 
     def _upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
         if self.kv_cache.device.type == "cpu":
@@ -246,10 +293,10 @@ class _Staging:
 
 
 class _Graph:
-    """A captured forward over a buffer whose address never changes."""
+    """Captured forwards over buffers whose addresses never change."""
 
-    def __init__(self, forward: Callable[[], Any], buffer: StepBuffer, memory_pool: Any) -> None:
-        self.buffer = buffer
+    def __init__(self, forward: Callable[[], Any], buffers: SequenceOf[StepBuffer], memory_pool: Any) -> None:
+        self.buffers = buffers
         warmup_stream = torch.cuda.Stream()
         warmup_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warmup_stream):
@@ -260,9 +307,13 @@ class _Graph:
             self.found = forward()
 
     def replay(self) -> Any:
-        """What the forward gives for the layout, overwritten by the next replay of any graph of the memory pool."""
+        """What the forwards give for the layouts, overwritten by the next replay of any graph of the memory pool."""
         self.graph.replay()
         return self.found
+
+
+def _without_states(arrays: StepArrays) -> StepArrays:
+    return arrays._replace(state_slots=np.full_like(arrays.state_slots, NO_SLOT))
 
 
 def mixed_layouts() -> list[tuple[int, int]]:

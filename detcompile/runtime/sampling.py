@@ -72,6 +72,11 @@ class Sampler:
         at_once = max(1, ELEMENTS_AT_ONCE // self.vocab_size)
         return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once)
 
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What a row of ``logits`` [R, V] is drawn to where its plan has no columns: whether invalid, and its token."""
+        tokens, invalid = _likeliest(logits)
+        return invalid, tokens
+
     def forget(self, key: Hashable) -> None:
         """Drop what is kept of a sequence; a later row of it must bring all its tokens."""
         self._counts.forget(key)

@@ -121,6 +121,15 @@ class Worker:
                 for _ in range(2):  # a mixed step is captured at second sight
                     self.runner.launch(idle_arrays(tokens, sequences, num_groups))
 
+    def warm_up_chains(self, most_sequences: int, num_steps: int) -> None:
+        """Capture chains of greedy decode steps of up to so many sequences, the first of one or two tokens each."""
+        num_groups = len(self.runner.kv_cache.groups)
+        for size in TOKEN_BUCKETS:
+            if size <= most_sequences:
+                later = [idle_arrays(size, size, num_groups)] * (num_steps - 1)
+                for tokens in (size, 2 * size):
+                    self.runner.launch_chain([idle_arrays(tokens, size, num_groups), *later], self.sampler.likeliest)
+
     @torch.no_grad()
     def peak_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """Device memory that the largest step takes beside weights and caches."""

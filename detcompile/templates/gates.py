@@ -4,8 +4,8 @@ Each round is to the dtype of gate and up, which is out's; product, sum and quot
 On a GPU the exponential is CUDA's expf, as in a kernel that Inductor makes of these operations: the bits are the same.
 Leading dims are any; rows may be strided.
 
-gated_matmul(x [M, K], w [2 F, K]) = silu_mul(matmul(x, w[:F]), matmul(x, w[F:])), [M, F]: the same bytes, on a GPU in one
-launch where there are many tokens, so that what the gate reads is never written.
+gated_matmul(x [M, K], w [2 F, K]) = silu_mul(matmul(x, w[:F]), matmul(x, w[F:])), [M, F]: the same bytes, on a GPU in
+one launch where there are many tokens, so that what the gate reads is never written.
 """
 
 import torch
@@ -91,6 +91,6 @@ def _check(gate: Tensor, up: Tensor) -> None:
 def _check_product(x: Tensor, w: Tensor) -> None:
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] % 2 or x.dtype != w.dtype:
         raise InvalidInput(
-            f"detcompile::gated_matmul: x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} must be [M, K] and "
-            "[2 F, K] of one dtype. Flatten the leading dimensions of x; put the gate's weights before up's."
+            f"detcompile::gated_matmul: x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} must be [M, K] "
+            "and [2 F, K] of one dtype. Flatten the leading dimensions of x; put the gate's weights before up's."
         )

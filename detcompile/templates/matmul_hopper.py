@@ -8,8 +8,8 @@ The fetching warp runs ahead through a ring of STAGES k-groups, over the leaves 
 the next, so that neither a leaf's end nor an epilogue stops the loads. The node that is being summed is in registers,
 those that wait for a sibling in shared memory: a tree costs a chain of additions, and no second launch.
 
-GATED: B is a gate's features and behind them as many of what it lets through. A program takes BB of either, sums both and
-writes silu(gate) * up alone.
+GATED: B is a gate's features and behind them as many of what it lets through. A program takes BB of either, sums both
+and writes silu(gate) * up alone.
 """
 
 import torch
@@ -231,8 +231,8 @@ def _multiply(
             m = tile_m * (64 * CONSUMERS) + W * 64
             n = tile_n * (BB if GATED else BB + BC)
         _finish(
-            node, rest if GATED else node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers, sizes, m, n, LAYOUT,
-            HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP, GATED,
+            node, rest if GATED else node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers,
+            sizes, m, n, LAYOUT, HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP, GATED,
         )  # fmt: skip
         if BC > 0 and not GATED:
             _finish(

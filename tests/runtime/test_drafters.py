@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,26 @@ def test_no_drafter_moves_a_bit(kind, config, max_nodes, num_tokens, siblings, n
     drafter = MirrorDrafter(drafter) if mirrored and kind != "medusa" else drafter
     engine = assert_unmoved(device, config, drafter, max_nodes)
     assert engine.speculator.error is None
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
+    """Over several rounds, of which some guesses come true: keys of the others are computed over."""
+    rounds = [[] for _ in range(2)]
+    for found, greedy in zip(rounds, (True, False)):
+        drafter = other_model(device).drafter(4, num_sequences=count)
+        if not greedy:
+            drafter._is_greedy = lambda depths: False
+        sequences = [Sequence([7 + index] * (5 + index), SamplingParams(temperature=0)) for index in range(count)]
+        with mock.patch.object(Runner, "launch_chain", autospec=True, side_effect=Runner.launch_chain) as launch:
+            for number in range(5):
+                trees = drafter.propose(sequences, [4] * count)
+                found.append([tree.tokens for tree in trees])
+                for sequence, tree in zip(sequences, trees):
+                    sequence.token_ids += [*tree.along((0,) * ((number + 1) % 5)), 3]
+        assert launch.call_count == (4 if greedy else 0)  # the first round reads whole prompts
+        assert all(len(tokens) == 4 for trees in found for tokens in trees)
+    assert rounds[0] == rounds[1]
 
 
 def test_reading_states_and_sharing_layers_leaves_the_target_as_it_was(device):

@@ -148,17 +148,20 @@ class ModelDrafter:
             self.forget(other)
 
     def _is_greedy(self, depths: dict[Sequence, int]) -> bool:
-        """Whether every draft is the likeliest token, of as many for each sequence, and little is to be read first."""
+        """Whether every draft is the likeliest token, the chains are whole, and little is to be read first.
+
+        Of shorter chains there are many kinds, and capturing each costs more than it saves.
+        """
         shadows = [self._shadows[sequence] for sequence in depths]
         short = sum(shadow.num_uncomputed for shadow in shadows) <= 2 * len(shadows)
-        alike = short and not self.siblings and len(set(depths.values())) == 1
-        return alike and self._sampler.prepare(_rows(depths, shadows, 0)).columns is None
+        whole = short and not self.siblings and set(depths.values()) == {self.num_tokens}
+        return whole and self._sampler.prepare(_rows(depths, shadows, 0)).columns is None
 
     def _draft_greedy(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
         """Launch all levels as one chain: all that they read is known but the tokens."""
         shadows = [self._shadows[sequence] for sequence in depths]
         tables = block_tables(shadows, len(self._blocks.groups))
-        size, depth = self._blocks.pool.block_size, next(iter(depths.values()))
+        size, depth = self._blocks.pool.block_size, self.num_tokens
         entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
         ends = np.array([shadow.num_tokens for shadow in shadows], np.int64)
         rows = list(range(len(shadows)))

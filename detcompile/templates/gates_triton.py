@@ -14,6 +14,8 @@ from detcompile.templates.dependent_launch import launch_options, let_next_start
 
 __all__ = ["silu_mul_cuda"]
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit(do_not_specialize=["T"])
 def _silu_mul_kernel(
@@ -29,11 +31,13 @@ def _silu_mul_kernel(
     gate = tl.load(gate_ptr + t * gate_stride + feature, mask=inside, other=0.0)
     up = tl.load(up_ptr + t * up_stride + feature, mask=inside, other=0.0).to(tl.float32)
     x = gate.to(tl.float32)
-    if ON_GPU:
-        e = libdevice.exp(-x)
-    else:  # the interpreter has no libdevice
-        e = tl.exp(-x)
-    silu = tl.div_rn(x, 1.0 + e).to(gate.dtype).to(tl.float32)
+    if not ON_GPU:  # the interpreter has no libdevice
+        silu = tl.div_rn(x, 1.0 + tl.exp(-x))
+    elif gate.dtype.primitive_bitwidth == 16:
+        silu = libdevice.fast_dividef(x, 1.0 + tl.exp2(x * -LOG2_E))
+    else:
+        silu = tl.div_rn(x, 1.0 + libdevice.exp(-x))
+    silu = silu.to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + t * F + feature, (silu * up).to(gate.dtype), mask=inside)
 
 

@@ -32,6 +32,7 @@ from detcompile.templates.dependent_launch import (
     gluon_wait_for_earlier,
     launch_options,
 )
+from detcompile.templates.gates_triton import LOG2_E
 
 __all__ = ["hopper_matmul_kernel", "launch", "supports"]
 
@@ -268,7 +269,7 @@ def _finish(
     y = acc.to(out_ptr.dtype.element_ty)
     if GATED:
         gate = y.to(gl.float32)
-        silu = gl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(y.dtype).to(gl.float32)
+        silu = libdevice.fast_dividef(gate, 1.0 + gl.exp2(gate * -LOG2_E)).to(y.dtype).to(gl.float32)
         y = (silu * up.to(y.dtype).to(gl.float32)).to(y.dtype)
     inside = (m < M) & (n < N)
     if HAS_RESIDUAL:

@@ -104,3 +104,18 @@ def test_every_schedule_of_a_gated_product_has_the_same_bytes(features: int) -> 
     assert any(schedule.gated for schedule in schedules) == (torch.cuda.get_device_capability()[0] == 9)
     for schedule in schedules:
         assert_bitwise_equal(run_gated(schedule, x, w), expected, str(schedule))
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_approximations_of_16_bits_round_as_the_exact_values_do(dtype: torch.dtype) -> None:
+    """Every number there is, as a gate: within half a unit and a hair of float64, and nearly always its rounding."""
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(dtype)
+    gate = gate[gate.isfinite() & (gate > -80)]
+    found = silu_mul(gate[None], torch.ones_like(gate)[None])[0]
+    exact = torch.nn.functional.silu(gate.double())
+    rounded = exact.to(dtype)
+    steps = (found.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
+    assert steps.max() <= 1
+    assert (steps > 0).sum() < 64

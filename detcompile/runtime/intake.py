@@ -100,7 +100,7 @@ class Intake:
         else:
             values = getattr(prompt, "tolist", lambda: prompt)()
             try:
-                token_ids = [operator.index(value) for value in values]
+                token_ids = list(map(operator.index, values))
             except TypeError as error:
                 raise InvalidInput(
                     f"the prompt is neither text nor token ids, but {type(prompt).__name__}: give a string, or integers"

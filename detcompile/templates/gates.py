@@ -1,9 +1,10 @@
 """silu_mul: out = round(round(g / (1 + e^-g)) * u), g = float32(gate): the gate of an MLP, elementwise.
 
 Each round is to the dtype of gate and up, which is out's; product, sum and quotient are float32's. For float32 the
-quotient is IEEE's, and on a GPU the exponential CUDA's expf, as in a kernel that Inductor makes of these operations: the
-bits are the same. For 16 bits a GPU takes its own approximations of 2^x and of the quotient, whose errors of a few units
-in 2^24 are small beside the rounding: in the epilogue of a product every instruction shows.
+quotient is IEEE's, and on a GPU the exponential CUDA's expf, as in a kernel that Inductor makes of these operations:
+the bits are the same. For 16 bits a GPU takes its own approximations of 2^x and of the quotient, whose errors of a
+few units in 2^24 are small beside the rounding, and counts subnormal gates as zeros: in the epilogue of a product
+every instruction shows.
 Leading dims are any; rows may be strided.
 
 gated_matmul(x [M, K], w [2 F, K]) = silu_mul(matmul(x, w[:F]), matmul(x, w[F:])), [M, F]: the same bytes, on a GPU in

@@ -4,9 +4,12 @@ Legend: M tokens, N output features, K summed features. A is the operand of 64 r
 SWAP), B the other one, with BB rows. A program has CONSUMERS warpgroups, that share the tile of B it fetches. A width
 that is no power of two, and then fills a wave of multiprocessors better, is BB rows of B and BC more.
 
-The fetching warp runs ahead through a ring of STAGES k-groups, over the leaves of the tree and from one output tile to
-the next, so that neither a leaf's end nor an epilogue stops the loads. The node that is being summed is in registers,
-those that wait for a sibling in shared memory: a tree costs a chain of additions, and no second launch.
+The fetching warp runs ahead through a ring of STAGES k-groups, over the leaves of the tree and from one output tile
+to the next, so that neither a leaf's end nor an epilogue stops the loads. Two warpgroups finish a tile one after the
+other: from then on one is ahead, by less than the ring holds, and each multiplies while the other one writes.
+
+The node that is being summed is in registers, those that wait for a sibling in shared memory: a tree costs a chain of
+additions, and no second launch.
 
 GATED: B is a gate's features and behind them as many of what it lets through. A program takes BB of either, sums both
 and writes silu(gate) * up alone.
@@ -196,10 +199,11 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BB, 16])
     REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BC if BC > 0 else 8, 16])
     a_tiles, b_tiles, c_tiles, full, free = ring
-    out_tiles, out_desc, rest_tiles, rest_desc = outs
+    out_tiles, out_desc, rest_tiles, rest_desc, turn = outs
     gluon_wait_for_earlier(PDL)
     groups = (leaf_k + BK - 1) // BK
     i = 0
+    finished = 0
     for work in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         node = gl.zeros([64, BB], gl.float32, LAYOUT)
         rest = gl.zeros([64, BC if BC > 0 else 8], gl.float32, REST)
@@ -231,6 +235,8 @@ def _multiply(
         else:
             m = tile_m * (64 * CONSUMERS) + W * 64
             n = tile_n * (BB if GATED else BB + BC)
+        if W == 1:
+            mbarrier.wait(turn, finished & 1, pred=tiles_m * tiles_n > gl.num_programs(0))
         _finish(
             node, rest if GATED else node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers,
             sizes, m, n, LAYOUT, HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP, GATED,
@@ -240,6 +246,9 @@ def _multiply(
                 rest, rest, rest_tiles.index(W), rest_desc, pointers, sizes, m, n + BB, REST,
                 HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BC, SWAP, GATED,
             )  # fmt: skip
+        if W == 0 and CONSUMERS == 2:
+            mbarrier.arrive(turn, count=1)
+        finished += 1
     if STORED:
         tma.store_wait(0)
 
@@ -319,12 +328,14 @@ def hopper_matmul_kernel(
         rest_tiles = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, BC], rest_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=CONSUMERS)
     fence_async_shared()
     ring = (a_tiles, b_tiles, c_tiles, full, free)
-    outs = (out_tiles, out_desc, rest_tiles, rest_desc)
+    outs = (out_tiles, out_desc, rest_tiles, rest_desc, turn)
     pointers = (out_ptr, bias_ptr, residual_ptr)
     sizes = (M, N, residual_stride)
     weights = (a_ptr, a_pitch, ahead, N)

@@ -127,6 +127,7 @@ _FLOAT32: dict[int, _Rows] = {
 # An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
+_FEW_WEIGHTS = 8 << 20
 _MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
 
@@ -157,8 +158,8 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
     tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
     plain = tma[:1] + _schedules("pointers", True, _POINTERS_FEW[bucket]) + tma[1:]
-    # The weights that it fetches ahead, while the kernel before ends, count where there is little else to fetch.
-    return hopper + plain if bucket <= 16 else plain + hopper
+    # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
+    return hopper + plain if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS else plain + hopper
 
 
 def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:

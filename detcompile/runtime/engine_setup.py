@@ -177,6 +177,7 @@ def _room(model: EngineModel, config: EngineConfig) -> int:
     if model.device.type != "cuda":
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(available * config.memory_fraction)
+    gc.unfreeze()  # by an engine that was left with requests
     gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
     runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
     probe = Worker(runner, Sampler(model.num_logits, model.device))

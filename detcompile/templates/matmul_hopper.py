@@ -203,7 +203,6 @@ def _multiply(
     gluon_wait_for_earlier(PDL)
     groups = (leaf_k + BK - 1) // BK
     i = 0
-    finished = 0
     for work in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         node = gl.zeros([64, BB], gl.float32, LAYOUT)
         rest = gl.zeros([64, BC if BC > 0 else 8], gl.float32, REST)
@@ -236,7 +235,7 @@ def _multiply(
             m = tile_m * (64 * CONSUMERS) + W * 64
             n = tile_n * (BB if GATED else BB + BC)
         if W == 1:
-            mbarrier.wait(turn, finished & 1, pred=tiles_m * tiles_n > gl.num_programs(0))
+            mbarrier.wait(turn, work // gl.num_programs(0) & 1, pred=tiles_m * tiles_n > gl.num_programs(0))
         _finish(
             node, rest if GATED else node, out_tiles.index(W * LEVELS * 2 if LEVELS > 0 else W), out_desc, pointers,
             sizes, m, n, LAYOUT, HAS_BIAS, HAS_RESIDUAL, STORED, LEVELS, BB, SWAP, GATED,
@@ -248,7 +247,6 @@ def _multiply(
             )  # fmt: skip
         if W == 0 and CONSUMERS == 2:
             mbarrier.arrive(turn, count=1)
-        finished += 1
     if STORED:
         tma.store_wait(0)
 

@@ -59,6 +59,7 @@ _GROUPED: dict[int, list[_Row]] = {  # by rows an expert
     16: [
         ("tma", 16, 64, 256, 4, 4, True),
         ("tma", 16, 64, 128, 4, 6, True),
+        ("tma", 16, 64, 128, 4, 4, True),
         ("tma", 16, 128, 128, 4, 4, True),
         ("pointers", 16, 64, 128, 4, 5, True),
         ("pointers", 16, 64, 256, 4, 4, True),
@@ -120,6 +121,9 @@ def expert_candidates(problem: ExpertsProblem) -> tuple[GemmSchedule, ...]:
     else:
         if problem.bucket <= FEW_ROWS:
             rows += _FEW[problem.bucket]
-        each = max(16, min(128, problem.bucket // problem.experts))  # of rows that spread evenly
-        rows += _GROUPED[1 << (each - 1).bit_length()]
+        each = max(
+            16, min(128, problem.bucket // problem.experts)
+        )  # of rows that spread evenly; some experts have more
+        width = 1 << (each - 1).bit_length()
+        rows += _GROUPED[width] + _GROUPED.get(2 * width, [])[:2]
     return tuple(GemmSchedule(*row) for row in rows if problem.aligned or row[0] not in ("tma", "sorted"))

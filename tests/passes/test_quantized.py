@@ -16,14 +16,17 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import detcompile
-from detcompile import CompiledModel, EngineConfig, Numerics, SamplingParams, UnsupportedModel
+from detcompile import CompiledModel, EngineConfig, Numerics, SamplingParams, UncertifiedOp, UnsupportedModel
 from detcompile.axes import Configuration, score
+from detcompile.passes.backend import Backend, cause
+from detcompile.passes.certificate import Role
 from detcompile.passes.quantized_layouts import unpack_words
 from detcompile.passes.quantized_linear import QuantizedLinear, pin_quantized
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.models import VOCAB_SIZE, random_model
 from tests.quantized_checkpoints import CHECKPOINTS, WIDTHS, pack_words, write_checkpoint
+from tests.templates.quantized_cases import quantized_weight
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -138,3 +141,23 @@ def test_what_transformers_quantised_itself_is_replaced_or_refused() -> None:
 def test_words_come_out_as_they_went_in(bits: int, dim: int, seed: int) -> None:
     numbers = torch.randint(0, 1 << bits, (32, 48), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(unpack_words(pack_words(numbers, bits, dim), bits, dim).long(), numbers)
+
+
+@pytest.mark.parametrize(("place", "message"), [(1, "the weights"), (2, "their scales"), (3, "their zeros")])
+def test_weights_that_hold_rows_are_refused(place: int, message: str) -> None:
+    weight = quantized_weight("int8, groups of 128", 8, 256)
+
+    def crossed(x: Tensor) -> Tensor:
+        parts: list = [x, *weight[:3]]
+        parts[place] = x if place > 1 else x.to(torch.int8)
+        return torch.ops.detcompile.dequant_matmul(*parts, None, None, weight.group, weight.rows, [])
+
+    def role_of(name: str, value: object) -> Role:
+        return Role("rows", {0: "batch"}) if name == "L_x_" else Role("weight")
+
+    x = torch.randn(6, 256)
+    torch._dynamo.mark_dynamic(x, 0)
+    with pytest.raises(Exception) as refused:
+        torch.compile(crossed, backend=Backend(Numerics(), role_of), fullgraph=True)(x)
+    found = cause(refused.value)
+    assert isinstance(found, UncertifiedOp) and f"{message} holds rows" in str(found)

@@ -31,7 +31,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from benchmarks.random_programs import FEATURES, WEIGHTS, NoFit, Program
-from detcompile import Numerics, UncertifiedOp
+from detcompile import Numerics
+from detcompile.errors import DetcompileError
 from detcompile.passes.backend import Backend, cause
 from detcompile.passes.certificate import Role, certify
 from detcompile.passes.pipeline import decompositions, rewrite
@@ -86,8 +87,8 @@ def draw(seed: int, compiled: bool = False) -> Verdict:
     names = tuple(program.names)
     try:
         run = _compiled(traced.gm) if compiled else _rewritten(traced.gm)
-    except UncertifiedOp as refused:
-        return Verdict("refused", refused.offenders[0], names)
+    except DetcompileError as refused:
+        return Verdict("refused", getattr(refused, "offenders", [f"{type(refused).__name__} at {refused}"])[0], names)
     return Verdict(*_compared(run, traced, program.attends, random.Random(seed)), names)
 
 

@@ -23,6 +23,7 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes import backend
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.experts import pin_experts
+from detcompile.passes.own_experts import replace_experts
 from detcompile.passes.positions import give_positions
 from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import shard
@@ -48,7 +49,8 @@ def examine(model_type: str, codegen: bool = True) -> Result:
 
     Returns:
         verdict: 'certified', 'refused', 'outside' (no eager forward from input_ids alone) or 'wrong' (compiled, but
-            another meaning or other bits: a bug); reason: why, where it is not certified. For certified ones meaning
+            another meaning or other bits: a bug); reason: why, where it is not certified; causal: False where a refused
+            one's eager logits follow later tokens. For certified ones meaning
             (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate).
     """
     start = time.monotonic()
@@ -73,13 +75,27 @@ def _examine(model_type: str, codegen: bool) -> Result:
         return {"verdict": "outside", "reason": _one_line(error)}
     if expected.shape != (2, LENGTH, expected.shape[-1]) or not bool(expected.isfinite().all()):
         return {"verdict": "outside", "reason": f"eager logits {tuple(expected.shape)}, not all finite"}
+    causal = {} if _is_causal(plain, ids, expected) else {"causal": False}
     try:
         compiled = detcompile.compile(tiny_model(model_type), numerics=NUMERICS, max_context=MAX_CONTEXT)
     except DetcompileError as error:
-        return {"verdict": "refused", "kind": type(error).__name__, "reason": refusal_of(error)}
+        return {"verdict": "refused", "kind": type(error).__name__, "reason": refusal_of(error)} | causal
     except Exception as error:  # not one of ours: a refusal without a name, which the page says
-        return {"verdict": "refused", "kind": type(error).__name__, "reason": f"unexpected: {_one_line(error)}"}
+        return {
+            "verdict": "refused",
+            "kind": type(error).__name__,
+            "reason": f"unexpected: {_one_line(error)}",
+        } | causal
     return _measure(model_type, compiled, ids, expected, AXES_MEASURED if codegen else ())
+
+
+def _is_causal(plain: Any, ids: Tensor, expected: Tensor) -> bool:
+    """Whether a token's logits stay when later tokens change."""
+    half, other = LENGTH // 2, ids.clone()
+    other[:, half:] = (ids[:, half:] + 1) % VOCAB_SIZE
+    with torch.no_grad():
+        found = plain(input_ids=other, use_cache=False).logits
+    return relative_error(found[:, :half], expected[:, :half]) < MEANING_LIMIT
 
 
 def _measure(model_type: str, compiled: CompiledModel, ids: Tensor, expected: Tensor, axes: tuple[str, ...]) -> Result:
@@ -112,7 +128,7 @@ def _two_ranks(model_type: str) -> str:
         try:
             give_positions(model)
             freeze_rope(model, MAX_CONTEXT)
-            if pin_experts(model):
+            if pin_experts(model) + replace_experts(model):
                 return "a mixture of experts over several ranks"
             if pin_recurrences(model) is not None:
                 return "layers with a state over several ranks"

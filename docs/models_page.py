@@ -32,6 +32,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str
     certified = [row for row in rows.values() if row["verdict"] == "certified"]
     measured = sum(bool(row["axes"]) for row in certified)
     shared = sum(row["tp2"] == "yes" for row in certified)
+    both_ways = sum(row["verdict"] == "refused" and not row.get("causal", True) for row in rows.values())
     sources = {row["sources"] for row in rows.values()}
     made_with = " and ".join(f"{name} {one}" for name, one in versions.items())
     return [
@@ -51,6 +52,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str
         f"| of these, the axes measured by bytes | {measured} |",
         f"| of these, shares of two ranks can be made | {shared} |",
         f"| refused, with the operation or the reason | {number['refused']} |",
+        f"| of these, eager's own logits of a token follow later tokens | {both_ways} |",
         f"| compiled, with another meaning or other bits: a bug | {number['wrong']} |",
         "",
         "- **meaning**: how far the logits of two rows of 200 tokens are from those of the model's own eager",
@@ -98,6 +100,7 @@ def _table(rows: Mapping[str, Result]) -> list[str]:
         if row["verdict"] == "outside":
             continue
         verdict = row["verdict"] if row["verdict"] == "certified" else f"{row['verdict']}: {row['reason']}"
+        verdict += "" if row.get("causal", True) else " (nor is eager causal)"
         meaning = f"{row['meaning']:.1e}" if "meaning" in row else "–"
         axes = row.get("axes", {})
         held = f"{sum(axes.values())} of {len(axes)}" if axes else "not run" if "axes" in row else "–"

@@ -6,6 +6,7 @@ attention's. Embeddings, blocks, norms and MLPs stay Hugging Face's, and so do t
 attention in the blocks' argument ``attention_mask``, which nothing else reads.
 """
 
+import math
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -157,6 +158,33 @@ def _gptj_attention(
     return self.out_proj(attend(self, query, key, value, attention_mask)), None
 
 
+def _ctrl(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    body = model.transformer
+    hidden = body.w(input_ids) * math.sqrt(body.d_model_size) + body.pos_encoding[position_ids]
+    for block in body.h:
+        hidden = block(hidden, attention_mask=step)
+    return model.lm_head(body.layernorm(hidden)[:, keep])
+
+
+def _ctrl_attention(
+    self: Any, v: Tensor, k: Tensor, q: Tensor, attention_mask: StepInputs | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    query, key, value = (
+        project(states).unflatten(-1, (self.num_heads, self.head_dim))
+        for project, states in ((self.Wq, q), (self.Wk, k), (self.Wv, v))
+    )
+    return self.dense(attend(self, query, key, value, attention_mask, scaling=self.scaling)), None
+
+
+def _ctrl_positions(model: Any, attention: Any) -> None:
+    """The sinusoids are no buffer of Hugging Face's, which moves them anew in every forward."""
+    body = model.transformer
+    if not isinstance(body.pos_encoding, nn.Buffer):
+        table = body.pos_encoding.to(body.w.weight)
+        del body.pos_encoding
+        body.pos_encoding = nn.Buffer(table, persistent=False)
+
+
 def _mpt(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
     """Positions enter through ALiBi alone, as in bloom."""
     body = model.transformer
@@ -195,6 +223,7 @@ def _falcon_obstacle(config: Any) -> str:
 
 ADAPTERS = {
     "BloomForCausalLM": Adapter("self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes),
+    "CTRLLMHeadModel": Adapter("multi_head_attention", _ctrl, _ctrl_attention, prepare=_ctrl_positions),
     "FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
     "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention),
     "MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),

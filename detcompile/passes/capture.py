@@ -28,6 +28,7 @@ from detcompile.passes.attention import (
     register_attention,
 )
 from detcompile.passes.own_attention import replace_attention
+from detcompile.passes.own_modules import replace_modules
 from detcompile.passes.recurrences import Recurrences
 from detcompile.passes.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
@@ -130,6 +131,7 @@ def probe_attention(
         UnsupportedModel: it takes none from outside, or a call means something unknown.
     """
     _require_ready(model)
+    replace_modules(model)
     register_attention(kv_chunk, ())  # before the model is told to use it
     ours = adapt(model) or replace_attention(model)
     if not ours:
@@ -228,7 +230,7 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
                 raise UnsupportedModel(
                     f"{type(model).__name__} asks for {unknown[0]}, a mask the attention template does not have"
                 )
-            shaped = [argument for argument in MASK_SHAPING if kwargs.get(argument) is not None]
+            shaped = [argument for argument in MASK_SHAPING if _shapes(kwargs.get(argument))]
             if shaped:
                 raise UnsupportedModel(f"{type(model).__name__} changes {name} by {', '.join(shaped)}")
             seen.update(kinds)
@@ -244,6 +246,11 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
                 if getattr(make, "__module__", "") == "transformers.masking_utils" and known_as.startswith("create_"):
                     stack.enter_context(mock.patch.object(namespace, name, watched(known_as, make)))
         yield seen
+
+
+def _shapes(argument: Any) -> bool:
+    """Whether an argument changes a mask; block ids below 0 are of tokens in no block (git without an image)."""
+    return argument is not None and not (isinstance(argument, Tensor) and bool((argument < 0).all()))
 
 
 def _kinds(model: nn.Module, name: str) -> set[str]:

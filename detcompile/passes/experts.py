@@ -14,7 +14,7 @@ from transformers.integrations.moe import ExpertsInterface
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["EXPERTS", "experts", "pin_experts"]
+__all__ = ["EXPERTS", "experts", "mixed", "pin_experts"]
 
 EXPERTS = "detcompile"  # the model's experts implementation
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")  # set by use_experts_implementation
@@ -40,11 +40,16 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     inner = _product(module, hidden_states, top_k_index, "gate_up_proj" if module.has_gate else "up_proj")
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     outer = _product(module, inner, top_k_index, "down_proj")
+    return mixed(outer, top_k_weights)
+
+
+def mixed(outer: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What a token's experts say [M, k, H], weighted [M, k] and added in float32, best expert first -> [M, H]."""
     weighted = (outer * top_k_weights[..., None]).float()
     total = weighted[:, 0]
-    for rank in range(1, top_k_index.shape[1]):
+    for rank in range(1, top_k_weights.shape[1]):
         total = total + weighted[:, rank]
-    return total.to(hidden_states.dtype)
+    return total.to(outer.dtype)
 
 
 def _product(module: Any, x: Tensor, ids: Tensor, name: str) -> Tensor:

@@ -27,6 +27,7 @@ from detcompile.passes.capture import (
 )
 from detcompile.passes.certificate import Certificate, Role
 from detcompile.passes.experts import pin_experts
+from detcompile.passes.own_experts import replace_experts
 from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
 from detcompile.passes.provenance import Layout, sympy_size
@@ -100,7 +101,7 @@ def lower(
     freeze_rope(model, max_context)
     if pin_quantized(model) and ranks is not None:
         raise UnsupportedModel(f"{type(model).__name__}: quantised weights over several ranks; compile with tp=1")
-    if pin_experts(model) and ranks is not None:
+    if pin_experts(model) + replace_experts(model) and ranks is not None:
         raise UnsupportedModel(f"{type(model).__name__}: a mixture of experts over several ranks; compile with tp=1")
     recurrences = pin_recurrences(model)
     if recurrences is not None and ranks is not None:

@@ -6,15 +6,16 @@ learned positions through passes.positions. The mask that the model makes for it
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.adapters import attend
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG
+from detcompile.passes.own_modules import class_of
 from detcompile.passes.rotations import rotate_halves, rotate_pairs
 
 __all__ = ["OWN_ATTENTION", "replace_attention"]
@@ -24,23 +25,19 @@ CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, v
 
 def replace_attention(model: PreTrainedModel) -> bool:
     """Give the attention classes of OWN_ATTENTION in ``model`` their forward; says whether there are any."""
-    found = [module for module in model.modules() if _name(module) in OWN_ATTENTION]
+    found = [module for module in model.modules() if class_of(module) in OWN_ATTENTION]
     for layer, attention in enumerate(found):
         if getattr(attention, "layer_idx", None) is None:
             attention.layer_idx = layer
-        attention.forward = types.MethodType(OWN_ATTENTION[_name(attention)], attention)
+        attention.is_causal = True  # bigbird_pegasus says otherwise, and makes a causal mask
+        attention.forward = types.MethodType(OWN_ATTENTION[class_of(attention)], attention)
     if found:
         model.config._attn_implementation_internal = IMPLEMENTATION  # under this name transformers makes no mask
     return bool(found)
 
 
-def _name(module: nn.Module) -> str:
-    """Where transformers defines the class: a checkpoint's own code may call its class the same."""
-    return f"{type(module).__module__.removeprefix('transformers.models.')}.{type(module).__name__}"
-
-
 def _projected(self: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any) -> Any:
-    """mvp, trocr: three projections; the same class attends to an encoder, which there is none of."""
+    """bigbird_pegasus, mvp, trocr, xglm: three projections; their class attends to an encoder too, if there is one."""
     if key_value_states is not None or kwargs.get("attn_prompt") is not None:
         raise UnsupportedModel(
             f"{type(self).__name__}: keys of an encoder or of a prompt; only its own tokens' are known"
@@ -93,11 +90,88 @@ def _openai_gpt(self: Any, x: Tensor, attention_mask: Any = None, **kwargs: Any)
     return [self.c_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=scale))]
 
 
+def _diffllama(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+    """Two attentions of equal queries and keys are one, over both halves of the values side by side."""
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (project.out_features // self.head_dim, self.head_dim))
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    query, key = rotate_halves(query, key, *position_embeddings)
+    both = torch.cat(value.chunk(2, 2), -1)
+    out = attend(self, query, key, torch.cat([both, both], 2), kwargs.get(STEP_KWARG), scaling=self.scaling)
+    one, other = out.unflatten(-1, (query.shape[2], 2 * self.head_dim)).chunk(2, 2)
+    first, second = (
+        torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(query.dtype)
+        for q, k in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+    )
+    mixed = (one - (first - second + self.lambda_init) * other).float()
+    mixed = mixed * torch.rsqrt(mixed.pow(2).mean(-1, keepdim=True) + self.groupnorm.eps)
+    return self.o_proj(((1 - self.lambda_init) * mixed.to(query.dtype)).flatten(2)), None
+
+
+def _git(self: Any, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (self.num_attention_heads, self.attention_head_size))
+        for project in (self.query, self.key, self.value)
+    )
+    return attend(self, query, key, value, kwargs.get(STEP_KWARG)), None
+
+
+class CycleLayer(NamedTuple):
+    """What attention asks of a module: a layer that runs in several cycles has keys of its own in each."""
+
+    layer_idx: int
+
+
+def _hrm_text(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cycle_offset: int = 0, **kwargs: Any
+) -> Any:
+    query, key, value, gate = (
+        project(hidden_states).unflatten(-1, (project.out_features // self.head_dim, self.head_dim))
+        for project in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj)
+    )
+    query, key = rotate_halves(query, key, *position_embeddings)
+    layer = CycleLayer(self.layer_idx + cycle_offset)
+    out = attend(layer, query, key, value, kwargs.get(STEP_KWARG), scaling=self.scaling)
+    return self.o_proj(torch.sigmoid(gate).flatten(2) * out), None
+
+
+def _deepseek_v2(self: Any, hidden_states: Tensor, position_embeddings: Tensor, **kwargs: Any) -> Any:
+    """Keys and values through a latent; position_embeddings are own_modules' cosines and sines, not complex numbers."""
+    if self.q_proj is not None:
+        query = self.q_proj(hidden_states)
+    else:
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+    query = query.unflatten(-1, (self.num_heads, self.qk_head_dim))
+    latent, turned_key = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+    both = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
+    key, value = both.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+    query, turned_query = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+    turned_key = _turned(turned_key.unsqueeze(2), position_embeddings).expand(-1, -1, self.num_heads, -1)
+    query = torch.cat([query, _turned(turned_query, position_embeddings)], -1)
+    key = torch.cat([key, turned_key], -1)
+    return self.o_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=self.scaling)), None
+
+
+def _turned(states: Tensor, table: Tensor) -> Tensor:
+    """Neighbouring features as complex numbers [B, T, H, D], turned by [B, T, D / 2, 2]: the product in float32."""
+    cos, sin = table.unsqueeze(2).unbind(-1)
+    real, imaginary = states.float().unflatten(-1, (-1, 2)).unbind(-1)
+    product = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], -1)
+    return product.flatten(-2).to(states.dtype)
+
+
 OWN_ATTENTION: dict[str, Callable[..., Any]] = {
+    "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": _projected,
     "codegen.modeling_codegen.CodeGenAttention": _codegen,
+    "deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": _deepseek_v2,
+    "diffllama.modeling_diffllama.DiffLlamaAttention": _diffllama,
+    "git.modeling_git.GitSelfAttention": _git,
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
+    "hrm_text.modeling_hrm_text.HrmTextAttention": _hrm_text,
     "mvp.modeling_mvp.MvpAttention": _projected,
     "openai.modeling_openai.Attention": _openai_gpt,
     "trocr.modeling_trocr.TrOCRAttention": _projected,
+    "xglm.modeling_xglm.XGLMAttention": _projected,
 }

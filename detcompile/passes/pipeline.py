@@ -20,6 +20,7 @@ from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.rankings import pin_sorts, pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
+from detcompile.passes.small_products import pin_small_products
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
@@ -28,6 +29,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     join_fills,
     pin_topk,
     pin_sorts,
+    pin_small_products,
     pin_rms_norms,
     pin_reductions,
     pin_matmuls,

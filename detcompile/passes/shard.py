@@ -85,6 +85,8 @@ def shard(
     names = {module: name for name, module in model.named_modules()}
     shares = {}
     for call in attention:
+        if call.module not in names:
+            raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
         share = head_share(call, ranks, names[call.module], replicate_attention)
         shares[names[call.module]] = share
         if share is not None:

@@ -79,10 +79,12 @@ def _descriptor_sum(
         w = w_desc.load([w_row, k])
         if SWAP:
             inside = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (kk < K)[:, None]
-            acc = tl.dot(w, tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=inside, other=0.0), acc)
+            x = tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=inside, other=0.0)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
         else:
             inside = (m < M)[:, None] if EVEN_K else (m < M)[:, None] & (kk < K)[None, :]
-            acc = tl.dot(tl.load(x_M[:, None] + (kk * x_stride_k)[None, :], mask=inside, other=0.0), w.T, acc)
+            x = tl.load(x_M[:, None] + (kk * x_stride_k)[None, :], mask=inside, other=0.0)
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
     return acc
 
 
@@ -204,7 +206,7 @@ def sorted_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             x = x_desc.load([first, k])
-            acc = tl.dot(x, w_desc.load([expert * N + tile_n * BN, k]).T, acc)
+            acc = tl.dot(x, w_desc.load([expert * N + tile_n * BN, k]).T, acc, input_precision="ieee")
         place = first + tl.arange(0, BM)
         m = tl.load(order_ptr + place, mask=place < tl.load(tiles_ptr + tile_m * 3 + 2), other=M)
         n = tile_n * BN + tl.arange(0, BN)

@@ -118,6 +118,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "dots1": {**_TWO_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "gemma3n_text": {**_SHARED_KEYS, "intermediate_size": [_MLP] * 4, "activation_sparsity_pattern": [0.95, 0.0] * 2},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None, "H_cycles": 1, "L_cycles": 2},
     "hunyuan_v1_dense": {"head_dim": _HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": _HEAD_DIM, "num_experts": _EXPERTS, "moe_topk": 2},
@@ -129,6 +130,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": _HEAD_DIM, "num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": _HEADS, "indexer_kv_heads": 1, "indexer_head_dim": _HEAD_DIM,
                        "indexer_budget": WINDOW, "indexer_compress_ratio": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third layer attends
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "roc_bert": {"shape_vocab_size": VOCAB_SIZE, "pronunciation_vocab_size": VOCAB_SIZE},
     "xmod": {"default_language": "en_XX"},

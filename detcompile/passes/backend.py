@@ -4,6 +4,7 @@ torch.compile(model, backend="detcompile")                          any module, 
 torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the certificate
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
 
 __all__ = ["Backend", "Program", "cause", "detcompile_backend"]
 
+COMPARISONS = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
 Compiled = Callable[..., Any]
 
 
@@ -34,6 +36,7 @@ class Program(NamedTuple):
     inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
     roles: list[Role]
     joined: Mapping[int, torch.Tensor]  # by position: the concatenations that stand in for single weights
+    checked: frozenset[int] = frozenset()  # positions of extents that are compared with numbers, and read by nobody
 
 
 class Backend:
@@ -75,6 +78,7 @@ class Backend:
         if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
         roles = [self._role(node) for node in gm.graph.find_nodes(op="placeholder")]
+        checked = _only_checked(gm)
         pin_sdpa(gm, self.numerics.kv_chunk)
         named: dict[str, Role] = {}
         post_grad = GraphPass(lambda graph_module: self._certify(graph_module, named), repr(self.numerics))
@@ -105,7 +109,7 @@ class Backend:
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         wide = {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups}
         run = _fed(run, wide)
-        self.programs.append(Program(run, values, list(example_inputs), roles, wide))
+        self.programs.append(Program(run, values, list(example_inputs), roles, wide, checked))
         return run
 
     def _role(self, node: fx.Node) -> Role:
@@ -114,6 +118,14 @@ class Backend:
 
     def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:
         return certify(gm.graph, named, self.numerics, self.expected_attention, self.expected_recurrences)
+
+
+def _only_checked(gm: fx.GraphModule) -> frozenset[int]:
+    return frozenset(
+        position
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if all(user.target in COMPARISONS for user in node.users)
+    )
 
 
 def _named(gm: fx.GraphModule, roles: Sequence[Role]) -> dict[str, Role]:

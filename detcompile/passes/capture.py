@@ -275,5 +275,6 @@ def _check_calls(
         )
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     uses_sliding = kinds is None or "sliding_attention" in kinds  # says which mask a layer takes
-    if "create_sliding_window_causal_mask" in masks and uses_sliding and not any(call.window for call in calls):
+    tells_window = any(call.window for call in calls) or not calls
+    if "create_sliding_window_causal_mask" in masks and uses_sliding and not tells_window:
         raise UnsupportedModel(f"{name} builds a sliding-window mask but tells no attention layer its window")

@@ -244,15 +244,16 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
     for value, given in zip(program.values, program.inputs, strict=True):
         if id(given) in place:
             sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
-    if id(leaves[1]) not in place.keys() & set(map(id, program.inputs)):
-        # a graph that does not read the positions still checks how many there are
-        unknown = [sympy_size(v) for v in program.values if isinstance(v, torch.SymInt) and sympy_size(v) not in sizes]
-        assert len(unknown) <= 1, f"extents of no input of the step: {unknown}"
-        sizes |= dict.fromkeys(unknown, (1, 1))
     sources: list[tuple[str, Any]] = []
-    for value, given, role in zip(program.values, program.inputs, program.roles, strict=True):
+    for position, (value, given, role) in enumerate(
+        zip(program.values, program.inputs, program.roles, strict=True)
+    ):
         if isinstance(value, torch.SymInt):
-            sources.append(("size", sizes[sympy_size(value)]))
+            extent = sizes.get(sympy_size(value))
+            if extent is None:  # of a tensor that the graph does not read: it only checks that there is something
+                assert position in program.checked, f"an extent of no input of the step is read: {value}"
+                extent = (0, 1)
+            sources.append(("size", extent))
         else:
             assert (role.kind == "weight") == (id(given) not in place), f"an input of the step was not found: {value}"
             sources.append(("leaf", place[id(given)]) if id(given) in place else ("weight", given))

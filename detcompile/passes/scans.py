@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.own_mixers import OWN_MIXERS
+from detcompile.passes.own_mixers import OWN_MIXERS, selective
 from detcompile.passes.recurrences import Recurrences, rebound
 
 __all__ = ["SCANS", "pin_recurrences"]
@@ -126,11 +126,9 @@ def _mamba(
     x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)
     dt = F.softplus(dt) if delta_softplus else dt
-    q, k = (states.transpose(1, 2)[:, :, None] for states in (C, B))
-    update = dt.float() * x.float()
-    out = recurrences.recur(q, k, update[:, :, None], dt[:, :, None], rates=A.t()[None]).squeeze(2).to(x.dtype)
-    out = out if D is None else out + x * D
-    out = out.transpose(1, 2)
+    B, C = (states.transpose(1, 2)[:, :, None] for states in (B, C))
+    out = selective(recurrences, x[:, :, None], dt[:, :, None], A[None], B, C, D)
+    out = out.squeeze(2).transpose(1, 2)
     return out if z is None else out * F.silu(z)
 
 

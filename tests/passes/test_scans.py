@@ -1,0 +1,47 @@
+"""Scans and mixers of transformers: ours in their place give the model's own logits, before anything is compiled."""
+
+import pytest
+import torch
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.own_mixers import OWN_MIXERS
+from detcompile.passes.recurrences import Recurrences
+from detcompile.passes.scans import SCANS, pin_recurrences
+from docs.model_configs import VOCAB_SIZE, tiny_model
+from tests.models import random_model
+
+# One architecture at least for every scan and every layer of our own.
+NAMES = ["kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next", "recurrent_gemma", "zamba", "zaya"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_logits_are_the_models_own(name: str) -> None:
+    ids = torch.randint(3, VOCAB_SIZE, (2, 70), generator=torch.Generator().manual_seed(1))
+    model = tiny_model(name, "eager")
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        recurrences = pin_recurrences(model)
+        found = model(input_ids=ids, use_cache=False).logits
+    assert recurrences is not None and recurrences._num_states > 0
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_every_scan_and_layer_of_ours_is_met() -> None:
+    kinds = {type(module) for name in NAMES for module in tiny_model(name).modules()}
+    met = {f"{kind.__module__.removeprefix('transformers.models.')}.{kind.__name__}" for kind in kinds}
+    assert OWN_MIXERS.keys() <= met
+    codes = [getattr(getattr(kind, "forward", None), "__wrapped__", kind.forward).__code__ for kind in kinds]
+    assert SCANS.keys() <= {name for code in codes for name in code.co_names}
+
+
+def test_a_model_without_them_is_left_alone() -> None:
+    assert pin_recurrences(random_model("llama", torch.float32)) is None
+
+
+@pytest.mark.parametrize("argument", ["initial_states", "seq_idx", "return_final_states"])
+def test_states_from_outside_are_refused(argument: str) -> None:
+    x = torch.zeros(1, 3, 2, 4)
+    with pytest.raises(UnsupportedModel, match=argument):
+        SCANS["mamba2_chunk_scan"](
+            Recurrences(), x, x[..., 0], x[0, 0, :, 0], x, x, chunk_size=2, **{argument: torch.ones(1)}
+        )

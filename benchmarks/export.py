@@ -32,7 +32,7 @@ from tests.models import MAX_CONTEXT, random_model
 
 __all__ = ["TOKEN_COUNTS", "compare", "loaded_elsewhere", "observe"]
 
-ARCHITECTURES = "llama,qwen3,mistral,gemma2,gemma3_text,phi3,gpt2,gpt_neox,opt,falcon,bloom"
+ARCHITECTURES = "llama,qwen3,mistral,gemma2,gemma3_text,phi3,gpt2,gpt_neox,opt,falcon,bloom,mixtral,mamba2,qwen3_next"
 TOKEN_COUNTS = (1, 2, 7, 64, 2048)
 CONTEXT = 5  # tokens of a sequence before it decodes
 

@@ -37,12 +37,13 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
     "I8": torch.int8,
     "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -72,7 +72,7 @@ class CompiledModel:
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
         self._kv_groups = lowered.kv_groups
-        self._state_shapes = lowered.state_shapes
+        self._state_shapes, self.recurrences = lowered.state_shapes, lowered.recurrences
         self._parts: dict[tuple[int, ...], CompiledModel] = {}  # some of the layers, for drafting
         self._generator: Engine | None = None  # behind generate(); kept, so that its CUDA graphs are
 

@@ -22,7 +22,7 @@ from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate, Entry
 from detcompile.runtime.engine_setup import EngineModel
 from detcompile.runtime.kv_cache import KVShape
-from detcompile.step import KVGroup, StepInputs, step_leaves
+from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
 from detcompile.sum_order import SumOrder
 from detcompile.templates import cpu_library
 
@@ -59,7 +59,8 @@ class ExportedModel(CompiledModel):
         self._kv_shapes = tuple(KVShape(*shape) for shape in facts["kv_shapes"])
         self._kv_groups = tuple(KVGroup(tuple(layers), window) for layers, window in facts["kv_groups"])
         self._parts = {}
-        self._state_shapes = ()
+        self._state_shapes = tuple(StateShape(tuple(shape), float32) for shape, float32 in facts["state_shapes"])
+        self.recurrences = None
         self._generator = None
         weights = archive.weights(self.device)
         self.forward = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)
@@ -87,6 +88,7 @@ class ExportedModel(CompiledModel):
             forward=self.forward,
             kv_shapes=self._kv_shapes,
             kv_groups=self._kv_groups,
+            state_shapes=self._state_shapes,
             dtype=self.dtype,
             device=self.device,
             max_context=self.max_context,
@@ -168,6 +170,7 @@ def facts_of(model: CompiledModel) -> dict[str, Any]:
         "eos_token_ids": list(known.eos_token_ids),
         "pad_token_id": getattr(getattr(model.model, "generation_config", None), "pad_token_id", None),
         "kv_shapes": [list(shape) for shape in known.kv_shapes],
+        "state_shapes": [[list(state.shape), state.float32] for state in known.state_shapes],
         "kv_groups": [[list(group.layers), group.window] for group in known.kv_groups],
     }
 

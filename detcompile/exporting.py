@@ -40,7 +40,7 @@ def export(
 
     Raises:
         InvalidInput: a path or a choice that cannot be.
-        UnsupportedModel: several ranks share the model, or its layers carry a state.
+        UnsupportedModel: several ranks share the model.
         Also what ``compile`` raises.
     """
     path = Path(path)
@@ -53,9 +53,7 @@ def export(
             f"{type(compiled).__name__}: a model that several ranks share, or that was loaded from an archive, is not"
             " exported: compile it from its own folder with tp=1"
         )
-    if compiled.engine_model.state_shapes:
-        raise UnsupportedModel("layers that carry a state from token to token are not exported yet: use compile()")
-    packaged = package(compiled.model, compiled.numerics, compiled.certificate)
+    packaged = package(compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences)
     members: dict[str, bytes | Path] = {f"{LIBRARY_FOLDER}/{file.name}": file for file in packaged.files}
     members |= _others(compiled)
     facts = {**facts_of(compiled), "machine": this_machine(compiled.device), "arguments": packaged.arguments}

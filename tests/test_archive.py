@@ -25,6 +25,7 @@ def weights() -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {
         "a.weight": torch.randn(3, 5).bfloat16(),
+        "eighths": torch.randn(2, 3).to(torch.float8_e4m3fn),
         "flags": torch.tensor([True, False, True]),
         "norm": torch.randn(7),
         "nothing": torch.empty(0, 3),

@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from detcompile.axes import AXES
 from detcompile.errors import InvalidInput
 from detcompile.generate_command import read_prompts, with_own_seeds
 from detcompile.runtime.sampling_params import SamplingParams
+from tests.models import ARCHITECTURES
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 
@@ -58,6 +60,26 @@ def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
     assert "Tree(768, 2, Blocked(384, block=128))" in " ".join(found["orders"]) or any(
         order.startswith("Tree(768, 2") for order in found["orders"]
     )
+
+
+def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "model", tmp_path / "model.pt2"
+    AutoConfig.for_model("llama", **(ARCHITECTURES["llama"] | {"num_hidden_layers": 1})).save_pretrained(folder)
+    done = run("export", str(folder), str(archive), "--random", "--dtype", "float32", "--beside", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.safetensors").exists()
+    measured = run("verify", str(archive), "--axes", "decode,restart", "--configurations", "2", "--json")
+    assert measured.returncode == 0, measured.stderr
+    found = json.loads(measured.stdout)
+    assert done.stdout.endswith(f"fingerprint {found['fingerprint']}\n")
+    assert {axis: result["unique_logits"] for axis, result in found["axes"].items()} == {"decode": 1, "restart": 1}
+    content = archive.read_bytes()
+    archive.write_bytes(content[: len(content) // 2])
+    for refused, name in (
+        (run("check", str(archive)), "ArchiveError"),
+        (run("export", "tiny", str(tmp_path / "tiny.zip")), "InvalidInput"),
+    ):
+        assert refused.returncode == 2 and refused.stderr.strip().startswith(name), refused.stderr
 
 
 def test_the_demo_compares_with_torch_within_its_time() -> None:

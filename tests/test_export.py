@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from typer.testing import CliRunner
 
 import detcompile
 from benchmarks.export import compare, loaded_elsewhere, observe
-from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel
+from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel, verification
 from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive, write_archive
 from detcompile.cli import app
 from detcompile.exported import CERTIFICATE, KERNELS
+from detcompile.verification import ModelSpec
 from tests.bits import assert_bitwise_equal
 from tests.models import MAX_CONTEXT, random_model
 
@@ -74,6 +76,23 @@ def test_the_comparison_sees_one_bit_of_one_weight(
     changed = detcompile.load(rewritten(archives["llama"], tmp_path / "changed.pt2", weights=weights))
     equal = compare(observe(changed, (7,)), observe(models["llama"], (7,)))
     assert not equal["prefill 7"] and not equal["decode 7"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_axis_of_verify_loads_it_elsewhere(
+    models: dict[str, CompiledModel],
+    archives: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damaged: bool,
+) -> None:
+    """The archive is the one that was made before, or one with other weights and the same fingerprint."""
+    weights = Archive(archives["llama"]).weights(torch.device("cpu"))
+    weights["model.norm.weight"] += 0.25 * damaged
+    made = rewritten(archives["llama"], tmp_path / "made.pt2", weights=weights)
+    monkeypatch.setattr(verification, "export", lambda model, path: shutil.copy(made, path))
+    result = verification.verify(models["llama"], ModelSpec("llama"), ["export"])["export"]
+    assert result.configurations == 4 and result.holds == (not damaged)
 
 
 def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

@@ -32,6 +32,7 @@ from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
 from detcompile.passes.provenance import Layout, sympy_size
 from detcompile.passes.quantized_linear import pin_quantized
+from detcompile.passes.recurrences import Recurrences
 from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
@@ -58,6 +59,7 @@ class Lowered(NamedTuple):
     num_logits: int  # of the head, which may be wider
     whole_weights: str = ""  # digest of the weights of all ranks together, where this one holds a share
     state_shapes: tuple[StateShape, ...] = ()  # one an operation that carries a state from token to token
+    recurrences: Recurrences | None = None  # those operations
 
 
 class Packaged(NamedTuple):
@@ -121,7 +123,8 @@ def lower(
     _certify_batches(model, numerics, len(attention), len(states))
     forward, certificate = _compile_packed(PackedForward(model), numerics, attention, groups, states)
     shapes = tuple(call.shape for call in attention)
-    return Lowered(forward, certificate, shapes, groups, num_token_ids, num_logits, whole_weights, states)
+    facts = (shapes, groups, num_token_ids, num_logits, whole_weights, states, recurrences)
+    return Lowered(forward, certificate, *facts)
 
 
 def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
@@ -157,18 +160,21 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     return forward
 
 
-def package(model: PreTrainedModel, numerics: Numerics, certificate: Certificate) -> Packaged:
+def package(
+    model: PreTrainedModel, numerics: Numerics, certificate: Certificate, recurrences: Recurrences | None
+) -> Packaged:
     """Compile the forward of a model that ``lower`` has changed once more, ahead of time.
 
     Args:
-        certificate: of the forward that the JIT compiled.
+        certificate, recurrences: as Lowered has them.
 
     Raises:
         UnsupportedModel: the graph would be another one.
     """
-    attention, groups = observe_attention(model, numerics.kv_chunk)
+    attention, groups = observe_attention(model, numerics.kv_chunk, recurrences)
+    states = () if recurrences is None else tuple(recurrences.shapes)
     packaging = Packaging()
-    program, found, example = _trace_packed(PackedForward(model), numerics, attention, groups, packaging)
+    program, found, example = _trace_packed(PackedForward(model), numerics, attention, groups, packaging, states)
     if found.counts != certificate.counts or found.orders != certificate.orders:
         raise UnsupportedModel(f"{type(model).__name__} gave another graph than the compiled one: load it again")
     place = {id(leaf): index for index, leaf in enumerate(step_leaves(*example))}

@@ -1,0 +1,55 @@
+"""Write the compiled model to one file, answer from it in another process, and see that no byte of the answers changed.
+
+    python examples/export.py
+
+Needs no GPU and no download: the model comes with the package. Compiling ahead of time takes a while, loading does not.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import detcompile
+from detcompile import CompiledModel, EngineConfig, SamplingParams
+
+PROMPTS = ['def mean(values: list[float]) -> float:\n    """Return the arithmetic mean."""\n', "import json\n"]
+
+
+def answers(model: CompiledModel) -> list[tuple[str, float]]:
+    """Text and the sum of its logprobs, for each prompt."""
+    params = [SamplingParams(temperature=0.8, max_tokens=32, logprobs=1, seed=seed) for seed in range(len(PROMPTS))]
+    outputs = model.engine(EngineConfig(num_blocks=64)).generate(PROMPTS, params, progress=False)
+    return [(output.outputs[0].text, output.outputs[0].cumulative_logprob) for output in outputs]
+
+
+def answer_from(path: str) -> None:
+    """The other process: it has the file, and nothing of the model but that."""
+    start = time.perf_counter()
+    model = detcompile.load(path)
+    seconds = time.perf_counter() - start
+    print(json.dumps({"fingerprint": model.fingerprint, "seconds": seconds, "answers": answers(model)}))
+
+
+def main() -> None:
+    model = detcompile.compile("tiny")  # or the path of a Hugging Face model
+    with tempfile.TemporaryDirectory() as folder:
+        path = detcompile.export(model, Path(folder) / "tiny.pt2")
+        print(f"--- {path.name}: {path.stat().st_size / 2**20:.1f} MiB, weights inside")
+        child = subprocess.run([sys.executable, __file__, str(path)], capture_output=True, text=True, check=True)
+    found = json.loads(child.stdout)
+    print(f"--- loaded in {found['seconds']:.2f} s by another process")
+
+    here = answers(model)
+    assert [tuple(answer) for answer in found["answers"]] == here  # text, and logprobs to the last bit
+    assert found["fingerprint"] == model.fingerprint
+    for prompt, (text, logprob) in zip(PROMPTS, here):
+        print(f"--- sum of logprobs {logprob!r}")
+        print(f"{prompt}{text}")
+    print(f"--- equal, compiled and loaded; fingerprint {model.fingerprint}")
+
+
+if __name__ == "__main__":
+    answer_from(sys.argv[1]) if len(sys.argv) > 1 else main()

@@ -48,6 +48,13 @@ def test_weights_are_dequantised_with_one_rounding(name: str, dtype: torch.dtype
     assert torch.equal(exact.to(torch.float32).to(dtype), expected)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_float8_has_its_value(isa: str) -> None:
+    w = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]
+    weight = QuantizedWeight(w, torch.ones(1, 1), None, 256, 256, 1)
+    assert_bitwise_equal(dequantized_cpu(weight, torch.float32, isa=isa), w.float())
+
+
 @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)

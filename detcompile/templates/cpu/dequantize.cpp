@@ -15,20 +15,19 @@ struct Call {
   int32_t kind, scales_dtype, out_dtype, num_threads;
 };
 
-// e4m3fn: four exponent bits of bias 7, three of mantissa, no infinities
-float float8(uint8_t bits) {
-  int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  if (exponent == 15 && mantissa == 7) return std::nanf("");
-  float value = exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
-  return bits & 128 ? -value : value;
-}
-
-struct Float8Table {
-  float values[256];
-  Float8Table() {
-    for (int i = 0; i < 256; i++) values[i] = float8(uint8_t(i));
+// e4m3fn: four exponent bits of bias 7, three of mantissa, no infinities; a NaN becomes torch's. Integers alone, so that
+// the loops are vectorised.
+void take_float8(const uint8_t* bytes, int64_t count, float* values) {
+  uint32_t bits[kBlock];
+  for (int64_t i = 0; i < count; i++) values[i] = float(int32_t(bytes[i] & 127)) * 0x1p-9f;  // right below 8: subnormals
+  std::memcpy(bits, values, sizeof(float) * count);
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t magnitude = bytes[i] & 127u, normal = (magnitude << 20) + (120u << 23);
+    uint32_t value = magnitude < 8 ? bits[i] : magnitude == 127 ? 0x7ff00000u : normal;
+    bits[i] = value | (bytes[i] & 128u) << 24;
   }
-};
+  std::memcpy(values, bits, sizeof(float) * count);
+}
 
 // count values of a row from k on, k a multiple of kBlock
 void take(const Call& c, const uint8_t* row, int64_t k, int64_t count, float* values) {
@@ -39,8 +38,7 @@ void take(const Call& c, const uint8_t* row, int64_t k, int64_t count, float* va
   } else if (c.kind == kBytes) {
     for (int64_t i = 0; i < count; i++) values[i] = float(int8_t(row[k + i]));
   } else {
-    static const Float8Table table;
-    for (int64_t i = 0; i < count; i++) values[i] = table.values[row[k + i]];
+    take_float8(row + k, count, values);
   }
 }
 

@@ -93,7 +93,8 @@ def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int, num_st
     runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size, num_states), cuda_graphs)
     worker = Worker(runner, Sampler(model.num_logits, model.device))
     if cuda_graphs:
-        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
+        longest = min(num_blocks, -(-(model.max_context + 1) // config.block_size))
+        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, longest)
     return worker
 
 

@@ -86,7 +86,7 @@ class ModelDrafter:
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         if runner.cuda_graphs:  # before anyone is served, as those of the target
             worker = Worker(runner, self._sampler)
-            worker.warm_up(num_sequences, num_sequences * (num_tokens + 1))
+            worker.warm_up(num_sequences, num_sequences * (num_tokens + 1), blocks.pool.blocks_for(max_context))
             if tree == "chain" and not siblings:
                 worker.warm_up_chains(num_sequences, num_tokens)
         self._gives_distributions = False

@@ -6,26 +6,21 @@ the block tables.
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
-from detcompile.step import NO_SLOT, PADDING_SLOT, StepInputs
+from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepLayout
+from detcompile.step import NO_SLOT, StepInputs
 from detcompile.templates.tuning import capture
 
-__all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts"]
+__all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner"]
 
-TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
-MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
-FEWEST_MIXED = 8  # sequences
-SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
-ALIGNMENT = 128  # bytes, of each array in a step's buffer
 MOST_SEQUENCES = 4096  # of a step
 NUM_STAGING = 3  # one being written while the copies of those before may still run
 
@@ -33,88 +28,12 @@ Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-class StepLayout(NamedTuple):
-    """Extents of a step's arrays, padding included."""
-
-    tokens: int
-    sequences: int
-    rows: int
-    blocks: int
-    groups: int
-
-    def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """dtype and shape of each array of StepArrays."""
-        return {
-            "input_ids": (np.int64, (self.tokens,)),
-            "position_ids": (np.int64, (self.tokens,)),
-            "pending": (np.int64, (self.tokens,)),
-            "logits_to_keep": (np.int64, (self.rows,)),
-            "slot_mappings": (np.int64, (self.groups, self.tokens)),
-            "cu_seqlens": (np.int32, (self.sequences + 1,)),
-            "seq_lens": (np.int32, (self.sequences,)),
-            "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
-            "state_slots": (np.int32, (self.sequences,)),
-        }
-
-    @classmethod
-    def of(cls, arrays: StepArrays) -> "StepLayout":
-        """Without padding."""
-        groups, sequences, blocks = arrays.block_tables.shape
-        return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups)
-
-
-class StepBuffer:
-    """The arrays of a layout side by side in one piece of memory, so that one copy moves them all.
-
-    Args:
-        memory: [bytes] uint8, pinned or on a device; None allocates it on ``device``.
-    """
-
-    def __init__(self, layout: StepLayout, device: torch.device, memory: Tensor | None = None) -> None:
-        self.layout = layout
-        places, size = {}, 0
-        for name, (dtype, shape) in layout.fields().items():
-            length = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            places[name] = (size, length, dtype, shape)
-            size += -(-length // ALIGNMENT) * ALIGNMENT
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
-        self._places = places
-
-    def fill(self, arrays: StepArrays) -> None:
-        """Write a step that fits, and its padding: of memory on the host.
-
-        A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
-        padding row of logits is that of token 0.
-        """
-        memory = self.bytes.numpy()
-        behind = {
-            "pending": NOT_PENDING,
-            "slot_mappings": PADDING_SLOT,
-            "cu_seqlens": arrays.cu_seqlens[-1],
-            "state_slots": NO_SLOT,
-        }
-        for name, (start, length, dtype, shape) in self._places.items():
-            given: NDArray[Any] = getattr(arrays, name)
-            target: NDArray[Any] = memory[start : start + length].view(dtype).reshape(shape)
-            if given.shape != shape:
-                target.fill(behind.get(name, 0))
-            target[tuple(slice(0, size) for size in given.shape)] = given
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Views of the memory, by the names of StepArrays."""
-        kinds: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
-        return {
-            name: self.bytes[start : start + length].view(kinds[dtype]).view(shape)
-            for name, (start, length, dtype, shape) in self._places.items()
-        }
-
-
 class Runner:
     """Runs steps of ``forward`` over one KV cache.
 
     With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph: steps of one token a sequence at
-    first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never. Padding takes part
-    in no live row's arithmetic, so all give the same bits.
+    first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never. A graph also serves
+    shorter tables than its own. Padding takes part in no live row's arithmetic, so all give the same bits.
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
@@ -137,6 +56,7 @@ class Runner:
         self.states: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, _Graph] = {}
+        self._widest = 0  # table among them
         self._chains: dict[tuple[Draw, tuple[StepLayout, ...]], _Graph] = {}
         self._seen: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
@@ -160,9 +80,10 @@ class Runner:
         Pending tokens are read from ``sampled``, which the caller fills between steps.
         """
         layout = self.layout(arrays)
-        graph = self._graphs.get(layout)
+        graph = self._graph_for(layout)
         if graph is None and self._worth_a_graph(layout):
             graph = self._graphs[layout] = self._capture(arrays, layout)
+            self._widest = max(self._widest, layout.blocks)
         buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
         self._upload(arrays, buffer)
         found = self._forward(buffer) if graph is None else graph.replay()
@@ -200,17 +121,17 @@ class Runner:
     def layout(self, arrays: StepArrays) -> StepLayout:
         """The padded layout that a step runs in."""
         exact = StepLayout.of(arrays)
-        if not self.cuda_graphs:
-            return exact
-        blocks = 1 << (max(exact.blocks, SHORTEST_TABLE // self.kv_cache.block_size) - 1).bit_length()
-        if exact.tokens == exact.sequences == exact.rows:
-            bucket = _bucket(exact.tokens, TOKEN_BUCKETS)
-            return exact._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks)
-        if exact.tokens > MIXED_BUCKETS[-1] or exact.rows > exact.tokens:
-            return exact._replace(blocks=blocks)
-        tokens = _bucket(exact.tokens, MIXED_BUCKETS)
-        sequences = min(tokens, 1 << (max(exact.sequences, exact.rows, FEWEST_MIXED) - 1).bit_length())
-        return exact._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks)
+        return exact.padded(self.kv_cache.block_size) if self.cuda_graphs else exact
+
+    def _graph_for(self, layout: StepLayout) -> "_Graph | None":
+        """The graph of this layout, or else of the same with wider tables: so that no step waits for a capture."""
+        width = layout.blocks
+        while width <= self._widest:
+            graph = self._graphs.get(layout._replace(blocks=width))
+            if graph is not None:
+                return graph
+            width *= 2
+        return None
 
     def _worth_a_graph(self, layout: StepLayout) -> bool:
         if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1]:
@@ -314,16 +235,3 @@ class _Graph:
 
 def _without_states(arrays: StepArrays) -> StepArrays:
     return arrays._replace(state_slots=np.full_like(arrays.state_slots, NO_SLOT))
-
-
-def mixed_layouts() -> list[tuple[int, int]]:
-    """Tokens and sequences of the buckets of mixed steps."""
-    return [
-        (tokens, FEWEST_MIXED << shift)
-        for tokens in MIXED_BUCKETS
-        for shift in range((tokens // FEWEST_MIXED).bit_length() - 1)
-    ]
-
-
-def _bucket(size: int, buckets: tuple[int, ...]) -> int:
-    return next((bucket for bucket in buckets if size <= bucket), size)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from detcompile.runtime.outputs import Logprobs
-from detcompile.runtime.runner import TOKEN_BUCKETS, Runner, mixed_layouts
+from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
+from detcompile.runtime.step_layout import TOKEN_BUCKETS, mixed_layouts, table_widths
 from detcompile.step import NO_SLOT
 
 __all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker"]
@@ -110,16 +111,20 @@ class Worker:
         logprobs = _row_logprobs(launched.work.rows, tokens, sampled)
         return StepResult(tokens, sampled.invalid.tolist(), logprobs, prompt_logprobs, launched.hidden)
 
-    def warm_up(self, most_sequences: int, most_tokens: int) -> None:
-        """Capture the graphs of every bucket of steps up to these sizes, over short sequences."""
+    def warm_up(self, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
+        """Capture the graphs of every bucket of steps up to these sizes, tables of ``most_blocks`` among them.
+
+        A capture takes as long as many steps: later ones would be stalls.
+        """
         num_groups = len(self.runner.kv_cache.groups)
-        for size in reversed(TOKEN_BUCKETS):
-            if size <= min(most_sequences, most_tokens):
-                self.runner.launch(idle_arrays(size, size, num_groups))
-        for tokens, sequences in mixed_layouts():
-            if tokens <= most_tokens and sequences < 2 * most_sequences:
-                for _ in range(2):  # a mixed step is captured at second sight
-                    self.runner.launch(idle_arrays(tokens, sequences, num_groups))
+        for width in table_widths(most_blocks, self.runner.kv_cache.block_size):  # a wider graph would serve for these
+            for size in reversed(TOKEN_BUCKETS):
+                if size <= min(most_sequences, most_tokens):
+                    self.runner.launch(idle_arrays(size, size, num_groups, width))
+            for tokens, sequences in mixed_layouts():
+                if tokens <= most_tokens and sequences < 2 * most_sequences:
+                    for _ in range(2):  # a mixed step is captured at second sight
+                        self.runner.launch(idle_arrays(tokens, sequences, num_groups, width))
 
     def warm_up_chains(self, most_sequences: int, num_steps: int) -> None:
         """Capture chains of greedy decode steps of up to so many sequences, the first of one or two tokens each."""
@@ -149,7 +154,7 @@ class Worker:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int) -> StepArrays:
+def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int, width: int = 1) -> StepArrays:
     """A step whose tokens write nothing and see whatever stands in block 0; only its cost is real."""
     counts = np.full(num_sequences, num_tokens // num_sequences)
     counts[: num_tokens % num_sequences] += 1
@@ -163,7 +168,7 @@ def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int) -> StepArr
         slot_mappings=np.full((num_groups, num_tokens), -1),
         cu_seqlens=cu_seqlens.astype(np.int32),
         seq_lens=counts.astype(np.int32),
-        block_tables=np.zeros((num_groups, num_sequences, -(-int(counts.max()) // 16)), np.int32),
+        block_tables=np.zeros((num_groups, num_sequences, max(width, -(-int(counts.max()) // 16))), np.int32),
         state_slots=np.full(num_sequences, NO_SLOT, np.int32),
     )
 

@@ -4,6 +4,8 @@ The forward here is a one-layer model whose attention reads StepInputs token by 
 token's arithmetic is its own, so that only wrong metadata can change a bit.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,9 +16,12 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
-from detcompile.runtime.runner import Runner, StepBuffer, StepLayout
+from detcompile.runtime.runner import Runner
+from detcompile.runtime.sampling import Sampler
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import NOT_PENDING, StepEntry, build_arrays, build_step
+from detcompile.runtime.step_layout import StepBuffer, StepLayout, table_widths
+from detcompile.runtime.worker import Worker
 from detcompile.step import PADDING_SLOT, KVGroup, kv_groups
 from tests.bits import assert_bitwise_equal
 
@@ -245,6 +250,43 @@ def test_replayed_steps_equal_plain_ones():
             }  # fmt: skip
     for replayed, plain in zip(*results):
         assert_bitwise_equal(replayed, plain)
+
+
+@given(most_blocks=st.integers(1, 3000), block_size=st.sampled_from([16, 48, 64, 256, 1024]))
+def test_the_widest_table_of_a_warm_up_holds_any_sequence(most_blocks, block_size):
+    widths = table_widths(most_blocks, block_size)
+    assert widths[-2:-1] < [most_blocks] and widths[-1] >= most_blocks
+    assert all(wider % narrower == 0 for narrower, wider in itertools.pairwise(widths))
+
+
+def test_a_step_takes_the_narrowest_graph_that_holds_it():
+    runner = Runner(forward, make_cache(), False)
+    known = [StepLayout(8, 8, 8, blocks, 1) for blocks in (32, 256)]
+    runner._graphs = dict(zip(known, ("narrow", "wide")))
+    runner._widest = 256
+    for blocks, graph in ((32, "narrow"), (64, "wide"), (256, "wide"), (512, None)):
+        assert runner._graph_for(known[0]._replace(blocks=blocks)) == graph
+    assert runner._graph_for(StepLayout(16, 16, 16, 32, 1)) is None
+
+
+@on_a_gpu
+def test_no_step_waits_for_a_capture_after_the_warm_up():
+    """Sequences grow past the narrowest table, alone and beside others, a token at a time and several."""
+    results = []
+    for cuda_graphs in (False, True):
+        runner, blocks = cuda_runner(cuda_graphs), make_blocks(64)
+        if cuda_graphs:
+            Worker(runner, Sampler(3, "cuda")).warm_up(4, 32, 63)
+            runner._capture = None
+        long, short = Sequence([t % 50 for t in range(700)]), Sequence([t % 40 for t in range(150)])
+        logits = []
+        together = [[(long, 1), (short, 1)]] * 8
+        for plan in ([(long, 490)], [(long, 20), (short, 5)], *together, [(long, 12), (short, 12)]):
+            logits.append(runner.run(build_step(plan, blocks)))
+            for sequence, n in plan:
+                sequence.num_computed += n
+        results.append(torch.cat(logits))
+    assert_bitwise_equal(results[1], results[0])
 
 
 @on_a_gpu

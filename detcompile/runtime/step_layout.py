@@ -1,0 +1,131 @@
+"""Extents of a step's arrays: the buckets that steps are padded to, and the one piece of memory that they lie in.
+
+Legend: as in runtime/runner.py.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
+from detcompile.step import NO_SLOT, PADDING_SLOT
+
+__all__ = ["MIXED_BUCKETS", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_layouts", "table_widths"]
+
+TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
+MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
+FEWEST_MIXED = 8  # sequences
+SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
+ALIGNMENT = 128  # bytes, of each array in a step's buffer
+
+
+class StepLayout(NamedTuple):
+    """Extents of a step's arrays, padding included."""
+
+    tokens: int
+    sequences: int
+    rows: int
+    blocks: int
+    groups: int
+
+    def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """dtype and shape of each array of StepArrays."""
+        return {
+            "input_ids": (np.int64, (self.tokens,)),
+            "position_ids": (np.int64, (self.tokens,)),
+            "pending": (np.int64, (self.tokens,)),
+            "logits_to_keep": (np.int64, (self.rows,)),
+            "slot_mappings": (np.int64, (self.groups, self.tokens)),
+            "cu_seqlens": (np.int32, (self.sequences + 1,)),
+            "seq_lens": (np.int32, (self.sequences,)),
+            "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
+            "state_slots": (np.int32, (self.sequences,)),
+        }
+
+    @classmethod
+    def of(cls, arrays: StepArrays) -> "StepLayout":
+        """Without padding."""
+        groups, sequences, blocks = arrays.block_tables.shape
+        return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups)
+
+    def padded(self, block_size: int) -> "StepLayout":
+        """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
+        blocks = 1 << (max(self.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
+        if self.tokens == self.sequences == self.rows:
+            bucket = _bucket(self.tokens, TOKEN_BUCKETS)
+            return self._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks)
+        if self.tokens > MIXED_BUCKETS[-1] or self.rows > self.tokens:
+            return self._replace(blocks=blocks)
+        tokens = _bucket(self.tokens, MIXED_BUCKETS)
+        sequences = min(tokens, 1 << (max(self.sequences, self.rows, FEWEST_MIXED) - 1).bit_length())
+        return self._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks)
+
+
+class StepBuffer:
+    """The arrays of a layout side by side in one piece of memory, so that one copy moves them all.
+
+    Args:
+        memory: [bytes] uint8, pinned or on a device; None allocates it on ``device``.
+    """
+
+    def __init__(self, layout: StepLayout, device: torch.device, memory: Tensor | None = None) -> None:
+        self.layout = layout
+        places, size = {}, 0
+        for name, (dtype, shape) in layout.fields().items():
+            length = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            places[name] = (size, length, dtype, shape)
+            size += -(-length // ALIGNMENT) * ALIGNMENT
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
+        self._places = places
+
+    def fill(self, arrays: StepArrays) -> None:
+        """Write a step that fits, and its padding: of memory on the host.
+
+        A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
+        padding row of logits is that of token 0.
+        """
+        memory = self.bytes.numpy()
+        behind = {
+            "pending": NOT_PENDING,
+            "slot_mappings": PADDING_SLOT,
+            "cu_seqlens": arrays.cu_seqlens[-1],
+            "state_slots": NO_SLOT,
+        }
+        for name, (start, length, dtype, shape) in self._places.items():
+            given: NDArray[Any] = getattr(arrays, name)
+            target: NDArray[Any] = memory[start : start + length].view(dtype).reshape(shape)
+            if given.shape != shape:
+                target.fill(behind.get(name, 0))
+            target[tuple(slice(0, size) for size in given.shape)] = given
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the memory, by the names of StepArrays."""
+        kinds: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
+        return {
+            name: self.bytes[start : start + length].view(kinds[dtype]).view(shape)
+            for name, (start, length, dtype, shape) in self._places.items()
+        }
+
+
+def table_widths(most_blocks: int, block_size: int) -> list[int]:
+    """Blocks of the tables whose graphs are worth their capture, up to the first that holds ``most_blocks``."""
+    widths = [1 << (max(1, SHORTEST_TABLE // block_size) - 1).bit_length()]
+    while widths[-1] < most_blocks:
+        widths.append(min(8 * widths[-1], 1 << (most_blocks - 1).bit_length()))
+    return widths
+
+
+def mixed_layouts() -> list[tuple[int, int]]:
+    """Tokens and sequences of the buckets of mixed steps."""
+    return [
+        (tokens, FEWEST_MIXED << shift)
+        for tokens in MIXED_BUCKETS
+        for shift in range((tokens // FEWEST_MIXED).bit_length() - 1)
+    ]
+
+
+def _bucket(size: int, buckets: tuple[int, ...]) -> int:
+    return next((bucket for bucket in buckets if size <= bucket), size)

@@ -21,8 +21,12 @@ from tests.bits import assert_bitwise_equal
 from tests.models import MAX_CONTEXT, random_model
 
 COUNTS = (1, 7, 64)
-# Layers, dtype, place of the weights. Of gemma2 one layer sees a window and the other does not.
-EXPORTED = {"llama": (1, torch.bfloat16, "inside"), "gemma2": (2, torch.float32, "beside")}
+# Layers, dtype, place of the weights. Of gemma2 one layer sees a window, of lfm2 one carries a state and no keys.
+EXPORTED = {
+    "llama": (1, torch.bfloat16, "inside"),
+    "gemma2": (2, torch.float32, "beside"),
+    "lfm2": (2, torch.bfloat16, "inside"),
+}
 
 
 @pytest.fixture(scope="module")

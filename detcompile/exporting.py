@@ -15,7 +15,9 @@ from detcompile.machine import this_machine
 from detcompile.passes.lowering import package
 from detcompile.templates import cpu_library
 
-__all__ = ["export", "require_target"]
+__all__ = ["DEVICES", "export", "require_target"]
+
+DEVICES: tuple[str, ...] = ("cpu",)  # where exported programs were seen to give the bits of the JIT
 
 
 def export(
@@ -40,7 +42,7 @@ def export(
 
     Raises:
         InvalidInput: a path or a choice that cannot be.
-        UnsupportedModel: several ranks share the model.
+        UnsupportedModel: several ranks share the model, or it is on a GPU.
         Also what ``compile`` raises.
     """
     path = Path(path)
@@ -52,6 +54,11 @@ def export(
         raise UnsupportedModel(
             f"{type(compiled).__name__}: a model that several ranks share, or that was loaded from an archive, is not"
             " exported: compile it from its own folder with tp=1"
+        )
+    if compiled.device.type not in DEVICES:
+        raise UnsupportedModel(
+            f"export on {compiled.device.type}: exported programs were run on {', '.join(DEVICES)} only so far"
+            " (docs/limits.md): compile the model where it shall run"
         )
     packaged = package(compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences)
     members: dict[str, bytes | Path] = {f"{LIBRARY_FOLDER}/{file.name}": file for file in packaged.files}

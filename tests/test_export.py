@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 
 import detcompile
 from benchmarks.export import compare, loaded_elsewhere, observe
-from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel, verification
+from detcompile import (
+    ArchiveError,
+    CompiledModel,
+    ExportedModel,
+    InvalidInput,
+    UnsupportedModel,
+    exporting,
+    verification,
+)
 from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive, write_archive
 from detcompile.cli import app
 from detcompile.exported import CERTIFICATE, KERNELS
@@ -205,8 +213,11 @@ def test_another_format_or_detcompile_is_refused(archives: dict[str, Path], tmp_
 
 
 def test_what_cannot_be_exported_is_refused(
-    models: dict[str, CompiledModel], loaded: ExportedModel, tmp_path: Path
+    models: dict[str, CompiledModel], loaded: ExportedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as patched, pytest.raises(UnsupportedModel, match=r"export on cpu: .* run on cuda only"):
+        patched.setattr(exporting, "DEVICES", ("cuda",))
+        detcompile.export(models["llama"], tmp_path / "m.pt2")
     for path in (tmp_path / "m.zip", tmp_path / "missing" / "m.pt2"):
         with pytest.raises(InvalidInput, match="folder that exists, whose name ends with"):
             detcompile.export(models["llama"], path)

@@ -16,7 +16,7 @@ from docs.census_source import (
     walk,
 )
 
-__all__ = ["Facts", "read_facts"]
+__all__ = ["STATE", "Facts", "read_facts"]
 
 TOWERS = re.compile(r"Vision|Audio|Image|Speech|VQVAE|VQVae|Encodec|Siglip")
 MASKS = {

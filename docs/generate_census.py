@@ -10,12 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from detcompile.passes.adapters import ADAPTERS
-from docs.census_facts import Facts, read_facts
+from docs.census_facts import STATE, Facts, read_facts
 from docs.census_source import mapping
 
 __all__ = ["CENSUS", "REASONS", "census", "forecast", "page"]
 
 CENSUS = Path(__file__).with_name("census.md")
+
+UNKNOWN_SCANS = {"RWKV scan", "mLSTM scan", STATE}
 
 # reason -> (what is refused, and what would lift it; the details of one architecture, empty where it does not apply)
 REASONS: dict[str, tuple[str, Callable[[Facts], str]]] = {
@@ -60,8 +62,8 @@ REASONS: dict[str, tuple[str, Callable[[Facts], str]]] = {
         lambda f: ", ".join(f.own_experts),
     ),
     "scan": (
-        "carries a state along the sequence; needs a scan template with a fixed order and a state cache",
-        lambda f: ", ".join(f.scans),
+        "carries a state along the sequence by a scan that no template has",
+        lambda f: ", ".join(scan for scan in f.scans if scan in UNKNOWN_SCANS),
     ),
     "text model chosen by config": (
         "the text model is whatever the configuration names; see the row of that architecture",

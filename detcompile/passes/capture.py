@@ -210,7 +210,7 @@ def _run_once(model: PreTrainedModel) -> set[str]:
             model(
                 input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, **{STEP_KWARG: step}
             )
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             raise UnsupportedModel(f"{type(model).__name__}.forward cannot take the step inputs: {error}") from error
     return masks
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from detcompile.runtime.block_pool import NULL_BLOCK, BlockPool
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
-from detcompile.step import KVGroup
+from detcompile.step import NO_SLOT, KVGroup
 
 SIZE = 16
 
@@ -296,3 +296,22 @@ def test_a_sequence_is_admitted_once():
     sequence.block_tables = [[3]]
     with pytest.raises(AssertionError, match="others gave blocks"):
         kv_blocks.admit(sequence, 5)
+
+
+def test_a_sequence_has_a_state_of_its_own_from_admission_to_release() -> None:
+    kv_blocks = KVBlocks(BlockPool(40, 16), [KVGroup((), 1)], prefix_caching=False, num_state_slots=2)
+    first, second, third = (Sequence(list(range(20))) for _ in range(3))
+    assert kv_blocks.admit(first, 20) == kv_blocks.admit(second, 20) == 0
+    assert {first.state_slot, second.state_slot} == {0, 1}
+    free = kv_blocks.pool.num_free
+    assert kv_blocks.admit(third, 20) is None and kv_blocks.pool.num_free == free
+    assert third.state_slot == NO_SLOT
+    kv_blocks.check([first, second])
+    freed = first.state_slot
+    kv_blocks.release(first)
+    assert first.state_slot == NO_SLOT
+    assert kv_blocks.admit(third, 20) == 0 and third.state_slot == freed
+    kv_blocks.check([second, third])
+    second.state_slot = third.state_slot
+    with pytest.raises(AssertionError, match="states of two sequences"):
+        kv_blocks.check([second, third])

@@ -170,7 +170,7 @@ def _compared(run: Callable[..., Tensor], traced: Traced, attends: bool, rng: ra
         x = _batch(rng, traced.holds)
         try:
             expected = run(x, *weights)
-        except RuntimeError as error:  # fake tensors allow what kernels do not have
+        except (RuntimeError, DetcompileError) as error:  # fake tensors allow what kernels do not have
             raise NoFit from error
         for _ in range(COMPOSITIONS):
             other = _batch(rng, traced.holds)

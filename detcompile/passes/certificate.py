@@ -131,12 +131,15 @@ def certify(
     """
     context = _context(graph, roles)
     entries, offenders = [], []
+    checked = _only_checked(graph)
     sums: dict[SumOrder, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             context.states[node] = _input_state(node, roles.get(node.name, Role("weight")))
         elif node.op == "get_attr":
             context.states[node] = _constant_state(node)
+        elif node in checked:
+            context.states[node] = None
         elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
             try:
                 context.states[node], entry, order = _certify_node(node, context, numerics)
@@ -160,6 +163,20 @@ def certify(
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
     return Certificate(tuple(entries), numerics, tuple(sums))
+
+
+def _only_checked(graph: fx.Graph) -> set[fx.Node]:
+    """Operations that nothing but an assertion reads: they may stop a step, and enter no value of it."""
+    checked: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        pure = node.op == "call_function" and not getattr(getattr(node.target, "_schema", None), "is_mutable", True)
+        if pure and node.users and all(user in checked or _is_assertion(user) for user in node.users):
+            checked.add(node)
+    return checked
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    return str(node.target).startswith(("aten._assert", "aten.sym_constrain"))
 
 
 def _lost(output: fx.Node, context: Context) -> list[str]:
@@ -230,14 +247,12 @@ def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
     return False
 
 
-def _certify_node(
-    node: fx.Node, context: Context, numerics: Numerics
-) -> tuple[Any, Entry | None, SumOrder | None]:
+def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[Any, Entry | None, SumOrder | None]:
     size = size_arithmetic(node, context)
     if size is not None:
         return size, None, None
     target = node.target
-    if str(target).startswith(("aten._assert", "aten.sym_constrain")):
+    if _is_assertion(node):
         return None, None, None
     for kind, table in (
         ("movement", MOVEMENT),

@@ -13,6 +13,7 @@ from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 
+from detcompile.passes.batched_products import pin_batched_products
 from detcompile.passes.canonicalize import canonicalize
 from detcompile.passes.fills import join_fills
 from detcompile.passes.gates import fuse_gates
@@ -20,7 +21,6 @@ from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.rankings import pin_sorts, pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
-from detcompile.passes.small_products import pin_small_products
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
@@ -29,7 +29,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     join_fills,
     pin_topk,
     pin_sorts,
-    pin_small_products,
+    pin_batched_products,
     pin_rms_norms,
     pin_reductions,
     pin_matmuls,

@@ -240,8 +240,6 @@ ANYWHERE: dict[str, Plant] = {
     "scores": scores,
     "product_over_tokens": product_over_rows,
     "batched_scores": batched_scores,
-    "bmm": lambda p: unflat(p, p.add(aten.squeeze.dim, p.add(
-        aten.bmm.default, p.add(aten.unsqueeze.default, flat(p), 0), p.add(aten.unsqueeze.default, square(p), 0)), 0)),
     "mv": lambda p: unflat(p, p.add(aten.unsqueeze.default, p.add(
         aten.mv.default, flat(p), p.add(aten.full.default, [p.features], 1.0)), 1)),
     "convolution": lambda p: like(p, aten.convolution.default, p.x, square(p), None, [1], [1], [1], False, [0], 1),
@@ -313,6 +311,16 @@ UNPINNED: dict[str, Plant] = {
     "mm": lambda p: unflat(p, p.add(aten.mm.default, flat(p), square(p))),
     "addmm": lambda p: unflat(
         p, p.add(aten.addmm.default, p.add(aten.full.default, [p.features], 1.0), flat(p), square(p))
+    ),
+    "bmm": lambda p: unflat(
+        p,
+        p.add(
+            aten.squeeze.dim,
+            p.add(
+                aten.bmm.default, p.add(aten.unsqueeze.default, flat(p), 0), p.add(aten.unsqueeze.default, square(p), 0)
+            ),
+            0,
+        ),
     ),
     "topk_values": first(lambda p: p.add(aten.topk.default, p.x, 1)),
     "topk_indices": lambda p: p.part(p.add(aten.topk.default, p.x, 1), 1),

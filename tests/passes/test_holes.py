@@ -114,6 +114,7 @@ HARMLESS = {
     "rotary interleaved": lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2),
     "one norm for all heads": lambda x: F.rms_norm(x, (16,)).unflatten(-1, (4, 4)).transpose(1, 2),
     "features sorted, equal ones in any order": lambda x: torch.sort(x, -1).indices,
+    "one of several, by a number": lambda x: x + F.one_hot(x.argmax(-1), 16),
     "logits capped": lambda x: 30 * torch.tanh(x / 30),
 }
 

@@ -216,41 +216,50 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.view(BITS[a.itemsize]).equal(b.view(BITS[b.itemsize]))
 
 
-def _result(draws: int, compiled: int, start: int) -> dict[str, Any]:
-    counts, reasons, names, failures = Counter[str](), Counter[str](), Counter[str](), []
-    through_inductor = Counter[str]()
-    began, seed, fit = time.monotonic(), start - 1, 0
-    while fit < draws:
-        seed += 1
-        verdict = draw(seed)
-        counts[verdict.kind] += 1
-        if verdict.kind == "unfit":
-            continue
-        fit += 1
-        if verdict.kind == "refused":
-            reasons[verdict.why.split(" at ")[0]] += 1
-        if verdict.kind == "certified":
-            names.update(set(verdict.names))
-            if sum(through_inductor.values()) < compiled * fit / draws:
-                generated = draw(seed, compiled=True)
-                through_inductor[generated.kind] += 1
-                if generated.kind == "failed":
-                    failures.append({"seed": seed, "compiled": True, "why": generated.why})
+class Tally:
+    """What became of the draws so far."""
+
+    def __init__(self, start: int) -> None:
+        self.seeds = [start, start - 1]
+        self.counts, self.through_inductor = Counter[str](), Counter[str]()
+        self.reasons, self.names = Counter[str](), Counter[str]()
+        self.failures: list[dict[str, Any]] = []
+        self.began = time.monotonic()
+
+    @property
+    def fit(self) -> int:
+        """Draws without those that cannot be run."""
+        return self.counts.total() - self.counts["unfit"]
+
+    def add(self, seed: int, verdict: Verdict, compiled: bool = False) -> None:
+        """Count the verdict on a seed; a compiled one is counted apart."""
         if verdict.kind == "failed":
-            failures.append({"seed": seed, "compiled": False, "why": verdict.why})
-        if fit % 100 == 0:
-            print(f"{fit}: {dict(counts)}, compiled: {dict(through_inductor)}, {failures}", flush=True)
-    return {
-        "torch": torch.__version__,
-        "draws": draws,
-        "seeds": [start, seed],
-        "counts": dict(sorted(counts.items())),
-        "through_inductor": dict(sorted(through_inductor.items())),
-        "certified_with": dict(names.most_common()),
-        "refused_by": dict(reasons.most_common(40)),
-        "failures": failures,
-        "seconds": round(time.monotonic() - began),
-    }
+            self.failures.append({"seed": seed, "compiled": compiled, "why": verdict.why})
+        if compiled:
+            self.through_inductor[verdict.kind] += 1
+            return
+        self.seeds[1] = seed
+        self.counts[verdict.kind] += 1
+        if verdict.kind == "refused":
+            self.reasons[verdict.why.split(" at ")[0]] += 1
+        if verdict.kind == "certified":
+            self.names.update(set(verdict.names))
+
+    def save(self, path: Path, commit: str) -> None:
+        """Write the counts so far."""
+        result = {
+            "commit": commit,
+            "torch": torch.__version__,
+            "draws": self.fit,
+            "seeds": self.seeds,
+            "counts": dict(sorted(self.counts.items())),
+            "through_inductor": dict(sorted(self.through_inductor.items())),
+            "certified_with": dict(self.names.most_common()),
+            "refused_by": dict(self.reasons.most_common(40)),
+            "failures": self.failures,
+            "seconds": round(time.monotonic() - self.began),
+        }
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -263,10 +272,19 @@ def main() -> None:
     )
     parser.add_argument("--first-seed", type=int, default=0)
     options = parser.parse_args()
-    result = {"commit": options.commit, **_result(options.draws, options.compiled, options.first_seed)}
     path = Path(__file__).parent / "results" / f"certificate-draws-cpu-{options.commit}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path.name}")
+    tally = Tally(options.first_seed)
+    while tally.fit < options.draws:
+        seed = tally.seeds[1] + 1
+        verdict = draw(seed)
+        tally.add(seed, verdict)
+        due = options.compiled * tally.fit / options.draws
+        if verdict.kind == "certified" and tally.through_inductor.total() < due:
+            tally.add(seed, draw(seed, compiled=True), compiled=True)
+        if verdict.kind != "unfit" and tally.fit % 100 == 0:
+            tally.save(path, options.commit)  # a run that is cut short leaves what it has
+            print(f"{tally.fit}: {dict(tally.counts)}, {dict(tally.through_inductor)}, {tally.failures}", flush=True)
+    tally.save(path, options.commit)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Writes benchmarks/results/export-<hardware>-<commit>.json; exits with 1 if any b
 import argparse
 import importlib.abc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -101,12 +102,16 @@ def _forbid_model_code() -> None:
 def loaded_elsewhere(paths: list[Path], token_counts: tuple[int, ...] = TOKEN_COUNTS) -> list[dict[str, Any]]:
     """What a fresh process sees of each archive, and how many seconds each load took.
 
+    Without a GPU, the process has no C++ compiler and nothing that one made before.
+
     Raises:
         RuntimeError: it failed; with what it wrote.
     """
     counts = ",".join(map(str, token_counts))
     command = [sys.executable, "-m", "benchmarks.export", "--token-counts", counts, "--load", *map(str, paths)]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as cache:
+        bare = {} if torch.cuda.is_available() else {"CXX": "no-compiler", "DETCOMPILE_CACHE": cache}
+        child = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **bare})
     if child.returncode:
         raise RuntimeError(f"the process that loads ended with {child.returncode}:\n{child.stderr[-4000:]}")
     seconds = json.loads(child.stdout)

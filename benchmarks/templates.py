@@ -1,6 +1,6 @@
 """GPU times of the templates beside cuBLAS, SDPA and torch.compile: medians of CUDA-graph replays over rotated buffers.
 
-    python benchmarks/templates.py --commit $(git rev-parse --short HEAD) [--only matmul,attention,rows] [--minutes 8]
+    python benchmarks/templates.py --commit $(git rev-parse --short HEAD) [--only matmul,gated,attention,rows] [--minutes 8]
 
 Writes benchmarks/results/templates-<device>-<commit>.json. A ratio is the peer's time over ours: above 1 we are faster.
 """
@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from detcompile.numerics import row_order
 from detcompile.templates import attention_triton, matmul_triton, rows_triton, softmax_triton
+from detcompile.templates.gates_triton import silu_mul_cuda
 from detcompile.templates.matmul_schedules import GemmSchedule, candidates
 from detcompile.templates.tuning import graph_seconds
 
@@ -110,6 +111,27 @@ def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
     row = {"M": m, "N": n, "K": k, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
     row |= {"default_ratio": default_peer_us / default_us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule}
     return row | {"tuning_seconds": seconds, "admitted, refused": counts[str(problem)]}
+
+
+def gated_rows() -> Iterator[dict]:
+    """gate_up and its silu·mul: as the engine launches them, apart, and beside cuBLAS and torch.compile's kernel."""
+    n, k, _ = GEMMS["Qwen3-8B gate_up"]
+    weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(3)]
+
+    def gate(both: torch.Tensor) -> torch.Tensor:
+        left, right = both.chunk(2, dim=1)
+        return torch.nn.functional.silu(left) * right
+
+    def apart(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return silu_mul_cuda(*matmul_triton.matmul_cuda(x, w, None, None, ()).chunk(2, dim=1))
+
+    compiled = torch.compile(gate)
+    for m in (1, 64, 256, 1024, 2048, 8192, 16896):
+        buffers = [(torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16), w) for w in weights]
+        us, peer_us = _alternate(buffers, matmul_triton.gated_matmul_cuda, lambda x, w: compiled(torch.mm(x, w.t())))
+        us_again, apart_us = _alternate(buffers, matmul_triton.gated_matmul_cuda, apart)
+        row = {"kernel": "gated matmul", "M": m, "N": n // 2, "K": k, "us": us, "peer": "cuBLAS, torch.compile"}
+        yield row | {"peer_us": peer_us, "ratio": peer_us / us, "ratio to launches apart": apart_us / us_again}
 
 
 def geometric_means(rows: list[dict]) -> dict[str, dict[str, float]]:
@@ -210,7 +232,7 @@ def gates() -> dict[str, dict[str, int]]:
     }
 
 
-FAMILIES = {"matmul": matmul_rows, "attention": attention_rows, "rows": row_rows}
+FAMILIES = {"matmul": matmul_rows, "gated": gated_rows, "attention": attention_rows, "rows": row_rows}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """GPU times of the templates beside cuBLAS, SDPA and torch.compile: medians of CUDA-graph replays over rotated buffers.
 
-    python benchmarks/templates.py --commit $(git rev-parse --short HEAD) [--only matmul,gated,attention,rows] [--minutes 8]
+    python -m benchmarks.templates --commit $(git rev-parse --short HEAD) [--only matmul,gated,rows] [--minutes 8]
 
 Writes benchmarks/results/templates-<device>-<commit>.json. A ratio is the peer's time over ours: above 1 we are faster.
 """

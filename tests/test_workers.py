@@ -22,16 +22,19 @@ from detcompile.errors import EngineError, WorkerError
 from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.outputs import RequestOutput
+from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.verification import TP, ModelSpec, verify
 from detcompile.weights import weights_digest
 from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
-from tests.runtime.engine_cases import sampling_params
+from tests.runtime.engine_cases import engine_configs, sampling_params
+from tests.runtime.test_speculation import Oracle, workload
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150
 NAME = "granite_swa"  # four KV groups
+CONFIGS = engine_configs(120, 400)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,22 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
     params = [SamplingParams(max_tokens=12, temperature=t, seed=5, logprobs=2) for t in (0.0, 0.8, 1.2)]
     found = [m.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False) for m in (two, here)]
     assert list(map(told, found[0])) == list(map(told, found[1]))
+
+
+@settings(max_examples=3)
+@given(
+    accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), max_nodes=st.integers(1, 12), config=CONFIGS
+)
+def test_drafts_on_two_ranks_move_no_bit(
+    two: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
+) -> None:
+    prompts, params, expected = workload(NAME, "cpu")
+    speculation = SpeculationConfig(drafter=Oracle(expected, accuracy, seed), max_nodes=max_nodes, switch="always")
+    engine = two.engine(config, speculation=speculation)
+    found = engine.generate(prompts, params, progress=False)
+    engine.check()
+    assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
 
 
 def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:

@@ -19,10 +19,13 @@ from detcompile.passes.lowering import _dense_role, _with_own_code
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.runtime import engine_setup
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.speculation import SpeculationConfig
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, random_model
 from tests.parallel.collective_cases import check_all
 from tests.parallel.peer_cases import check_peers
+from tests.runtime.test_speculation import Oracle
 
 __all__ = [
     "DENSE",
@@ -93,7 +96,26 @@ def served_logits(model: CompiledModel) -> dict[str, Tensor]:
         logits[axis] = score(model, configuration_for(axis, length, 3))
     logits["tokens"] = model.generate(ids[:, :9], max_new_tokens=5)
     logits["drawn tokens"] = model.generate(ids[:, :9], max_new_tokens=5, do_sample=True, seed=[1, 2])
+    logits["drafted tokens"] = _drafted(model)
     return {name: values.cpu() for name, values in logits.items()}
+
+
+def _drafted(model: CompiledModel) -> Tensor:
+    """Tokens and logprobs of two answers, found along random trees of drafts; those of plain decoding, or it fails."""
+    prompts = [[5, 6, 7], list(range(40))]
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
+    config = EngineConfig(num_blocks=80, block_size=16)
+    plain = model.engine(config).generate(prompts, params, progress=False)
+    speculation = SpeculationConfig(drafter=Oracle(plain, 0.7, seed=1), switch="always")
+    engine = model.engine(config, speculation=speculation)
+    found = engine.generate(prompts, params, progress=False)
+    assert engine.speculator is not None and engine.speculator.error is None
+    assert 0 < engine.speculator.num_accepted < engine.speculator.num_drafted
+    assert [output.outputs for output in found] == [output.outputs for output in plain]
+    return torch.tensor(
+        [[o.outputs[0].token_ids, [entry.logprob for entry in o.outputs[0].logprobs or ()]] for o in found],
+        dtype=torch.float64,
+    )
 
 
 def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(), replicate: bool = False) -> Tensor:

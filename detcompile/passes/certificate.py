@@ -180,12 +180,19 @@ def _is_assertion(node: fx.Node) -> bool:
 
 
 def _lost(output: fx.Node, context: Context) -> list[str]:
-    """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches."""
-    lost = [
-        f"output {place}: holds {' '.join(map(describe, state.dims))}, not the rows that the caller chose"
-        for place, state in enumerate(context.states[arg] for arg in output.all_input_nodes)
-        if context.final_gather and isinstance(state, Rows) and not _is_chosen(state, context)
-    ]
+    """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches.
+
+    Nor a result with a copy of all rows for each of as many places as a count says, which look like rows themselves.
+    """
+    lost = []
+    for place, state in enumerate(context.states[arg] for arg in output.all_input_nodes):
+        if not isinstance(state, Rows):
+            continue
+        shown = f"output {place}: holds {' '.join(map(describe, state.dims))}"
+        if context.final_gather and not _is_chosen(state, context):
+            lost.append(f"{shown}, not the rows that the caller chose")
+        elif any(axis.row is None and axis.size.free_symbols for dim in state.dims for axis in dim):
+            lost.append(f"{shown}, an extent computed from a token or batch count that is no row")
     for cache in context.caches:
         if cache not in context.kept:
             lost.append(f"{cache.part}[{cache.index}]: what attention wrote is not kept for the next step")

@@ -52,6 +52,12 @@ def heads_first(x: Tensor) -> Tensor:
     return x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(1, 2)[:, None]
 
 
+def all_features_for_each(x: Tensor) -> Tensor:
+    """[B, T, 16] -> [B, T, 256 T]: found by benchmarks/certificate_draws.py, seed 11303."""
+    flat = x.flatten(1)
+    return flat[:, None].expand(-1, flat.shape[1], -1).reshape(*x.shape[:2], -1)
+
+
 FIRST = torch.zeros(1, 1, 4, dtype=torch.int64)
 TABLE = torch.arange(160.0).view(10, 16)
 
@@ -76,6 +82,7 @@ HOLES = {
     "empty: memory nobody wrote": (lambda x: x + torch.empty_like(x), "nothing has written"),
     "attention: heads before tokens": (lambda x: attend(heads_first(x)), "out of place"),
     "attention: over the batch": (lambda x: attend(x.transpose(0, 1)[:, None]), "out of place"),
+    "expand: to as many as all features of all tokens": (lambda x: all_features_for_each(x), "that is no row"),
     "expand: every token sees every other": (lambda x: x[:, None].expand(-1, x.shape[1], -1, -1), "every other"),
     "softmax: a tree nobody declared": (lambda x: torch.ops.detcompile.softmax(x, None, [2]), "declared is (2, 2, 2)"),
     "a buffer that counts calls": (Counter(), "writes rows into an input"),

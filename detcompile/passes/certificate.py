@@ -26,8 +26,6 @@ from detcompile.passes.provenance import (
     Refusal,
     Rows,
     created,
-    describe,
-    is_feature,
     require_apart,
     shape_of,
     sympy_size,
@@ -35,6 +33,7 @@ from detcompile.passes.provenance import (
 from detcompile.passes.recurrence_rules import recurrence_order
 from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
 from detcompile.passes.template_rules import ATTENTION, TEMPLATES
+from detcompile.passes.whole_graph import is_assertion, lost_of, only_checked
 from detcompile.sum_order import SumOrder
 
 __all__ = ["Certificate", "Entry", "Role", "certify"]
@@ -131,7 +130,7 @@ def certify(
     """
     context = _context(graph, roles)
     entries, offenders = [], []
-    checked = _only_checked(graph)
+    checked = only_checked(graph)
     sums: dict[SumOrder, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -155,7 +154,7 @@ def certify(
             offenders.append(f"{node.target} at {place_of(node)}: not an ATen operation")
             context.states[node] = None
         elif node.op == "output" and not offenders:
-            offenders.extend(_lost(node, context))
+            offenders.extend(lost_of(node, context))
     for kind, expected in (("attention", expected_attention), ("recurrence", expected_recurrences)):
         found = sum(entry.kind == kind for entry in entries)
         if expected_attention is not None and found != expected and not offenders:
@@ -163,46 +162,6 @@ def certify(
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
     return Certificate(tuple(entries), numerics, tuple(sums))
-
-
-def _only_checked(graph: fx.Graph) -> set[fx.Node]:
-    """Operations that nothing but an assertion reads: they may stop a step, and enter no value of it."""
-    checked: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        pure = node.op == "call_function" and not getattr(getattr(node.target, "_schema", None), "is_mutable", True)
-        if pure and node.users and all(user in checked or _is_assertion(user) for user in node.users):
-            checked.add(node)
-    return checked
-
-
-def _is_assertion(node: fx.Node) -> bool:
-    return str(node.target).startswith(("aten._assert", "aten.sym_constrain"))
-
-
-def _lost(output: fx.Node, context: Context) -> list[str]:
-    """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches.
-
-    Nor a result with a copy of all rows for each of as many places as a count says, which look like rows themselves.
-    """
-    lost = []
-    for place, state in enumerate(context.states[arg] for arg in output.all_input_nodes):
-        if not isinstance(state, Rows):
-            continue
-        shown = f"output {place}: holds {' '.join(map(describe, state.dims))}"
-        if context.final_gather and not _is_chosen(state, context):
-            lost.append(f"{shown}, not the rows that the caller chose")
-        elif any(axis.row is None and axis.size.free_symbols for dim in state.dims for axis in dim):
-            lost.append(f"{shown}, an extent computed from a token or batch count that is no row")
-    for cache in context.caches:
-        if cache not in context.kept:
-            lost.append(f"{cache.part}[{cache.index}]: what attention wrote is not kept for the next step")
-    return lost
-
-
-def _is_chosen(state: Rows, context: Context) -> bool:
-    first, *others = state.dims
-    rows = [axis.row for axis in first]
-    return len(rows) == 1 and rows[0] in context.final_gather.values() and all(map(is_feature, others))
 
 
 def _refusal_text(offenders: list[str]) -> str:
@@ -259,7 +218,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
     if size is not None:
         return size, None, None
     target = node.target
-    if _is_assertion(node):
+    if is_assertion(node):
         return None, None, None
     for kind, table in (
         ("movement", MOVEMENT),

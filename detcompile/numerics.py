@@ -116,16 +116,16 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtyp
     raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
 
 
-def state_order(num_keys: int, device_type: str) -> Sequential | Row:
+def state_order(length: int, device_type: str) -> Sequential | Row:
     """How a state is read: the sum over its keys, on a GPU by lanes that are the keys, padded to a power of two.
 
     Raises:
         InvalidInput: there is no template for this device type.
     """
     if device_type == "cpu":
-        return Sequential(num_keys)
+        return Sequential(length)
     if device_type == "cuda":
-        return Row(num_keys, 1 << (num_keys - 1).bit_length(), 1)
+        return Row(length, 1 << (length - 1).bit_length(), 1)
     raise InvalidInput(f"a recurrence on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "repeat", derandomize=True, deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow]
+    "repeat", derandomize=True, deadline=None, max_examples=16, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(
     "explore", deadline=None, max_examples=500, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

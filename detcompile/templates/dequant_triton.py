@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from detcompile.errors import ScheduleError
-from detcompile.numerics import matmul_order
 from detcompile.templates import dependent_launch, dequant_kernels, matmul_kernels, matmul_triton
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.dequant_schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates
@@ -131,17 +130,21 @@ def dequant_problem(
     """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
     M, K = x.shape
     return DequantProblem(
-        dtype=_name(x.dtype),
-        w_dtype=_name(weight.w.dtype),
-        s_dtype=_name(weight.scales.dtype),
+        dtype=matmul_triton.dtype_name(x.dtype),
+        w_dtype=matmul_triton.dtype_name(weight.w.dtype),
+        s_dtype=matmul_triton.dtype_name(weight.scales.dtype),
         zeros=weight.zeros is not None,
         n=len(weight.w),
         k=K,
         group=weight.group,
         rows=weight.rows,
         radices=radices,
-        order=_order_name(K, x.dtype, radices),
-        epilogue=(_name(out_dtype), _name_of(bias), _name_of(residual)),
+        order=matmul_triton.order_name(K, x.dtype, radices),
+        epilogue=(
+            matmul_triton.dtype_name(out_dtype),
+            matmul_triton.dtype_name_of(bias),
+            matmul_triton.dtype_name_of(residual),
+        ),
         bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
     )
 
@@ -249,16 +252,3 @@ def _is_narrow(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether one 16-bit product is the definition's; a scale serves 64 k, since it is loaded by the row."""
     halves = weight.w.is_cuda and weight.bits == 4 and weight.group % 64 == 0
     return halves and dtype in (torch.float16, torch.bfloat16) and weight.scales.dtype is dtype
-
-
-@functools.cache
-def _order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
-    return str(matmul_order(k, dtype, radices))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _name_of(tensor: Tensor | None) -> str | None:
-    return None if tensor is None else _name(tensor.dtype)

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
-from detcompile.numerics import matmul_order
 from detcompile.templates import dependent_launch, experts_kernels, matmul_kernels, matmul_triton
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.experts_schedules import ExpertsProblem, expert_candidates, reference_expert_schedule
@@ -85,14 +84,14 @@ def experts_problem(rows: int, x: Tensor, w: Tensor, bias: Tensor | None) -> Exp
     E, N, K = w.shape
     whole = w.stride(2) == 1 and w.stride(0) == N * w.stride(1)
     return ExpertsProblem(
-        dtype=_name(x.dtype),
+        dtype=matmul_triton.dtype_name(x.dtype),
         experts=E,
         n=N,
         k=K,
-        order=_order_name(K, x.dtype),
+        order=matmul_triton.order_name(K, x.dtype, ()),
         w_nk=w.stride(2) == 1,
         aligned=whole and w.data_ptr() % 16 == 0 and w.stride(1) * w.element_size() % 16 == 0,
-        bias=None if bias is None else _name(bias.dtype),
+        bias=None if bias is None else matmul_triton.dtype_name(bias.dtype),
         bucket=min(max(16, triton.next_power_of_2(rows)), _LARGEST_BUCKET),
     )
 
@@ -260,12 +259,3 @@ def _sorted_rows(o: _Operands, order: Tensor) -> Tensor:
 
 def _bytes(tensors: tuple[Tensor, ...]) -> bytes:
     return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in tensors)
-
-
-@functools.cache
-def _order_name(k: int, dtype: torch.dtype) -> str:
-    return str(matmul_order(k, dtype, ()))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ Legend: M tokens, N output features, K summed features, L leaves of the tree, BM
 
 Every output element has one fp32 accumulator that walks the k-groups of its leaf upwards through ``tl.dot(a, b, acc)``;
 a leaf starts a fresh one and its last k-group is filled with zeros. float32 operands take a fresh accumulator each 128
-k, added left to right. Leaves meet in the tree's order (`close_leaf`, `_combine_kernel`).
+k, added left to right. Leaves meet in the tree's order (`close_leaf`, `combine_kernel`).
 
 | kind | operands | for |
 |---|---|---|

@@ -23,10 +23,13 @@ from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, can
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
 
 __all__ = [
+    "dtype_name",
+    "dtype_name_of",
     "gated_matmul_cuda",
     "gated_problem",
     "gemm_problem",
     "matmul_cuda",
+    "order_name",
     "probe_bits",
     "run_gated",
     "run_schedule",
@@ -137,15 +140,15 @@ def gemm_problem(
     M, K = x.shape
     aligned = _tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t())
     return GemmProblem(
-        dtype=_name(x.dtype),
+        dtype=dtype_name(x.dtype),
         n=w.shape[0],
         k=K,
         radices=radices,
-        order=_order_name(K, x.dtype, radices),
+        order=order_name(K, x.dtype, radices),
         w_nk=w.stride(1) == 1,
         aligned=aligned,
         hopper=aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype),
-        epilogue=(_name(out.dtype), _name_of(bias), _name_of(residual)),
+        epilogue=(dtype_name(out.dtype), dtype_name_of(bias), dtype_name_of(residual)),
         bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
     )
 
@@ -193,6 +196,22 @@ def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of GEMM schedules on this device."""
     sources = (matmul_kernels, matmul_hopper, gates_triton, dependent_launch)
     return template_tuner("matmul", (*(module.__file__ for module in sources), __file__), device)
+
+
+@functools.cache
+def order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
+    """The order of a matmul's sums as text, for the name of a problem."""
+    return str(matmul_order(k, dtype, radices))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_name_of(tensor: Tensor | None) -> str | None:
+    """The name of a tensor's dtype; None of no tensor."""
+    return None if tensor is None else dtype_name(tensor.dtype)
 
 
 @functools.cache
@@ -360,19 +379,6 @@ def _tma_ready(rows: Tensor) -> bool:
     """A descriptor wants unit stride along a row, and rows that start at multiples of 16 bytes."""
     size = rows.element_size()
     return rows.stride(1) == 1 and rows.data_ptr() % 16 == 0 and rows.stride(0) * size % 16 == 0
-
-
-@functools.cache
-def _order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
-    return str(matmul_order(k, dtype, radices))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _name_of(tensor: Tensor | None) -> str | None:
-    return None if tensor is None else _name(tensor.dtype)
 
 
 def _dtype(name: str) -> torch.dtype:

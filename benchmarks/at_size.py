@@ -61,9 +61,10 @@ def repeat(model: CompiledModel, completions: int, tokens: int, max_num_seqs: in
     return agreement(answers, sizes) | {"neighbours": work.neighbours, "seconds": time.perf_counter() - started}
 
 
-def trace(model: CompiledModel, requests: int, rate: float) -> dict[str, object]:
-    """Latencies of every policy on the same arrivals; their answers are equal, or the program ends."""
-    rows = list(real_rows(model, log_normal_trace(requests, rate), POLICIES, None))
+def trace(model: CompiledModel, requests: int, rate: float, policies: list[str]) -> dict[str, object]:
+    """Latencies of each of POLICIES on the same arrivals; their answers are equal, or the program ends."""
+    chosen = {name: POLICIES[name] for name in policies}
+    rows = list(real_rows(model, log_normal_trace(requests, rate), chosen, None))
     lengths = "log-normal lengths: prompts 1730 (P90 5696), answers 415 (P90 834)"
     return {"trace": f"{requests} requests, Poisson, {rate} a second, {lengths}", "rows": rows}
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--trace-requests", type=int, default=80)
+    parser.add_argument("--policies", default=",".join(POLICIES), help="of the trace")
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -104,10 +106,10 @@ def main() -> None:
         model = detcompile.compile(build(arguments.layers), numerics=numerics)
     if "repeat" in parts:
         keep("repeat", repeat(model, arguments.completions, arguments.tokens, 256))
-    if "trace" in parts:
-        keep("trace", trace(model, arguments.trace_requests, arguments.rate))
     if "machine" in parts:
         keep("machine", machine(model, arguments.requests))
+    if "trace" in parts:
+        keep("trace", trace(model, arguments.trace_requests, arguments.rate, arguments.policies.split(",")))
     if "plain" in parts:
         with plain_lowering():
             plain = detcompile.compile(build(arguments.layers), numerics=numerics)

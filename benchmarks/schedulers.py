@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,12 +111,14 @@ def _serve(
     return [found[name] for name in names]
 
 
-def _times(outputs: list[RequestOutput], trace: list[Arrival], started: float) -> dict[str, float]:
+def _times(outputs: list[RequestOutput], trace: list[Arrival], started: float) -> dict[str, Any]:
     """As ``summarise`` has them; a request's first token is counted from when the trace sent it."""
     times = [output.metrics.token_times for output in outputs if output.metrics is not None]
     first = [1e3 * (own[0] - started - arrival.time) for own, arrival in zip(times, trace, strict=True)]
     between = [1e3 * (b - a) for own in times for a, b in pairwise(own)]
-    return latencies(first, between)
+    ends = {round(b - started, 3): round(1e3 * (b - a), 1) for own in times for a, b in pairwise(own)}
+    longest = sorted(ends.items(), key=lambda end: -end[1])[:5]
+    return latencies(first, between) | {"longest gaps: seconds since the start, ms": longest}
 
 
 def _simulated(requests: int) -> dict[str, object]:

@@ -2,7 +2,8 @@
 
 Run by `make models`. Each architecture is examined (docs/model_checks.py) in a process of its own, with a limit of time
 and of memory. Results are kept in models.json with the versions and the digest of the sources that gave them, so that a
-run that was cut short goes on where it was; --keep takes results of older sources as they are.
+run that was cut short goes on where it was; --keep takes results of older sources as they are. On a machine with a GPU,
+--gpu examines the named architectures there and writes models_gpu.json.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 
 from detcompile.fingerprints import source_digest
-from docs.model_checks import examine
+from docs.model_checks import examine, examine_on_gpu
 from docs.model_configs import ARCHITECTURES
 from docs.models_page import page
 
-__all__ = ["PAGE", "RESULTS", "load", "run", "save"]
+__all__ = ["GPU_RESULTS", "PAGE", "RESULTS", "load", "run", "save"]
 
 RESULTS = Path(__file__).with_name("models.json")
+GPU_RESULTS = Path(__file__).with_name("models_gpu.json")
 PAGE = Path(__file__).with_name("models.md")
 TIME_LIMIT = 240.0  # seconds
 MEMORY_LIMIT = 8 << 30  # bytes of data
@@ -52,12 +54,13 @@ def load() -> dict[str, Result]:
     return content["rows"] if content["versions"] == versions() else {}
 
 
-def save(rows: dict[str, Result]) -> None:
-    """Write models.json, sorted."""
-    content = {"versions": versions(), "rows": dict(sorted(rows.items()))}
-    partial = RESULTS.with_suffix(".partial")
+def save(rows: dict[str, Result], path: Path = RESULTS) -> None:
+    """Write models.json, or models_gpu.json with the GPU's name, sorted."""
+    hardware = {"hardware": torch.cuda.get_device_name()} if path == GPU_RESULTS else {}
+    content = hardware | {"versions": versions(), "rows": dict(sorted(rows.items()))}
+    partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(RESULTS)
+    partial.replace(path)
 
 
 def versions() -> dict[str, str]:
@@ -67,39 +70,66 @@ def versions() -> dict[str, str]:
 
 def run(model_types: Iterable[str], jobs: int, codegen: bool, rows: dict[str, Result]) -> None:
     """Examine ``model_types`` and put each answer into ``rows`` and models.json as it comes."""
-    waiting, running, sources = list(model_types), [], source_digest()[:12]
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     examine("llama", codegen)  # here, so that what a first compilation loads and learns is there in every process
+    for name, result in _answers(model_types, jobs, "fork", _work, codegen):  # the imports take longer than most
+        rows[name] = result
+        save(rows)
+
+
+def run_on_gpu(model_types: Iterable[str], jobs: int) -> None:
+    """Examine ``model_types`` on the GPU and write each answer to models_gpu.json as it comes."""
+    rows: dict[str, Result] = {}
+    for name, result in _answers(model_types, jobs, "spawn", _work_on_gpu):  # CUDA does not survive a fork
+        rows[name] = result
+        save(rows, GPU_RESULTS)
+
+
+def _answers(
+    model_types: Iterable[str], jobs: int, method: str, work: Callable[..., None], *arguments: Any
+) -> Iterator[tuple[str, Result]]:
+    """Every architecture and its row, as they come, at most ``jobs`` at a time."""
+    waiting, running, sources = list(model_types), [], source_digest()[:12]
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(waiting.pop(0), codegen))
+            running.append(_start(waiting.pop(0), method, work, arguments))
         wait([one.answer for one in running], timeout=1.0)
         for one in list(running):
             result = _finished(one)
             if result is not None:
                 running.remove(one)
-                rows[one.model_type] = result | {"sources": sources}
-                save(rows)
                 told = " ".join(str(result.get(key, "")) for key in ("verdict", "reason", "seconds", "meaning"))
                 print(f"{one.model_type}: {told[:300]}", flush=True)
+                yield one.model_type, result | {"sources": sources}
 
 
-def _start(model_type: str, codegen: bool) -> Running:
-    context: Any = multiprocessing.get_context("fork")  # the imports take longer than most examinations
+def _start(model_type: str, method: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> Running:
+    context: Any = multiprocessing.get_context(method)
     answer, give = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(model_type, codegen, give))
+    process = context.Process(target=work, args=(model_type, give, *arguments))
     process.start()
     give.close()
     return Running(model_type, process, answer, time.monotonic() + TIME_LIMIT)
 
 
-def _work(model_type: str, codegen: bool, give: Connection) -> None:
+def _work(model_type: str, give: Connection, codegen: bool) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    _be_silent()
+    give.send(examine(model_type, codegen))
+
+
+def _work_on_gpu(model_type: str, give: Connection) -> None:
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    _be_silent()
+    give.send(examine_on_gpu(model_type))
+
+
+def _be_silent() -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    give.send(examine(model_type, codegen))
 
 
 def _finished(one: Running) -> Result | None:
@@ -130,6 +160,7 @@ def _arguments() -> argparse.Namespace:
         "--graphs", action="store_true", help="run certified graphs as they are, which leaves out the axes"
     )
     parser.add_argument("--keep", action="store_true", help="keep results of older sources")
+    parser.add_argument("--gpu", action="store_true", help="examine the named architectures on this machine's GPU")
     parser.add_argument("--page", action="store_true", help="examine nothing, write the page")
     return parser.parse_args()
 
@@ -140,6 +171,9 @@ def main() -> None:
     unknown = set(options.names) - set(ARCHITECTURES)
     if unknown:
         sys.exit(f"no such architecture: {', '.join(sorted(unknown))}")
+    if options.gpu:
+        run_on_gpu(options.names, options.jobs)
+        return
     rows = load()
     digest = source_digest()[:12]
     fresh = {name for name, row in rows.items() if options.keep or row["sources"] == digest}

@@ -1,6 +1,7 @@
 """One architecture taken through everything: eager, capture, certificate, meaning, axes, and the plan for two ranks.
 
-``examine`` answers with a dictionary of plain values for docs/models.json; nothing it meets makes it raise.
+``examine`` answers with a dictionary of plain values for docs/models.json, ``examine_on_gpu`` with one for
+docs/models_gpu.json; nothing they meet makes them raise.
 """
 
 import contextlib
@@ -29,10 +30,20 @@ from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import shard
 from docs.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
 
-__all__ = ["AXES_MEASURED", "LENGTH", "MEANING_LIMIT", "NUMERICS", "examine", "relative_error"]
+__all__ = [
+    "AXES_MEASURED",
+    "GPU_AXES",
+    "LENGTH",
+    "MEANING_LIMIT",
+    "NUMERICS",
+    "examine",
+    "examine_on_gpu",
+    "relative_error",
+]
 
 LENGTH = 200  # tokens: past WINDOW, a chunk of keys, and the threshold of rotary tables (docs/model_configs.py)
 AXES_MEASURED = ("batch", "composition", "padding", "chunking", "decode", "kv")
+GPU_AXES = (*AXES_MEASURED, "cuda_graphs")
 CONFIGURATIONS = 3  # of each axis for each of two targets, the first of them the target alone
 NUMERICS = Numerics(tp_sizes=(1, 2), kv_chunk=64)
 MEANING_LIMIT = 2e-5  # norm of the logits' difference from eager float32, of the norm of eager's
@@ -59,6 +70,40 @@ def examine(model_type: str, codegen: bool = True) -> Result:
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
 
+def examine_on_gpu(model_type: str) -> Result:
+    """The row of an architecture on this machine's GPU: its meaning in float32, its axes in bfloat16.
+
+    Returns:
+        verdict: 'certified', 'refused' or 'wrong'; reason, meaning (against eager float32 on the CPU) and axes as in
+            `examine`.
+    """
+    start = time.monotonic()
+    try:
+        result = _examine_on_gpu(model_type)
+    except DetcompileError as error:
+        result = {"verdict": "refused", "reason": refusal_of(error)}
+    except Exception as error:
+        result = {"verdict": "wrong", "reason": f"unexpected: {_one_line(error)}"}
+    return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _examine_on_gpu(model_type: str) -> Result:
+    ids = _two_rows()
+    with torch.no_grad():
+        expected = tiny_model(model_type, "eager")(input_ids=ids, use_cache=False).logits
+    single, half = (
+        detcompile.compile(tiny_model(model_type).to("cuda", dtype), numerics=NUMERICS, max_context=MAX_CONTEXT)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    meaning = relative_error(single(ids.cuda()).logits.cpu(), expected)
+    axes = {axis: measure(half, plan).holds for axis, plan in _plans(GPU_AXES)}
+    return {"meaning": meaning, "axes": axes} | _verdict(meaning, axes)
+
+
+def _two_rows() -> Tensor:
+    return torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
 def _as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
     return make_boxed_func(graph_module.forward)
 
@@ -66,7 +111,7 @@ def _as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
 def _examine(model_type: str, codegen: bool) -> Result:
     if model_type in OUTSIDE:
         return {"verdict": "outside", "reason": OUTSIDE[model_type]}
-    ids = torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    ids = _two_rows()
     try:
         plain = tiny_model(model_type, "eager")
         with torch.no_grad():
@@ -105,12 +150,17 @@ def _measure(model_type: str, compiled: CompiledModel, ids: Tensor, expected: Te
         found["axes"] = {axis: measure(compiled, plan).holds for axis, plan in _plans(axes)}
     except Exception as error:
         return found | {"verdict": "wrong", "reason": f"compiled, then failed: {_one_line(error)}"}
-    if not found["meaning"] < MEANING_LIMIT:
-        return found | {"verdict": "wrong", "reason": f"differs from eager by {found['meaning']:.1e}"}
-    failed = [axis for axis, holds in found["axes"].items() if not holds]
+    found |= _verdict(found["meaning"], found["axes"])
+    return found | {"tp2": _two_ranks(model_type)} if found["verdict"] == "certified" else found
+
+
+def _verdict(meaning: float, axes: dict[str, bool]) -> Result:
+    if not meaning < MEANING_LIMIT:
+        return {"verdict": "wrong", "reason": f"differs from eager by {meaning:.1e}"}
+    failed = [axis for axis, holds in axes.items() if not holds]
     if failed:
-        return found | {"verdict": "wrong", "reason": f"other bits along {', '.join(failed)}"}
-    return found | {"verdict": "certified", "reason": "", "tp2": _two_ranks(model_type)}
+        return {"verdict": "wrong", "reason": f"other bits along {', '.join(failed)}"}
+    return {"verdict": "certified", "reason": ""}
 
 
 def _plans(axes: tuple[str, ...]) -> Iterator[tuple[str, list[Configuration]]]:

@@ -76,6 +76,8 @@ def run_dequant(
     step = NIBBLE_BLOCK if weight.bits == 4 or blocked else schedule.block_k
     if len(radices) > LEVELS or (radices and leaf_k % step):
         raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
+    if blocked and x.is_cuda:  # Triton adds to the sum inside a product there, and so leaves the order of blocks
+        raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     M, N = len(x), len(weight.w)

@@ -5,12 +5,13 @@ In Inductor's kernel every element divides in 64 bits to find its row; and what 
 
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.canonicalize import VIEWS, insert
-from detcompile.passes.provenance import shape_of
+from detcompile.passes.provenance import shape_of, sympy_size
 
 __all__ = ["fuse_gated_products", "fuse_gates"]
 
@@ -22,11 +23,13 @@ DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
 def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
     """mul(round(g / (exp(-g) + 1)), u)  ->  silu_mul(g, u)          g and u of one shape and dtype
 
-    A silu that something else reads too, or whose product broadcasts, keeps its operations. The bits are the same for
-    float32; for 16 bits they are silu_mul's own.
+    A silu that something else reads too, or whose product broadcasts or does not lie in rows as silu_mul's result does
+    (views that follow were traced with its strides), keeps its operations. The bits are the same for float32; for 16
+    bits they are silu_mul's own.
     """
     for mul in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        if mul.kwargs or mul.meta["val"].device.type not in DEVICES:
+        value = mul.meta["val"]
+        if mul.kwargs or value.device.type not in DEVICES or not _lies_in_rows(value):
             continue
         for silu, up in (mul.args, mul.args[::-1]):
             gate = _match_silu(silu)
@@ -75,6 +78,15 @@ def _match_halves(gate: fx.Node, up: fx.Node) -> fx.Node | None:
 
 def _is_like(x: fx.Node, mul: fx.Node) -> bool:
     return shape_of(x) == shape_of(mul) and x.meta["val"].dtype == mul.meta["val"].dtype
+
+
+def _lies_in_rows(value: torch.Tensor) -> bool:
+    step = sympy.Integer(1)
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if sympy_size(size) != 1 and sympy_size(stride) != step:
+            return False
+        step *= sympy_size(size)
+    return True
 
 
 def _match_silu(node: Any) -> fx.Node | None:

@@ -91,6 +91,21 @@ def test_only_a_gate_before_what_it_lets_through_joins_its_product(
     torch.testing.assert_close(found, expected)
 
 
+def test_a_gate_that_lies_in_columns_stays_apart(on_every_device: None) -> None:
+    """As mamba's, whose features come before its tokens: what follows views the product with its strides."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        columns = x.transpose(1, 2)
+        return (columns * torch.nn.functional.silu(columns)).transpose(1, 2).reshape(-1, x.shape[2])
+
+    backend = Backend(Numerics(), certify_only=True)
+    x = torch.randn(3, 5, 8)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(forward, backend=backend)(x), forward(x))
+    assert not any("silu_mul" in entry.op for entry in backend.certificates[-1].entries)
+
+
 @pytest.mark.gpu
 @NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

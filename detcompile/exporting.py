@@ -17,7 +17,7 @@ from detcompile.templates import cpu_library
 
 __all__ = ["DEVICES", "export", "require_target"]
 
-DEVICES: tuple[str, ...] = ("cpu",)  # where exported programs were seen to give the bits of the JIT
+DEVICES: tuple[str, ...] = ("cpu", "cuda")  # where exported programs were seen to give the bits of the JIT
 
 
 def export(

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import detcompile
-from benchmarks.export import compare, loaded_elsewhere, observe
+from benchmarks.export import compare, loaded_elsewhere, measure, observe
 from detcompile import (
     ArchiveError,
     CompiledModel,
@@ -26,6 +26,7 @@ from detcompile.cli import app
 from detcompile.exported import CERTIFICATE, KERNELS
 from detcompile.verification import ModelSpec
 from tests.bits import assert_bitwise_equal
+from tests.conftest import NEEDS_CUDA
 from tests.models import MAX_CONTEXT, random_model
 
 COUNTS = (1, 7, 64)
@@ -77,6 +78,13 @@ def test_a_fresh_process_without_the_models_code_gives_the_bytes_of_the_jit(
         equal = compare(found["seen"], observe(model, COUNTS))
         assert len(equal) == 2 * len(COUNTS) + 3
         assert all(equal.values()), (name, [what for what, same in equal.items() if not same])
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_on_a_gpu_it_gives_the_bytes_of_the_jit(tmp_path: Path) -> None:
+    found = measure("llama", torch.bfloat16, "cuda", tmp_path, "inside")
+    assert found["equal"], found
 
 
 def test_the_comparison_sees_one_bit_of_one_weight(

@@ -21,7 +21,7 @@ from detcompile.compiled import CompiledModel
 from detcompile.errors import DetcompileError
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
-from detcompile.passes import backend
+from detcompile.passes import lowering
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.own_experts import replace_experts
@@ -65,7 +65,7 @@ def examine(model_type: str, codegen: bool = True) -> Result:
             (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate).
     """
     start = time.monotonic()
-    with contextlib.nullcontext() if codegen else mock.patch.object(backend, "compile_fx_inner", _as_it_is):
+    with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", _as_it_is):
         result = _examine(model_type, codegen)
     return result | {"seconds": round(time.monotonic() - start, 1)}
 

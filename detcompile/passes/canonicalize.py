@@ -1,7 +1,7 @@
 """One spelling an operation, so that the rewrites that follow need one pattern each."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -20,6 +20,7 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     """bmm(a, b) with K = 1  ->  mul(a, b)   (rotary embeddings: an outer product sums nothing)
     index_put(x, [mask], v)  ->  where(mask, v, x)           (a mask of x's shape, and one value)
     view(x [4 T, 8], [T, 32])  ->  view(view(x, [T, 4, 8]), [T, 32])   (as Inductor gets it right; and the other way)
+    slice_scatter(x [4, 1, T, 8], part [3, 1, T, 8])  ->  view(slice_scatter(x [4, T, 8], part [3, T, 8]))
 
     baddbmm and addmm with scaled operands are left as they are: no rewrite takes them and the certificate names them.
     """
@@ -33,6 +34,8 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     for target in VIEWS:
         for node in gm.graph.find_nodes(op="call_function", target=target):
             _split_mixed_rows(gm.graph, node)
+    for node in gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        _scatter_without_units(gm.graph, node)
     return gm
 
 
@@ -53,6 +56,29 @@ def _split_mixed_rows(graph: fx.Graph, view: fx.Node) -> None:
         return
     apart = [*map(int, mixed[: where[0]]), outer, -1, factor // outer, *map(int, mixed[where[0] + 1 :])]
     view.args = (insert(graph, aten.view.default, (view.args[0], apart), view), view.args[1])
+
+
+def _scatter_without_units(graph: fx.Graph, scatter: fx.Node) -> None:
+    """Write a slice of four dimensions in as many as have an extent.
+
+    Inductor takes [N, 1, H, W] for an image, whose layout it cannot choose where an extent is unknown.
+    """
+    x, part, *rest = scatter.args
+    whole = shape_of(x)
+    kept = [i for i, extent in enumerate(whole) if extent != 1]
+    unknown = [i for i in kept if whole[i].free_symbols]
+    dim = (rest[0] if rest else 0) % len(whole)
+    if scatter.kwargs or len(whole) < 4 or len(kept) == len(whole) or len(unknown) != 1:
+        return
+    if dim not in kept or dim in unknown:
+        return
+
+    def extents(value: fx.Node, dims: Iterable[int]) -> list[int]:
+        return [-1 if i in unknown else int(shape_of(value)[i]) for i in dims]
+
+    narrow = [insert(graph, aten.view.default, (value, extents(value, kept)), scatter) for value in (x, part)]
+    written = insert(graph, aten.slice_scatter.default, (*narrow, kept.index(dim), *rest[1:]), scatter)
+    scatter.target, scatter.args = aten.view.default, (written, extents(x, range(len(whole))))
 
 
 def _mixed(extent: sympy.Expr) -> bool:

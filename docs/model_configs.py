@@ -133,6 +133,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third layer attends
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "roc_bert": {"shape_vocab_size": VOCAB_SIZE, "pronunciation_vocab_size": VOCAB_SIZE},
+    "xlm": {"causal": True},  # as its causal checkpoints have it; by default it sees both ways
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
               "attention_hidden_size": 2 * _HIDDEN, "attention_head_dim": 32},

@@ -29,7 +29,7 @@ class Adapter(NamedTuple):
     """How one class of causal LM is made to call our attention.
 
     Attributes:
-        attention_name: the attribute of a block that holds its attention.
+        attention_name: the attribute of a block that holds its attention; empty where the blocks are attentions.
         forward: the causal LM's: (model, input_ids, position_ids, step, keep) -> logits of the rows that keep indexes.
         attention: the attention's, with the keywords that its block hands it.
         obstacle: what of a configuration the adapter does not do, empty where it does all.
@@ -67,7 +67,7 @@ def adapt(model: PreTrainedModel) -> bool:
 
     _replace_forward(model, forward)
     for block in getattr(model.transformer, adapter.blocks):
-        attention = getattr(block, adapter.attention_name)
+        attention = getattr(block, adapter.attention_name) if adapter.attention_name else block
         adapter.prepare(model, attention)
         _replace_forward(attention, adapter.attention)
     return True
@@ -211,6 +211,29 @@ def _mpt_slopes(model: Any, attention: Any) -> None:
     attention.register_buffer("alibi_slopes", (bias[:, 0, 1] - bias[:, 0, 0]).contiguous(), persistent=False)
 
 
+def _xlm(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    """No token has a language, as in Hugging Face's forward without ``langs``."""
+    body = model.transformer
+    hidden = body.layer_norm_emb(body.embeddings(input_ids) + body.position_embeddings(position_ids))
+    layers = zip(body.attentions, body.layer_norm1, body.ffns, body.layer_norm2, strict=True)
+    for attention, first_norm, mlp, second_norm in layers:
+        hidden = first_norm(hidden + attention(hidden, step)[0])
+        hidden = second_norm(hidden + mlp.ff_chunk(hidden))
+    return model.pred_layer.proj(hidden[:, keep])
+
+
+def _xlm_attention(self: Any, hidden_states: Tensor, step: StepInputs | None) -> tuple[Tensor, None]:
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (self.n_heads, self.head_dim))
+        for project in (self.q_lin, self.k_lin, self.v_lin)
+    )
+    return self.out_lin(attend(self, query, key, value, step)), None
+
+
+def _xlm_number(model: Any, attention: Any) -> None:
+    attention.layer_idx = attention.layer_id
+
+
 def _bloom_obstacle(config: Any) -> str:
     sliced = config.slow_but_exact and config.pretraining_tp > 1
     return "slow_but_exact and pretraining_tp > 1 (linears summed in slices)" if sliced else ""
@@ -221,10 +244,17 @@ def _falcon_obstacle(config: Any) -> str:
     return "alibi=True (whose bias Hugging Face's own implementations disagree about)" if config.alibi else ""
 
 
+def _xlm_obstacle(config: Any) -> str:
+    if not config.causal:
+        return "causal=False (attention that sees both ways)"
+    return "asm=True (a head that is no linear)" if config.asm else ""
+
+
 ADAPTERS = {
     "BloomForCausalLM": Adapter("self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes),
     "CTRLLMHeadModel": Adapter("multi_head_attention", _ctrl, _ctrl_attention, prepare=_ctrl_positions),
     "FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
     "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention),
     "MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),
+    "XLMWithLMHeadModel": Adapter("", _xlm, _xlm_attention, _xlm_obstacle, _xlm_number, blocks="attentions"),
 }

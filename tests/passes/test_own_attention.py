@@ -13,6 +13,7 @@ IDS = torch.randint(4, VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_s
 POSITIONS = {"max_position_embeddings": 128}
 BART = {"d_model": 80, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4} | POSITIONS
 GPT = {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": 128}
+XLM = {"emb_dim": 80, "n_layers": 2, "n_heads": 4, "pad_token_id": 2} | POSITIONS
 TYPES = ["sliding_attention", "full_attention"]
 CASES = {
     "codegen": (GPT | {"rotary_dim": 12}, [0, 0]),
@@ -26,6 +27,8 @@ CASES = {
     "mvp": (BART, [0, 0]),
     "openai-gpt": (GPT, [0, 0]),
     "trocr": (BART, [0, 0]),
+    "xlm": (XLM | {"causal": True}, [0, 0]),
+    "xlm with languages": (XLM | {"causal": True, "n_langs": 2, "sinusoidal_embeddings": True}, [0, 0]),
     "gemma3": (
         {
             "text_config": {"hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -73,6 +76,14 @@ def test_a_model_that_makes_no_causal_mask_is_refused() -> None:
     """moshi attends both ways unless it is given a mask."""
     with pytest.raises(UnsupportedModel, match="sees both ways"):
         probe_attention(random_model("moshi", torch.float32, ffn_dim=96, head_dim=20), 64)
+
+
+@pytest.mark.parametrize(("changes", "message"), [({}, "causal=False"), ({"causal": True, "asm": True}, "asm=True")])
+def test_xlm_that_is_not_causal_or_has_another_head_is_refused(changes: dict[str, bool], message: str) -> None:
+    if "asm" in changes:
+        changes = changes | {"asm_cutoffs": [80], "asm_div_value": 4.0}
+    with pytest.raises(UnsupportedModel, match=message):
+        probe_attention(random_model("xlm", torch.float32, **XLM, **changes), 64)
 
 
 def test_chunks_of_attention_are_refused() -> None:

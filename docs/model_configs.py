@@ -83,6 +83,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("index_topk", "index_topk_blocks"), WINDOW),
     "patch_size": 4,
     "image_size": 16,
+    **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 32),  # positions from which queries are scaled
 }  # fmt: skip
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

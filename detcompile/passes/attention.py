@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 
 from detcompile.errors import UnsupportedModel
 from detcompile.step import KVGroup, StepInputs
+from detcompile.templates.attention_scores import Visible
 
 __all__ = [
     "AttentionCall",
@@ -42,8 +43,8 @@ HARMLESS = frozenset(
         "max_length_k",
     ]
 )
-# Keywords that the template gives their meaning: soft cap of the scores, one sink logit a head, ALiBi.
-UNDERSTOOD = ("scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes")
+# Keywords that the template gives their meaning: what is seen, soft cap of the scores, one sink logit a head, ALiBi.
+UNDERSTOOD = ("scaling", "sliding_window", "attention_chunk", "softcap", "s_aux", "alibi_slopes")
 PER_HEAD = ("s_aux", "alibi_slopes")
 
 
@@ -57,15 +58,17 @@ class AttentionCall:
     Attributes:
         module: that called. layer: index into the step's caches. num_heads: of the queries.
         shape: kv_heads, head_dim, v_head_dim: extents of a cached key and value.
-        window: sliding window in tokens, 0 for none.
+        chunk: a query sees no key before its own chunk of so many tokens; 0 for none.
+        window: the last tokens that hold all that a query sees, by its window or its chunk; 0 for no limit.
     """
 
-    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, window: int, layer: int) -> None:
+    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Visible, layer: int) -> None:
         self.module = module
         self.layer = layer
         self.num_heads = query.shape[1]
         self.shape = (key.shape[1], key.shape[3], value.shape[3])
-        self.window = window
+        self.chunk = visible.attention_chunk
+        self.window = visible.tokens
 
 
 def layer_of(module: Any) -> int:
@@ -73,9 +76,7 @@ def layer_of(module: Any) -> int:
     return int(module.layer_idx)
 
 
-def register_attention(
-    kv_chunk: int, groups: Sequence[KVGroup], place: Callable[[Any], int] = layer_of
-) -> None:
+def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable[[Any], int] = layer_of) -> None:
     """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys.
 
     A layer reads the block table of its group.
@@ -94,13 +95,15 @@ def register_attention(
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        attention_chunk: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        order = (scale, int(sliding_window or 0), kv_chunk, float(softcap or 0), s_aux, alibi_slopes)
+        window, chunk = int(sliding_window or 0), int(attention_chunk or 0)
+        order = (scale, window, kv_chunk, float(softcap or 0), s_aux, alibi_slopes, chunk)
         step: StepInputs | None = kwargs.get(STEP_KWARG)
         if step is None:
             out = torch.ops.detcompile.dense_attention(query, key, value, *order)
@@ -149,6 +152,8 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
                 f"{where} passes {name} {tuple(kwargs[name].shape)}, which is not one value for each of its "
                 f"{query.shape[1]} query heads"
             )
+    if kwargs.get("sliding_window") and kwargs.get("attention_chunk"):
+        raise UnsupportedModel(f"{where} passes a sliding window and chunks of attention: only one of them is known")
     if query.shape[1] % key.shape[1]:
         raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")
 

@@ -32,16 +32,19 @@ from detcompile.passes.own_modules import replace_modules
 from detcompile.passes.recurrences import Recurrences
 from detcompile.passes.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
+from detcompile.templates.attention_scores import Visible
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 
 PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
-MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask", PADDING_MASK)
+CHUNKED_MASK = "create_chunked_causal_mask"
+MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask", PADDING_MASK, CHUNKED_MASK)
 KIND_OF_LAYER = {
     "full_attention": MASK_KINDS[0],
     "sliding_attention": MASK_KINDS[1],
     "linear_attention": PADDING_MASK,
     "conv": PADDING_MASK,
+    "chunked_attention": CHUNKED_MASK,
 }
 MASK_SHAPING = ("or_mask_function", "and_mask_function", "block_sequence_ids")  # arguments that change what is visible
 
@@ -171,7 +174,8 @@ def _observe(
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
         check_call(module, query, key, value, attention_mask, kwargs)
-        calls.append(AttentionCall(module, query, key, value, int(kwargs.get("sliding_window") or 0), place(module)))
+        visible = Visible(*(int(kwargs.get(name) or 0) for name in ("sliding_window", "attention_chunk")))
+        calls.append(AttentionCall(module, query, key, value, visible, place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(IMPLEMENTATION, record)
@@ -275,6 +279,10 @@ def _check_calls(
         )
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     uses_sliding = kinds is None or "sliding_attention" in kinds  # says which mask a layer takes
-    tells_window = any(call.window for call in calls) or not calls
+    tells_window = any(call.window and not call.chunk for call in calls) or not calls
     if "create_sliding_window_causal_mask" in masks and uses_sliding and not tells_window:
         raise UnsupportedModel(f"{name} builds a sliding-window mask but tells no attention layer its window")
+    chunked = sorted(call.layer for call in calls if call.chunk)
+    expected = called if kinds is None else [i for i, kind in enumerate(kinds) if kind == "chunked_attention"]
+    if CHUNKED_MASK in masks and chunked != expected:
+        raise UnsupportedModel(f"{name} builds a mask of chunks for layers {expected} but tells layers {chunked}")

@@ -14,7 +14,7 @@ from transformers.integrations.moe import ExpertsInterface
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["EXPERTS", "experts", "mixed", "pin_experts"]
+__all__ = ["EXPERTS", "added", "experts", "mixed", "pin_experts"]
 
 EXPERTS = "detcompile"  # the model's experts implementation
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")  # set by use_experts_implementation
@@ -45,10 +45,15 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
 def mixed(outer: Tensor, top_k_weights: Tensor) -> Tensor:
     """What a token's experts say [M, k, H], weighted [M, k] and added in float32, best expert first -> [M, H]."""
-    weighted = (outer * top_k_weights[..., None]).float()
-    total = weighted[:, 0]
-    for rank in range(1, top_k_weights.shape[1]):
-        total = total + weighted[:, rank]
+    return added(outer * top_k_weights[..., None])
+
+
+def added(outer: Tensor) -> Tensor:
+    """What a token's experts say [M, k, H], added in float32, best expert first -> [M, H]."""
+    single = outer.float()
+    total = single[:, 0]
+    for rank in range(1, outer.shape[1]):
+        total = total + single[:, rank]
     return total.to(outer.dtype)
 
 

@@ -153,6 +153,26 @@ def _deepseek_v2(self: Any, hidden_states: Tensor, position_embeddings: Tensor, 
     return self.o_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=self.scaling)), None
 
 
+def _llama4(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+    """Chunked layers see chunks of tokens; those that do not rotate may scale their queries by their positions."""
+    table, positions = position_embeddings
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if self.use_rope:
+        query, key = _turned(query, table), _turned(key, table)
+    if hasattr(self, "qk_norm"):
+        query, key = self.qk_norm(query), self.qk_norm(key)
+    if self.attn_temperature_tuning and not self.use_rope:
+        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
+        scales = torch.log1p(steps) * self.attn_scale + 1.0
+        query = (query * scales[..., None, None]).to(query.dtype)
+    chunked = self.config.layer_types[self.layer_idx] == "chunked_attention"
+    chunk = self.config.attention_chunk_size if chunked else None
+    step = kwargs.get(STEP_KWARG)
+    return self.o_proj(attend(self, query, key, value, step, scaling=self.scaling, attention_chunk=chunk)), None
+
+
 def _turned(states: Tensor, table: Tensor) -> Tensor:
     """Neighbouring features as complex numbers [B, T, H, D], turned by [B, T, D / 2, 2]: the product in float32."""
     cos, sin = table.unsqueeze(2).unbind(-1)
@@ -170,6 +190,7 @@ OWN_ATTENTION: dict[str, Callable[..., Any]] = {
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     "hrm_text.modeling_hrm_text.HrmTextAttention": _hrm_text,
+    "llama4.modeling_llama4.Llama4TextAttention": _llama4,
     "mvp.modeling_mvp.MvpAttention": _projected,
     "openai.modeling_openai.Attention": _openai_gpt,
     "trocr.modeling_trocr.TrOCRAttention": _projected,

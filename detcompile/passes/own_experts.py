@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.experts import mixed
+from detcompile.passes.experts import added, mixed
 from detcompile.passes.own_modules import Methods, give_methods
 
 __all__ = ["OWN_EXPERTS", "replace_experts"]
@@ -38,6 +38,18 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     w1, v1, w2 = (weight.view(stacked) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
     inner = self.mlp.activation_fn(_product(x, top_k_index, w1)) * _product(x, top_k_index, v1)
     return mixed(_product(inner, top_k_index, w2.transpose(1, 2)), top_k_weights).view_as(hidden_states)
+
+
+def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """A token is weighted before its experts see it, and not after."""
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    logits = F.linear(x, self.router.weight)
+    best, ids = logits.topk(self.top_k, 1)
+    weighted = x[:, None] * best.float().sigmoid().to(x.dtype)[..., None]
+    gate, up = _product(weighted, ids, self.experts.gate_up_proj.transpose(1, 2)).chunk(2, -1)
+    inner = up * self.experts.act_fn(gate)
+    outer = _product(inner, ids, self.experts.down_proj.transpose(1, 2))
+    return self.shared_expert(x) + added(outer), logits
 
 
 def _longcat_flash(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -80,5 +92,6 @@ OWN_EXPERTS: dict[str, Methods] = {
     "dbrx.modeling_dbrx.DbrxExperts": {"forward": _dbrx},
     "jetmoe.modeling_jetmoe.JetMoeMoA": {"map": _jetmoe_queries, "reduce": _jetmoe_outputs},
     "jetmoe.modeling_jetmoe.JetMoeMoE": {"forward": _jetmoe},
+    "llama4.modeling_llama4.Llama4TextMoe": {"forward": _llama4},
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": {"forward": _longcat_flash},
 }

@@ -43,6 +43,11 @@ def _cosines_and_sines(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
 
 
+def _cosines_sines_and_positions(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """llama4: its attention scales queries by their positions, which Hugging Face counts anew from the cache."""
+    return _cosines_and_sines(self, x, position_ids), position_ids
+
+
 def _sinusoids(self: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
     """xglm: rows of the table it has; Hugging Face makes a larger one when a batch has more columns."""
     return torch.nn.functional.embedding(position_ids + self.offset, self.weights)
@@ -62,6 +67,7 @@ def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Ten
 
 OWN_MODULES: dict[str, Methods] = {
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _cosines_and_sines},
+    "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_sines_and_positions},
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": {"forward": _sinusoids},
     "xmod.modeling_xmod.XmodOutput": {"lang_adapter": _adapter_of_default_language},
 }

@@ -5,7 +5,8 @@ Legend: T tokens, S sequences, B batch, Hq Hkv query and key heads (Hkv divides 
 Keys sit at absolute positions. Blocks of 64 keys, at multiples of 64, are taken ascending with an online softmax whose
 state (m, l, o), float32, starts afresh at each multiple of kv_chunk; the chunks' partials are merged ascending; a
 head's sink, if there is one, joins l last, as a key without a value; out = round(o / l + 0.0). The query at position p
-sees keys in (p - sliding_window, p], or all up to p without a window.
+sees all keys up to p; with sliding_window > 0 those in (p - sliding_window, p]; with attention_chunk > 0, which is no
+part of the order, those from p // attention_chunk * attention_chunk to p.
 
 A score is scale * q.k; with softcap > 0 softcap * tanh(score / softcap); with ALiBi slope[head] * (key - p) is added,
 which the softmax cannot tell from slope[head] * key, and which stays small where it matters however long the sequence.
@@ -24,7 +25,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import KV_BLOCK
 from detcompile.templates import cpu_library
-from detcompile.templates.attention_scores import Scores
+from detcompile.templates.attention_scores import Scores, Visible
 from detcompile.templates.attention_triton import dense_attention_cuda, paged_attention_cuda
 
 __all__ = ["dense_attention_cpu", "paged_attention_cpu", "reference_attention"]
@@ -33,12 +34,12 @@ _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale, int sliding_window, int kv_chunk, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
+    "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "dense_attention(Tensor q, Tensor k, Tensor v, float scale, int sliding_window, int kv_chunk, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -67,6 +68,7 @@ def paged_attention_cpu(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
     *,
     isa: str | None = None,
 ) -> Tensor:
@@ -80,6 +82,7 @@ def paged_attention_cpu(
         NumericsError: kv_chunk is not a multiple of 64.
     """
     _check_heads("paged_attention", q, k, v, kv_chunk, 3)
+    Visible(sliding_window, attention_chunk).check("detcompile::paged_attention")
     scores = Scores(scale, softcap, sinks, alibi_slopes)
     scores.check("detcompile::paged_attention", q.shape[1])
     T, Hq, D = q.shape
@@ -91,7 +94,7 @@ def paged_attention_cpu(
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     S, max_blocks = block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, sliding_window, kv_chunk)
+    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, sliding_window, kv_chunk, attention_chunk)
     given = _CpuScores(scores)
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
@@ -106,7 +109,7 @@ def paged_attention_cpu(
         block_table.data_ptr(),
         out.data_ptr(),
         (ctypes.c_int64 * 12)(*strides),
-        (ctypes.c_int64 * 11)(*sizes),
+        (ctypes.c_int64 * 12)(*sizes),
         given.scalars,
         given.slopes,
         given.sinks,
@@ -133,6 +136,7 @@ def dense_attention_cpu(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
     *,
     isa: str | None = None,
 ) -> Tensor:
@@ -143,6 +147,7 @@ def dense_attention_cpu(
         NumericsError: kv_chunk is not a multiple of 64.
     """
     _check_heads("dense_attention", q, k, v, kv_chunk, 4)
+    Visible(sliding_window, attention_chunk).check("detcompile::dense_attention")
     scores = Scores(scale, softcap, sinks, alibi_slopes)
     scores.check("detcompile::dense_attention", q.shape[1])
     B, Hq, T, D = q.shape
@@ -168,6 +173,7 @@ def dense_attention_cpu(
         D,
         Dv,
         sliding_window,
+        attention_chunk,
         kv_chunk,
         given.scalars,
         given.slopes,
@@ -203,12 +209,16 @@ def reference_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor:
     """The dense op's value in float64, unrounded: [B, Hq, T, Dv]."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
-    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    position, key = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+    distance = position - key
     hidden = (distance < 0) | ((distance >= sliding_window) if sliding_window else False)
+    if attention_chunk:
+        hidden = hidden | (position // attention_chunk != key // attention_chunk)
     scores = q.double() @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

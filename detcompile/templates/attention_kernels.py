@@ -71,11 +71,23 @@ def sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(pos, window, CHUNKED: tl.constexpr):
+    """The first key that a query at pos sees: of the chunk of `window` tokens that pos lies in, or the window before
+    it, which may start below 0."""
+    if CHUNKED:
+        first = pos // window * window
+    else:
+        first = pos - window + 1
+    return first
+
+
+@triton.jit
 def _attend_block(
     q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
     k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, PARTIAL: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys n..n+63, all of them visible to every row unless PARTIAL.
 
@@ -108,7 +120,7 @@ def _attend_block(
     if PARTIAL:
         visible = key[None, :] <= pos[:, None]
         if WINDOWED:
-            visible = visible & (key[None, :] > pos[:, None] - window)
+            visible = visible & (key[None, :] >= _first_seen(pos, window, CHUNKED)[:, None])
         s = tl.where(visible, s, -float("inf"))
     top = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(top == -float("inf"), 0.0, top)
@@ -134,14 +146,15 @@ def attention_kernel(
     q_batch, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_batch, out_token, out_head,
     table_row,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    ALIBI: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of tokens, axis 1: KV heads x groups of HEADS, axis 2: chunks if SPLIT.
 
     PAGE = 0: dense, S batches of T tokens; k_page and v_page are the batch strides. SPLIT: out [T, H, chunks, DV] and
     stat [T, H, chunks, 2] take the chunk's o and (m, l), fp32. sinks and slopes [H], read where SINKS and ALIBI.
+    WINDOWED: a query sees the `window` tokens up to its own; CHUNKED too: those of the chunk of `window` tokens.
     """
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -185,7 +198,7 @@ def attention_kernel(
     high = past + tl.minimum((local + 1) * BQ, length)
     low = 0
     if WINDOWED:
-        low = tl.maximum(past + local * BQ - window + 1, 0)
+        low = tl.maximum(_first_seen(past + local * BQ, window, CHUNKED), 0)
     first = low // KEYS * KEYS
     last = high
     if SPLIT:
@@ -210,7 +223,7 @@ def attention_kernel(
     L = tl.zeros((BM,), tl.float32)
     O = tl.zeros((BM, DVP), tl.float32)
     m, l, o = M, tl.zeros((BM, 16), tl.float32), O
-    # Blocks that every row of the tile sees whole; with a window, none is known to be.
+    # Blocks that every row of the tile sees whole; with a window or a chunk, none is known to be.
     whole = first
     if not WINDOWED:
         whole = tl.maximum(first, tl.minimum(last, (past + local * BQ + 1) // KEYS * KEYS))
@@ -220,7 +233,7 @@ def attention_kernel(
         m, l, o = _attend_block(
             q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
             k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED, SCALED, CAPPED, ALIBI, False,
+            D, DV, DP, DVP, PAGE, WINDOWED, CHUNKED, SCALED, CAPPED, ALIBI, False,
         )  # fmt: skip
     for n in tl.range(whole, last, KEYS, num_stages=None if WINDOWED else 1):  # else one or two blocks
         if not SPLIT:
@@ -228,7 +241,7 @@ def attention_kernel(
         m, l, o = _attend_block(
             q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
             k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED, SCALED, CAPPED, ALIBI, True,
+            D, DV, DP, DVP, PAGE, WINDOWED, CHUNKED, SCALED, CAPPED, ALIBI, True,
         )  # fmt: skip
     l_row = tl.max(l, 1)  # its columns are equal
     if SPLIT:
@@ -257,8 +270,8 @@ def _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "S", "chunks"])
 def merge_kernel(
     part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, sinks_ptr, c, inner, window, S, chunks, out_token, out_head,
-    DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, SCALED: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    SCALED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chunk partials of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were written."""
     let_next_start(PDL)
@@ -274,7 +287,7 @@ def merge_kernel(
     pos = tl.load(lens_ptr + sequence) - tl.load(cu_ptr + sequence + 1) + t
     first = 0
     if WINDOWED:
-        first = tl.maximum(pos - window + 1, 0) // CHUNK
+        first = tl.maximum(_first_seen(pos, window, CHUNKED), 0) // CHUNK
     partial = (t.to(tl.int64) * tl.num_programs(1) + head) * chunks
     M = tl.full((1,), -float("inf"), tl.float32)
     L = tl.zeros((1,), tl.float32)

@@ -51,13 +51,14 @@ class AttentionProblem:
     capped: bool = False
     alibi: bool = False
     sinks: bool = False
+    chunked: bool = False  # what is windowed are chunks of tokens
 
     def __str__(self) -> str:
         kind = f"page={self.page}" if self.page else "dense"
         regime = ("decode" if self.few else "prefill") + ("-split" if self.split else "")
         window = " window" if self.windowed else ""
         heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
-        words = [word for word in ("hopper", "scaled", "capped", "alibi", "sinks") if getattr(self, word)]
+        words = [word for word in ("hopper", "scaled", "capped", "alibi", "sinks", "chunked") if getattr(self, word)]
         return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
 
 
@@ -76,7 +77,7 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
     else:
         rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
     plain = [AttentionSchedule(*row, split=problem.split) for row in rows]
-    if not problem.hopper or problem.scaled or problem.sinks:
+    if not problem.hopper or problem.scaled or problem.sinks or problem.chunked:
         return tuple(plain)
     rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
     hopper = [AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows]

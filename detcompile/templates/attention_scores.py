@@ -17,7 +17,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["Scores", "join_sink", "shaped", "tanh"]
+__all__ = ["Scores", "Visible", "join_sink", "shaped", "tanh"]
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -62,6 +62,28 @@ class Scores:
     def c(self) -> float:
         """What a score is multiplied by inside exp2."""
         return (1.0 if self.scaled else self.scale) * math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Which of the keys up to its own a query sees: those of the last sliding_window tokens, or of its own chunk of
+    attention_chunk tokens; all where both are 0."""
+
+    sliding_window: int
+    attention_chunk: int = 0
+
+    def check(self, where: str) -> None:
+        """Raises InvalidInput for what has no meaning."""
+        if min(self.sliding_window, self.attention_chunk) < 0 or (self.sliding_window and self.attention_chunk):
+            raise InvalidInput(
+                f"{where}: sliding_window={self.sliding_window}, attention_chunk={self.attention_chunk}: one of them "
+                "may be a positive number of tokens, and the other is 0, for none."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """The last tokens that hold all that a query sees; 0 for no limit."""
+        return self.sliding_window or self.attention_chunk
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from detcompile.templates.attention_schedules import (
     attention_candidates,
     reference_attention_schedule,
 )
-from detcompile.templates.attention_scores import Scores
+from detcompile.templates.attention_scores import Scores, Visible
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.tuning import Tuner, capturing, multiprocessors, template_tuner
 
@@ -62,6 +62,7 @@ def paged_attention_cuda(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
     *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
@@ -72,13 +73,14 @@ def paged_attention_cuda(
         k_cache, v_cache: [pages, page, KV heads, D or DV], changed in place.
         slot_mapping, cu_seqlens, seq_lens, block_table: see `step.StepInputs`.
         scale, softcap, sinks, alibi_slopes: see `attention_scores.Scores`.
+        sliding_window, attention_chunk: tokens; 0 for none. See templates/attention.py.
         schedule: forces one (tests); None takes one that passed the gate.
 
     Returns:
         [T, H, DV] in q.dtype; zeros for rows past cu_seqlens[S].
     """
-    scores = Scores(scale, softcap, sinks, alibi_slopes)
-    _check(q, k_cache, v_cache, scores, kv_chunk)
+    scores, seen = Scores(scale, softcap, sinks, alibi_slopes), Visible(sliding_window, attention_chunk)
+    _check(q, k_cache, v_cache, scores, seen, kv_chunk)
     T, H, _ = q.shape
     out = q.new_empty((T, H, v_cache.shape[-1]))
     if T == 0:
@@ -87,11 +89,11 @@ def paged_attention_cuda(
         _write_kv(k, v, k_cache, v_cache, slot_mapping)
     S, page = seq_lens.shape[0], k_cache.shape[1]
     chunks = triton.cdiv(block_table.shape[1] * page, kv_chunk)
-    problem = _problem(q, k_cache, v_cache, page, kv_chunk, sliding_window, scores, few=T <= 2 * S)
+    problem = _problem(q, k_cache, v_cache, page, kv_chunk, seen, scores, few=T <= 2 * S)
     problem = _with_split(problem, q.device, T, S, chunks)
     _attend(
         schedule or _schedule(problem, q.device), problem, _unit_rows(q)[None], k_cache, v_cache, out[None],
-        (cu_seqlens, seq_lens, block_table), T, S, chunks, scores, sliding_window,
+        (cu_seqlens, seq_lens, block_table), T, S, chunks, scores, seen,
     )  # fmt: skip
     return out
 
@@ -106,20 +108,21 @@ def dense_attention_cuda(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
     *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
     """q [B, H, T, D], k and v [B, KV heads, T, D or DV] -> [B, H, T, DV], with the bits of the paged op."""
     q, k, v = (_unit_rows(t).transpose(1, 2) for t in (q, k, v))  # [B, T, heads, D]
-    scores = Scores(scale, softcap, sinks, alibi_slopes)
-    _check(q[0] if len(q) else q.new_empty(q.shape[1:]), k, v, scores, kv_chunk)
+    scores, seen = Scores(scale, softcap, sinks, alibi_slopes), Visible(sliding_window, attention_chunk)
+    _check(q[0] if len(q) else q.new_empty(q.shape[1:]), k, v, scores, seen, kv_chunk)
     B, T, H, D = q.shape
     require_32_bits(T, H, max(D, v.shape[-1]))
     out = q.new_empty((B, H, T, v.shape[-1]))
     if out.numel():
-        problem = _problem(q[0], k, v, 0, kv_chunk, sliding_window, scores, few=T < 16)
+        problem = _problem(q[0], k, v, 0, kv_chunk, seen, scores, few=T < 16)
         schedule = schedule or _schedule(problem, q.device)
-        _attend(schedule, problem, q, k, v, out.transpose(1, 2), None, T, B, 1, scores, sliding_window)
+        _attend(schedule, problem, q, k, v, out.transpose(1, 2), None, T, B, 1, scores, seen)
     return out
 
 
@@ -160,9 +163,10 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
         draw(sum(new), heads, width)
         for heads, width in ((problem.heads, problem.d), (problem.kv_heads, problem.d), (problem.kv_heads, problem.dv))
     )
-    window = problem.chunk + 17 if problem.windowed else 0
+    tokens = problem.chunk + 17 if problem.windowed else 0
+    window, attention_chunk = (0, tokens) if problem.chunked else (tokens, 0)
     scale, cap, sinks, slopes = _probe_scores(problem, device)
-    rest = (cap, sinks, slopes)
+    rest = (cap, sinks, slopes, attention_chunk)
 
     def dense(schedule: AttentionSchedule) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (t.unflatten(0, (2, -1)).transpose(1, 2) for t in (q, k, v))
@@ -232,12 +236,12 @@ def _choose(problem: AttentionProblem, device: torch.device) -> AttentionSchedul
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int, window: int, scores: Scores, *, few: bool
+    q: Tensor, k: Tensor, v: Tensor, page: int, chunk: int, seen: Visible, scores: Scores, *, few: bool
 ) -> AttentionProblem:
     return AttentionProblem(
         dtype=str(q.dtype).removeprefix("torch."), heads=q.shape[1], kv_heads=k.shape[2], d=q.shape[2], dv=v.shape[3],
-        page=page, chunk=chunk, windowed=window > 0, few=few, split=False, scaled=scores.scaled,
-        hopper=attention_hopper.supports(k, v, page > 0),
+        page=page, chunk=chunk, windowed=seen.tokens > 0, chunked=seen.attention_chunk > 0, few=few, split=False,
+        scaled=scores.scaled, hopper=attention_hopper.supports(k, v, page > 0),
         capped=scores.softcap > 0, alibi=scores.alibi_slopes is not None, sinks=scores.sinks is not None,
     )  # fmt: skip
 
@@ -262,9 +266,9 @@ def _attend(
     S: int,
     chunks: int,
     scores: Scores,
-    window: int,
+    seen: Visible,
 ) -> None:
-    group = problem.heads // problem.kv_heads
+    group, window = problem.heads // problem.kv_heads, seen.tokens
     heads = min(triton.next_power_of_2(group), attention_hopper.ROWS if schedule.hopper else schedule.block_m)
     cu, lens, table = metadata or (out, out, out)
     if metadata is None:
@@ -281,7 +285,7 @@ def _attend(
     sinks, slopes = (out if t is None else t.contiguous() for t in (scores.sinks, scores.alibi_slopes))
     shared = {
         "DV": problem.dv, "DVP": padded["DVP"], "CHUNK": problem.chunk, "WINDOWED": problem.windowed,
-        "SCALED": problem.scaled, "SINKS": problem.sinks, **launch_options(q.device),
+        "CHUNKED": problem.chunked, "SCALED": problem.scaled, "SINKS": problem.sinks, **launch_options(q.device),
     }  # fmt: skip
     if schedule.hopper:
         numbers = {"c": scores.c, "window": window, "T": T, "S": S, "tiles": tiles, "H": problem.heads}
@@ -331,8 +335,9 @@ def _tiles(T: int, S: int, block_m: int, group: int) -> int:
     return T // block_q + S + 1
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kv_chunk: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, scores: Scores, seen: Visible, kv_chunk: int) -> None:
     where = "attention on the GPU"
+    seen.check(where)
     scores.check(where, q.shape[1])
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise InvalidInput(f"{where}: q is {q.dtype}, keys {k.dtype}, values {v.dtype}; use one dtype for all")

@@ -89,7 +89,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     ),
     "detcompile_dense_attention": (
         None,
-        [_POINTER] * 5 + [_INT64] * 8 + [_POINTER] * 3 + [_INT32, _INT32],
+        [_POINTER] * 5 + [_INT64] * 9 + [_POINTER] * 3 + [_INT32, _INT32],
     ),
     "detcompile_paged_attention": (_INT64, [_POINTER] * 15 + [_INT32, _INT32, _INT32, _POINTER]),
     "detcompile_causal_conv": (_INT64, [_POINTER] * 9 + [_INT32, _INT32, _POINTER]),

@@ -23,6 +23,7 @@ def call(**kwargs: object) -> None:
 
 
 def test_known_arguments_are_understood() -> None:
+    call(attention_chunk=7)
     call(scaling=0.3, sliding_window=7, softcap=30.0, s_aux=torch.zeros(4), alibi_slopes=torch.ones(4), dropout=0.0)
 
 
@@ -32,6 +33,7 @@ def test_known_arguments_are_understood() -> None:
         ({"s_aux": torch.zeros(2)}, r"layer 3\) passes s_aux \(2,\), .* 4 query heads"),
         ({"s_aux": torch.zeros(1, 4, 1, 1)}, "which is not one value for each"),
         ({"alibi_slopes": torch.zeros(1)}, "which is not one value for each"),
+        ({"sliding_window": 7, "attention_chunk": 9}, "only one of them is known"),
         ({"indices": torch.zeros(3)}, "passes indices=Tensor, which the attention template does not know"),
     ],
 )

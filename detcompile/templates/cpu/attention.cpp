@@ -10,7 +10,8 @@ enum Fault : int64_t { kFine = 0, kBadSlot = 1, kBadCuSeqlens = 2, kBadSeqLen = 
 
 struct Metadata {
   const int64_t* slot_mapping; const int32_t* cu_seqlens; const int32_t* seq_lens; const int32_t* block_table;
-  int64_t T, S, max_blocks, num_blocks, block_size, window;
+  int64_t T, S, max_blocks, num_blocks, block_size;
+  Visible visible;
 
   // `where` gets the index of the offending token or sequence
   Fault check(int64_t* where) const {
@@ -22,7 +23,7 @@ struct Metadata {
       if (num_queries < 0 || cu_seqlens[s + 1] > T) return kBadCuSeqlens;
       if (num_queries == 0) continue;
       if (length < num_queries || length > max_blocks * block_size) return kBadSeqLen;
-      int64_t first = window > 0 && length - num_queries >= window ? length - num_queries - window + 1 : 0;
+      int64_t first = visible.first(length - num_queries);
       for (int64_t block = first / block_size; block <= (length - 1) / block_size; block++)
         if (block_table[s * max_blocks + block] < 0 || block_table[s * max_blocks + block] >= num_blocks) return kBadBlock;
     }
@@ -49,11 +50,11 @@ void write_cache(const Metadata& meta, const char* source, int32_t dtype, const 
 // q [B, Hq, T, D], k v [B, Hkv, T, D | Dv]; strides[9]: batch, head, token of q, of k, of v. out [B, Hq, T, Dv] contiguous.
 // scalars[3]: the first three fields of Scores.
 EXPORT void detcompile_dense_attention(const char* q, const char* k, const char* v, char* out, const int64_t* strides, int64_t B,
-                                       int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t Dv, int64_t window, int64_t chunk,
-                                       const float* scalars, const float* slopes, const float* sinks, int32_t dtype,
+                                       int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t Dv, int64_t window, int64_t attention_chunk,
+                                       int64_t chunk, const float* scalars, const float* slopes, const float* sinks, int32_t dtype,
                                        int32_t num_threads) {
   Heads h{Hq, Hkv, D, Dv, strides[2], strides[1], Dv, T * Dv, strides[5], strides[4], 0, strides[8], strides[7], 0,
-          1, window, chunk, {scalars[0], scalars[1], scalars[2], slopes, sinks}, dtype, dtype};
+          1, chunk, {window, attention_chunk}, {scalars[0], scalars[1], scalars[2], slopes, sinks}, dtype, dtype};
   std::vector<Sequence> sequences;
   int64_t bytes = item_size(dtype);
   for (int64_t b = 0; b < B; b++)
@@ -63,7 +64,7 @@ EXPORT void detcompile_dense_attention(const char* q, const char* k, const char*
 }
 
 // q [T, Hq, D], k v [T, Hkv, D | Dv], caches [num_blocks, block_size, Hkv, D | Dv]; strides[12]: token and head of q, k, v;
-// block, key and head of the caches. sizes[11]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk.
+// block, key and head of the caches. sizes[12]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk attention_chunk.
 // out [T, Hq, Dv] contiguous. scalars[3]: the first three fields of Scores. Returns a Fault, with its place in `where` and nothing written.
 EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const char* v, char* k_cache, char* v_cache,
                                           const int64_t* slot_mapping, const int32_t* cu_seqlens, const int32_t* seq_lens,
@@ -71,13 +72,13 @@ EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const ch
                                           const float* scalars, const float* slopes, const float* sinks, int32_t dtype,
                                           int32_t cache_dtype, int32_t num_threads, int64_t* where) {
   int64_t T = sizes[0], S = sizes[1], Hq = sizes[2], Hkv = sizes[3], D = sizes[4], Dv = sizes[5];
-  Metadata meta{slot_mapping, cu_seqlens, seq_lens, block_table, T, S, sizes[8], sizes[6], sizes[7], sizes[9]};
+  Metadata meta{slot_mapping, cu_seqlens, seq_lens, block_table, T, S, sizes[8], sizes[6], sizes[7], {sizes[9], sizes[11]}};
   if (Fault fault = meta.check(where)) return fault;
   int32_t write_threads = T * Hkv * (D + Dv) < 65536 ? 1 : num_threads;  // a parallel region costs more
   write_cache(meta, k, dtype, strides + 2, k_cache, cache_dtype, strides + 6, Hkv, D, write_threads);
   write_cache(meta, v, dtype, strides + 4, v_cache, cache_dtype, strides + 9, Hkv, Dv, write_threads);
   Heads h{Hq, Hkv, D, Dv, strides[0], strides[1], Hq * Dv, Dv, strides[7], strides[8], strides[6], strides[10], strides[11],
-          strides[9], meta.block_size, meta.window, sizes[10],
+          strides[9], meta.block_size, sizes[10], meta.visible,
           {scalars[0], scalars[1], scalars[2], slopes, sinks}, dtype, cache_dtype};
   std::vector<Sequence> sequences;
   int64_t bytes = item_size(dtype);

@@ -24,12 +24,22 @@ constexpr int64_t kWidth = kPanelVecs * kLanes;
 constexpr int64_t kChain = 128;  // features of one chain: a longer one would be less accurate than torch
 constexpr int64_t kRowsPerTask = 8 * kMaxRows;
 
+// The keys that a query sees: from first(its position) to its own.
+struct Visible {
+  int64_t window, attention_chunk;  // 0: none; at most one of them is positive
+  int64_t first(int64_t position) const {
+    if (attention_chunk > 0) return position / attention_chunk * attention_chunk;
+    return window > 0 && position >= window ? position - window + 1 : 0;
+  }
+};
+
 // strides count elements
 struct Heads {
   int64_t Hq, Hkv, D, Dv;
   int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
   int64_t k_key_stride, k_head_stride, k_block_stride, v_key_stride, v_head_stride, v_block_stride;
-  int64_t block_size, window, chunk;
+  int64_t block_size, chunk;
+  Visible visible;
   Scores scores;
   int32_t dtype, cache_dtype;
   int64_t group() const { return Hq / Hkv; }
@@ -51,10 +61,6 @@ const char* key_address(const char* base, const int32_t* table, int64_t block_si
   return base + (table[p / block_size] * block_stride + p % block_size * key_stride) * bytes;
 }
 
-int64_t first_visible(const Heads& h, int64_t position) {
-  return h.window > 0 && position >= h.window ? position - h.window + 1 : 0;
-}
-
 // One (sequence, kv head, query tile): its packed queries, its current block of keys, the state of its rows.
 struct Tile {
   const Heads& h;
@@ -68,7 +74,7 @@ struct Tile {
       : h(heads), s(sequence), task(t), row_tiles((t.end - t.begin) * heads.group()) {
     int64_t rows = row_tiles.rows;
     Dv_padded = (h.Dv + kWidth - 1) / kWidth * kWidth;
-    first_key = first_visible(h, position(0));
+    first_key = h.visible.first(position(0));
     last_key = position(rows - 1);
     int64_t widest = h.D > h.Dv ? h.D : h.Dv;
     k_panel = scratch.floats(kBlock * (h.D + Dv_padded + 2 * kMaxRows) + kMaxRows * Dv_padded + rows * (h.D + 2 * Dv_padded + 4) + widest);
@@ -202,13 +208,13 @@ struct Tile {
     load_block(block);
     for (int64_t tile = 0; tile < row_tiles.count; tile++) {
       int64_t row = row_tiles.begin(tile), rows = row_tiles.begin(tile + 1) - row;
-      if (position(row + rows - 1) < block * kBlock || first_visible(h, position(row)) >= (block + 1) * kBlock) continue;
+      if (position(row + rows - 1) < block * kBlock || h.visible.first(position(row)) >= (block + 1) * kBlock) continue;
       multiply_keys(row, rows);
       int64_t begin[kMaxRows], end[kMaxRows];
       float alpha[kMaxRows];
       bool whole = true;
       for (int64_t i = 0; i < rows; i++) {
-        int64_t first = first_visible(h, position(row + i)) - block * kBlock;
+        int64_t first = h.visible.first(position(row + i)) - block * kBlock;
         begin[i] = first > 0 ? first : 0;
         end[i] = min64(position(row + i) - block * kBlock + 1, kBlock);
         whole = whole && begin[i] == 0 && end[i] == kBlock;

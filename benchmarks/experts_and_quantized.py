@@ -260,21 +260,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     started, rows = time.monotonic(), []
-    for key in arguments.only.split(","):
-        for row in FAMILIES[key](key):
-            rows.append(row)
-            ratios = "  ".join(f"{peer} {ratio:.2f}" for peer, ratio in row["ratio"].items())
-            print(f"{row['model']} {row['kernel']} {row['product']} {row['tokens']}: {row['us']:.1f} us  {ratios}"
-                  f"  {row['schedule']} {row['admitted, refused']} {row.get('failed', '')}", flush=True)  # fmt: skip
-            if time.monotonic() - started > 60 * arguments.minutes:
-                break
     name = torch.cuda.get_device_name()
     result = {"commit": arguments.commit, "device": name, "torch": torch.__version__, "triton": triton.__version__}
     result |= {"unit": "us: median of CUDA-graph replays, buffers rotated past the L2", "rows": rows}
     arguments.output.mkdir(parents=True, exist_ok=True)
     suffix = "" if arguments.only == ",".join(FAMILIES) else "-" + arguments.only.replace(",", "-")
     path = arguments.output / f"experts-and-quantized{suffix}-{name.replace(' ', '-').lower()}-{arguments.commit}.json"
-    path.write_text(json.dumps(result, indent=1))
+    for key in arguments.only.split(","):
+        for row in FAMILIES[key](key):
+            rows.append(row)
+            path.write_text(json.dumps(result, indent=1))
+            ratios = "  ".join(f"{peer} {ratio:.2f}" for peer, ratio in row["ratio"].items())
+            print(f"{row['model']} {row['kernel']} {row['product']} {row['tokens']}: {row['us']:.1f} us  {ratios}"
+                  f"  {row['schedule']} {row['admitted, refused']} {row.get('failed', '')}", flush=True)  # fmt: skip
+            if time.monotonic() - started > 60 * arguments.minutes:
+                break
     print(path)
 
 

@@ -43,12 +43,16 @@ ARCHITECTURES = {
     "falcon": LLAMA | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gptj": COMMON | {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT, "rotary_dim": 12},
 }
-# Layers that carry a state from token to token: convolutions, Mamba-2, gated delta nets; attention beside them or none.
+# Layers that carry a state from token to token: convolutions, Mamba-2, gated delta nets, RWKV; some beside attention.
 STATEFUL = {
     "lfm2": LLAMA | {"layer_types": ["conv", "full_attention"], "head_dim": 20},
     "mamba2": COMMON
     | {"hidden_size": 80, "num_heads": 5, "head_dim": 32, "state_size": 24, "n_groups": 1, "num_hidden_layers": 2}
     | {"chunk_size": 64},
+    # weights and activations halved a layer, as transformers does it every sixth
+    "rwkv": COMMON
+    | {"hidden_size": 80, "attention_hidden_size": 96, "intermediate_size": 176, "num_hidden_layers": 2}
+    | {"rescale_every": 1},
     "qwen3_next": LLAMA
     | {"head_dim": 20, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 20},

@@ -30,7 +30,7 @@ from detcompile.passes.provenance import (
     shape_of,
     sympy_size,
 )
-from detcompile.passes.recurrence_rules import recurrence_order
+from detcompile.passes.recurrence_rules import is_recurrence, recurrence_order
 from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
 from detcompile.passes.template_rules import ATTENTION, TEMPLATES
 from detcompile.passes.whole_graph import is_assertion, lost_of, only_checked
@@ -233,7 +233,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
             _require_apart(node, state, context)
             order = _order_of(node, numerics)
             kind = "template" if node.args[:1] == (ours.rope_cache.default,) else kind
-            kind = "recurrence" if recurrence_order(node) is not None else kind
+            kind = "recurrence" if is_recurrence(node) else kind
             return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -297,7 +297,10 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         if in_tree is None:
             return None
         order = in_tree
-    elif (of_recurrence := recurrence_order(node)) is not None:
+    elif is_recurrence(node):
+        of_recurrence = recurrence_order(node)
+        if of_recurrence is None:
+            return None
         order = of_recurrence
     elif target in ATTENTION:
         place = 8 if target is ours.cached_attention.default else 5

@@ -101,6 +101,29 @@ def _zaya(recurrences: Recurrences, self: Any, hidden_states: Tensor, *_: Any, *
     return query, key, value
 
 
+def _rwkv_attention(recurrences: Recurrences, self: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    late = _late(recurrences, hidden, 1)
+    key, value, gate = (
+        project(hidden * mix + late * (1 - mix))
+        for project, mix in (
+            (self.key, self.time_mix_key),
+            (self.value, self.time_mix_value),
+            (self.receptance, self.time_mix_receptance),
+        )
+    )
+    out = recurrences.average(key, value, -torch.exp(self.time_decay.float()), self.time_first)
+    return self.output(torch.sigmoid(gate) * out.to(key.dtype)), None
+
+
+def _rwkv_feed_forward(recurrences: Recurrences, self: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    late = _late(recurrences, hidden, 1)
+    key, gate = (
+        project(hidden * mix + late * (1 - mix))
+        for project, mix in ((self.key, self.time_mix_key), (self.receptance, self.time_mix_receptance))
+    )
+    return torch.sigmoid(gate) * self.value(torch.square(torch.relu(key))), None
+
+
 def _late(recurrences: Recurrences, x: Tensor, delay: int) -> Tensor:
     """x [B, T, C] of ``delay`` tokens before, zeros before the first."""
     if not delay:
@@ -112,6 +135,8 @@ def _late(recurrences: Recurrences, x: Tensor, delay: int) -> Tensor:
 OWN_MIXERS: dict[str, Callable[..., Any]] = {
     "minimax.modeling_minimax.MiniMaxLightningAttention": _lightning,
     "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _griffin,
+    "rwkv.modeling_rwkv.RwkvFeedForward": _rwkv_feed_forward,
+    "rwkv.modeling_rwkv.RwkvSelfAttention": _rwkv_attention,
     "zamba.modeling_zamba.ZambaMambaMixer": _zamba,
     "zaya.modeling_zaya.ZayaCCAProjection": _zaya,
 }

@@ -19,13 +19,14 @@ from detcompile.passes.provenance import (
     shape_of,
 )
 
-__all__ = ["DENSE_RECURRENCES", "RECURRENCES", "recurrence_order"]
+__all__ = ["DENSE_RECURRENCES", "RECURRENCES", "is_recurrence", "recurrence_order"]
 
 ours = torch.ops.detcompile
 METADATA = ("state_slots", "cu_seqlens", "seq_lens")
 BASES = {"_all_bases", "_state_base_index"}  # what functionalization adds
-CONV = {"rows": ("x",), "weights": ("weight", "bias")}
-SCAN = {"rows": ("v", "q", "k", "decay", "beta"), "weights": ("rates",)}
+CONV: dict[str, tuple[str, ...]] = {"rows": ("x",), "weights": ("weight", "bias")}
+SCAN: dict[str, tuple[str, ...]] = {"rows": ("v", "q", "k", "decay", "beta"), "weights": ("rates",)}
+AVERAGE: dict[str, tuple[str, ...]] = {"rows": ("v", "k"), "weights": ("decay", "bonus")}
 
 
 def _packed(operands: dict[str, tuple[str, ...]]) -> Rule:
@@ -80,22 +81,31 @@ def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Cont
     return values[0]
 
 
-RECURRENCES = {ours.causal_conv.default: _packed(CONV), ours.linear_recurrence.default: _packed(SCAN)}
+RECURRENCES = {
+    ours.causal_conv.default: _packed(CONV),
+    ours.linear_recurrence.default: _packed(SCAN),
+    ours.wkv.default: _packed(AVERAGE),
+}
 DENSE_RECURRENCES = {
     ours.dense_causal_conv.default: _dense(CONV),
     ours.dense_linear_recurrence.default: _dense(SCAN),
+    ours.dense_wkv.default: _dense(AVERAGE),
 }
 
 
+def is_recurrence(node: fx.Node) -> bool:
+    """Whether a node carries a state from token to token, or walks whole sequences as one that does."""
+    return node.target in DENSE_RECURRENCES or bool(node.args and node.args[0] in RECURRENCES)
+
+
 def recurrence_order(node: fx.Node) -> Sequential | Row | None:
-    """The order of a recurrence's sums; None for any other operation."""
-    if node.args and node.args[0] in RECURRENCES:
-        given: Any = node.kwargs
-        operation = node.args[0]
-    elif node.target in DENSE_RECURRENCES:
+    """The order of a recurrence's sums at a token; None where it adds but two terms."""
+    given: Any = node.kwargs
+    operation = node.args[0]
+    if node.target in DENSE_RECURRENCES:
         names = [argument.name for argument in node.target._schema.arguments]
         given, operation = dict(zip(names, node.args, strict=False)), node.target
-    else:
+    if operation in (ours.wkv.default, ours.dense_wkv.default):
         return None
     if "conv" in str(operation):
         taps = shape_of(given["weight"])[1]

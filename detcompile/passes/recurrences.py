@@ -70,6 +70,16 @@ class Recurrences:
         order = (rates, state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return torch.ops.detcompile.linear_recurrence(*packed, *order).unsqueeze(0)
 
+    def average(self, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
+        """templates.wkv: k and v [B, T, C], decay and bonus [C] -> [B, T, C]; all are rounded to float32."""
+        k, v, decay, bonus = k.float(), v.float(), decay.float(), bonus.float()
+        found = self._next(StateShape((3, v.shape[2]), True))
+        if found is None:
+            return torch.ops.detcompile.dense_wkv(k, v, decay, bonus)
+        step, state = found
+        order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
+        return torch.ops.detcompile.wkv(k.squeeze(0), v.squeeze(0), decay, bonus, *order).unsqueeze(0)
+
     def attention_place(self, _: nn.Module) -> int:
         """The number of this call of attention within the forward."""
         place = self._num_attention

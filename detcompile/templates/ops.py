@@ -14,6 +14,7 @@ from detcompile.templates import (
     rope,
     rows,
     softmax,
+    wkv,
 )
 
 __all__ = ["FAMILIES"]
@@ -32,4 +33,5 @@ FAMILIES = (
     rope,
     rows,
     softmax,
+    wkv,
 )

@@ -46,6 +46,31 @@ def test_a_recurrence_is_certified_with_its_order() -> None:
     assert "its own prefix" in entry.proof
 
 
+def averaged(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
+    return ops.wkv(x, x, weight[:, 0], weight[:, 1], state, state_slots, cu_seqlens, seq_lens)
+
+
+def averaged_by_rows(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
+    return ops.wkv(x, x, weight[:, 0], x[0], state, state_slots, cu_seqlens, seq_lens)
+
+
+def averaged_out_of_order(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
+    return ops.wkv(x.flip(0), x, weight[:, 0], weight[:, 1], state, state_slots, cu_seqlens, seq_lens)
+
+
+def test_an_average_is_certified_and_adds_two_terms_at_a_time() -> None:
+    (certificate,) = certified(averaged, state=torch.zeros(2, 3, 8)).certificates
+    (entry,) = [entry for entry in certificate.entries if entry.kind == "recurrence"]
+    assert (entry.op, entry.order) == ("detcompile.wkv.default", "") and "its own prefix" in entry.proof
+
+
+@pytest.mark.parametrize("function", [averaged_by_rows, averaged_out_of_order])
+def test_an_average_of_other_rows_is_refused(function) -> None:
+    with pytest.raises(Exception) as raised:
+        certified(function, state=torch.zeros(2, 3, 8))
+    assert isinstance(cause(raised.value), UncertifiedOp), raised.value
+
+
 def swapped_lengths(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
     return ops.causal_conv(x, weight, None, state, seq_lens, cu_seqlens, state_slots)
 

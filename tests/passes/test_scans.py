@@ -11,7 +11,8 @@ from docs.model_configs import VOCAB_SIZE, tiny_model
 from tests.models import random_model
 
 # One architecture at least for every scan and every layer of our own.
-NAMES = ["kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next", "recurrent_gemma", "zamba", "zaya"]
+NAMES = ["kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next", "recurrent_gemma", "rwkv", "zamba"]
+NAMES += ["zaya"]
 
 
 @pytest.mark.parametrize("name", NAMES)

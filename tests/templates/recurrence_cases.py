@@ -1,5 +1,6 @@
 """Recurrences cut into steps: operands of every kind, and a driver that feeds an operation in packed steps."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from tests.templates.cases import normal
 
-__all__ = ["KINDS", "Operands", "in_steps", "operands", "step_of"]
+__all__ = ["KINDS", "Operands", "averaged", "in_steps", "operands", "random_plan", "step_of"]
 
 KINDS = {  # decay of a head, of a key, by rates of key and value; each with the delta rule and without
     f"{name}{', delta' if delta else ''}": (kind, delta)
@@ -44,6 +45,23 @@ def operands(kind: str, B: int, T: int, G: int, H: int, K: int, V: int, seed: in
         normal((B, T, H), torch.float32, seed + 4).sigmoid() if delta else None,
         normal((H, K, V), torch.float32, seed + 5).abs() if which == 2 else None,
     )
+
+
+def averaged(B: int, T: int, C: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operands of dense_wkv: keys, values, decay and bonus."""
+    k, v = (normal((B, T, C), torch.float32, seed + i) * 3 for i in range(2))
+    return k, v, -normal((C,), torch.float32, seed + 2).exp(), normal((C,), torch.float32, seed + 3)
+
+
+def random_plan(seed: int, tokens: int) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """Three rows that advance as chance will, in any order, and the slots of their states."""
+    rng = random.Random(seed)
+    left, plan = [tokens] * 3, []
+    while any(left):
+        counts = [(row, rng.randint(0, min(left[row], rng.choice([1, 4, tokens])))) for row in rng.sample(range(3), 3)]
+        plan.append([(row, count) for row, count in counts if count])
+        left = [left[row] - dict(counts)[row] for row in range(3)]
+    return [step for step in plan if step], rng.sample(range(5), 3)
 
 
 def step_of(parts: Sequence[tuple[int, int]], slots: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Recurrences on the CPU: their value, and bits that no step, neighbour, slot or instruction set can change."""
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +11,7 @@ from detcompile.templates.causal_conv import causal_conv_cpu, reference_causal_c
 from detcompile.templates.linear_recurrence import linear_recurrence_cpu, reference_linear_recurrence
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import DTYPES, ISAS, normal, sample
-from tests.templates.recurrence_cases import KINDS, in_steps, operands, step_of
+from tests.templates.recurrence_cases import KINDS, in_steps, operands, random_plan, step_of
 
 ops = torch.ops.detcompile
 T = 23  # tokens of each row
@@ -37,20 +35,9 @@ def test_the_convolution_has_its_value(dtype: torch.dtype, taps: int, device: st
     assert found.dtype == dtype and error < torch.finfo(dtype).eps
 
 
-def random_plan(seed: int) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Three rows that advance as chance will, in any order, and the slots of their states."""
-    rng = random.Random(seed)
-    left, plan = [T, T, T], []
-    while any(left):
-        counts = [(row, rng.randint(0, min(left[row], rng.choice([1, 4, T])))) for row in rng.sample(range(3), 3)]
-        plan.append([(row, count) for row, count in counts if count])
-        left = [left[row] - dict(counts)[row] for row in range(3)]
-    return [step for step in plan if step], rng.sample(range(5), 3)
-
-
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(sorted(KINDS)))
 def test_the_recurrence_ignores_steps_neighbours_and_slots(seed: int, kind: str) -> None:
-    plan, slots = random_plan(seed)
+    plan, slots = random_plan(seed, T)
     given = operands(kind, 3, T, 1, 2, 5, 20)
     whole = ops.dense_linear_recurrence(*given)
     state = torch.full((5, 2, 5, 20), torch.nan)  # a stale state is not read
@@ -66,7 +53,7 @@ def test_the_recurrence_ignores_steps_neighbours_and_slots(seed: int, kind: str)
 
 @given(seed=st.integers(0, 10**6), taps=st.sampled_from([1, 2, 4, 30]))
 def test_the_convolution_ignores_steps_neighbours_and_slots(seed: int, taps: int) -> None:
-    plan, slots = random_plan(seed)
+    plan, slots = random_plan(seed, T)
     x, weight, bias = (normal(shape, torch.bfloat16) for shape in ((3, T, 40), (40, taps), (40,)))
     whole = ops.dense_causal_conv(x, weight, bias)
     state = torch.full((5, taps - 1, 40), torch.nan, dtype=torch.bfloat16)

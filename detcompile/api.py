@@ -1,5 +1,6 @@
 """compile(): the one function most users need."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from detcompile.passes.positions import position_tables
 from detcompile.passes.quantized_checkpoints import load_quantized, quantization_of
 from detcompile.remote_model import compile_in_workers
 
-__all__ = ["TINY", "compile", "load_model"]
+__all__ = ["TINY", "compile", "compile_here", "load_model"]
 
 TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parent / TINY
@@ -62,10 +63,27 @@ def compile(
     if tp > 1 and tp_group is None and not dist.is_initialized():
         options = {"replicate_attention": replicate_attention}
         return compile_in_workers(model, tp=tp, numerics=numerics, max_context=max_context, options=options)
+    return compile_here(model, tp, numerics, max_context, tp_group, replicate_attention)
+
+
+def compile_here(
+    model: PreTrainedModel | str | Path,
+    tp: int,
+    numerics: Numerics,
+    max_context: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    replicate_attention: bool = False,
+    on_read: Callable[[int, int], None] | None = None,
+) -> CompiledModel:
+    """``compile`` in this process, a rank where tp is above 1.
+
+    Args:
+        on_read: of ranks that share a model: is told the bytes of weights read so far and of how many.
+    """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     loaded = load_model(model) if isinstance(model, (str, Path)) else model
     context = _context(loaded, max_context)
-    lowered = lower(loaded, numerics, context, ranks, replicate_attention)
+    lowered = lower(loaded, numerics, context, ranks, replicate_attention, on_read)
     compiled = CompiledModel(loaded, lowered, numerics, context, ranks)
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)

@@ -5,10 +5,8 @@ KV caches, samplers. So a step sends its arrays, and gets its tokens back.
 """
 
 import contextlib
-import os
 import pickle
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,8 +16,6 @@ from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.status import Status
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,13 +30,13 @@ from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.remote_worker import RemoteRunner, RemoteWorker
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.worker_group import WorkerGroup
+from detcompile.start_progress import StartProgress
 from detcompile.step import KVGroup
 
 __all__ = ["ModelFacts", "RankPlan", "RemoteModel", "compile_in_workers"]
 
 STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels on its way; CPUs take their time
 START_SECONDS = 3600.0  # loading, compiling, and capturing CUDA graphs
-QUIET_SECONDS = 2.0  # what takes longer shows that it goes on
 
 
 class RankPlan(NamedTuple):
@@ -234,8 +230,8 @@ def compile_in_workers(
             step_seconds=STEP_SECONDS[device_type] if step_seconds is None else step_seconds,
             files=() if saved is None else (saved.fileno(),),
         )
-        with _status_after_a_while(f"starting {tp} worker process{'es' if tp > 1 else ''}") as status:
-            group.on_note = lambda rank, text: status.update(f"rank {rank} of {tp}: {text}")
+        with StartProgress(tp) as progress:
+            group.on_note = progress.on_note
             try:
                 group.result(group.started)
                 port = group.call("open_store")[0]
@@ -276,21 +272,6 @@ def _saved(model: PreTrainedModel) -> Iterator[IO[bytes]]:
             ) from error
         file.flush()
         yield file
-
-
-@contextlib.contextmanager
-def _status_after_a_while(text: str) -> Iterator[Status]:
-    """A line on standard error, where that is a terminal, once this has gone on for a while."""
-    status = Status(text, console=Console(stderr=True))
-    timer = threading.Timer(QUIET_SECONDS, status.start)
-    timer.daemon = True
-    if os.isatty(2):
-        timer.start()
-    try:
-        yield status
-    finally:
-        timer.cancel()
-        status.stop()
 
 
 def _no_forward(*_arguments: object) -> torch.Tensor:

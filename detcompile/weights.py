@@ -4,7 +4,7 @@ The hash is of the whole weights: ranks compute it before they take their shares
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -16,14 +16,24 @@ __all__ = ["require_weights_at", "weight_addresses", "weights_digest"]
 CHUNK_BYTES = 1 << 26
 
 
-def weights_digest(model: nn.Module) -> str:
-    """sha256 over names, shapes, dtypes and bytes of every parameter and buffer."""
+def weights_digest(model: nn.Module, tick: Callable[[int, int], None] | None = None) -> str:
+    """sha256 over names, shapes, dtypes and bytes of every parameter and buffer.
+
+    Args:
+        tick: is told the bytes read so far and of how many, once for each part in a thousand or more, and at the end.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(_weights(model).items()):
+    weights = sorted(_weights(model).items())
+    done, told, total = 0, 0, sum(tensor.nbytes for _, tensor in weights)
+    for name, tensor in weights:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for chunk in flat.split(CHUNK_BYTES):
             digest.update(chunk.cpu().numpy().data)
+            done += chunk.nbytes
+            if tick is not None and (done == total or 1000 * (done - told) >= total):
+                tick(done, total)
+                told = done
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from detcompile.api import compile, load_model
+from detcompile.api import compile_here, load_model
 from detcompile.compiled import CompiledModel
 from detcompile.config import turn_multicast_off
 from detcompile.passes.shard import moves_after_sharding
@@ -23,6 +23,7 @@ from detcompile.runtime.remote_worker import PackedTensor, PackedWork, WorkReade
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.step_builder import StepArrays
 from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
+from detcompile.start_progress import reading
 
 __all__ = ["RankServer", "load_for_rank"]
 
@@ -68,11 +69,15 @@ class RankServer:
             self._join(device, port)
         self.note("loading")
         model = load_for_rank(plan, device)
-        self.note("compiling")
-        self.model: CompiledModel = compile(
-            model, tp=plan.tp, numerics=plan.numerics, max_context=plan.max_context, **plan.options
+        self.model: CompiledModel = compile_here(
+            model, plan.tp, plan.numerics, plan.max_context, on_read=self._tell_read, **plan.options
         )
         return ModelFacts.of(self.model) if self.rank == 0 else None
+
+    def _tell_read(self, done: int, total: int) -> None:
+        self.note(reading(done, total))
+        if done == total:
+            self.note("compiling")
 
     def fingerprint_parts(self) -> dict[str, str] | None:
         """Of the model; every rank takes part where the ranks share the work."""

@@ -178,8 +178,9 @@ def _two_ranks(model_type: str) -> str:
         try:
             give_positions(model)
             freeze_rope(model, MAX_CONTEXT)
-            if pin_experts(model) + replace_experts(model):
-                return "a mixture of experts over several ranks"
+            pin_experts(model)
+            if replace_experts(model):
+                return "experts that take no implementation from outside, over several ranks"
             if pin_recurrences(model) is not None:
                 return "layers with a state over several ranks"
             attention, _ = probe_attention(model, NUMERICS.kv_chunk)

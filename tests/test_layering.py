@@ -39,6 +39,7 @@ LAYERS = [
         "detcompile.numerics",
         "detcompile.orders",
         "detcompile.parallel",
+        "detcompile.start_progress",
         "detcompile.step",
         "detcompile.weights",
     },

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.speculation import SpeculationConfig
+from detcompile.start_progress import StartProgress, reading
 from detcompile.verification import TP, ModelSpec, verify
 from detcompile.weights import weights_digest
 from detcompile.workers import load_for_rank
@@ -34,6 +36,7 @@ from tests.runtime.test_speculation import Oracle, workload
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150
 NAME = "granite_swa"  # four KV groups
+NOTES: list[tuple[int, str]] = []  # that the ranks of ``two`` sent while they started
 CONFIGS = engine_configs(120, 400)
 
 
@@ -55,7 +58,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
     """A folder on two ranks, as a user gets it."""
     folder = tmp_path_factory.mktemp("model")
     random_model(NAME, torch.float32).save_pretrained(folder)
-    model = detcompile.compile(folder, tp=2, max_context=MAX_CONTEXT)
+    with mock.patch.object(StartProgress, "on_note", lambda _, rank, text: NOTES.append((rank, text))):
+        model = detcompile.compile(folder, tp=2, max_context=MAX_CONTEXT)
     assert isinstance(model, RemoteModel)
     with model:
         yield model
@@ -74,6 +78,15 @@ def test_logits_and_the_fingerprint(one: RemoteModel) -> None:
     assert one.fingerprint == here.fingerprint
     assert (one.certificate.orders, one.certificate.counts) == (here.certificate.orders, here.certificate.counts)
     assert (one.device, one.dtype, one.vocab_size) == (here.device, here.dtype, here.vocab_size)
+
+
+def test_ranks_tell_how_much_of_the_weights_they_have_read(two: RemoteModel) -> None:
+    module = random_model(NAME, torch.float32)
+    total = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    for rank in range(2):
+        notes = [text for teller, text in NOTES if teller == rank]
+        assert notes[0] == "loading" and notes[-2:] == [reading(total, total), "compiling"]
+        assert len(notes) > 10
 
 
 @pytest.mark.parametrize("axis", sorted(set(AXES) - {"cuda_graphs"}))

@@ -19,6 +19,7 @@ from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
 from detcompile.passes.gates import fuse_gated_products
+from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
 
@@ -84,7 +85,7 @@ class Backend:
         post_grad = GraphPass(lambda graph_module: self._certify(graph_module, named), repr(self.numerics))
         settings = {
             **ROUNDING,
-            "joint_custom_pre_pass": GraphPass(rewrite, repr(self.numerics)),
+            "joint_custom_pre_pass": GraphPass(self._rewrite, repr(self.numerics)),
             "post_grad_custom_post_pass": post_grad,
         }
 
@@ -115,6 +116,9 @@ class Backend:
     def _role(self, node: fx.Node) -> Role:
         value = node.meta.get("example_value")
         return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
+
+    def _rewrite(self, gm: fx.GraphModule) -> fx.GraphModule:
+        return rewrite(pin_collectives(gm, self.numerics))
 
     def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:
         return certify(gm.graph, named, self.numerics, self.expected_attention, self.expected_recurrences)

@@ -264,7 +264,10 @@ REASONS = {
     "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
     "empty": "reads memory that nothing has written",
     "as_strided": "a view whose rows cannot be followed",
-    "c10d": "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model)",
+    "c10d": (
+        "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model; an "
+        "all_reduce of a plain matrix product, over a declared number of ranks, becomes the declared tree)"
+    ),
 }
 
 
@@ -286,7 +289,8 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         radices = _declared(args[8], numerics)
         order = matmul_order(_static(shape_of(args[0])[1]), args[0].meta["val"].dtype, radices)
     elif target in (ours.expert_matmul.default, ours.gated_matmul.default):
-        order = matmul_order(_static(shape_of(args[0])[-1]), args[0].meta["val"].dtype, ())
+        radices = _declared(args[4] if len(args) > 4 else (), numerics)  # gated_matmul has two arguments
+        order = matmul_order(_static(shape_of(args[0])[-1]), args[0].meta["val"].dtype, radices)
     elif args[:1] == (ours.rope_cache.default,):
         if node.kwargs["eps"] is None:
             return None

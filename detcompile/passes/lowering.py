@@ -79,12 +79,14 @@ def lower(
     max_context: int,
     ranks: TensorParallel | None = None,
     replicate_attention: bool = False,
+    on_read: Callable[[int, int], None] | None = None,
 ) -> Lowered:
     """Rewrite, capture, certify and lower ``model``, which is changed in place (its bits under eager change with it).
 
     Args:
         ranks: with whom this process shares the model; every one of them has to call this with the same model.
         replicate_attention: heads that do not divide among the ranks are computed by each.
+        on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -103,8 +105,12 @@ def lower(
     freeze_rope(model, max_context)
     if pin_quantized(model) and ranks is not None:
         raise UnsupportedModel(f"{type(model).__name__}: quantised weights over several ranks; compile with tp=1")
-    if pin_experts(model) + replace_experts(model) and ranks is not None:
-        raise UnsupportedModel(f"{type(model).__name__}: a mixture of experts over several ranks; compile with tp=1")
+    pin_experts(model)
+    if replace_experts(model) and ranks is not None:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: experts that take no implementation from outside, over several ranks; "
+            "compile with tp=1"
+        )
     recurrences = pin_recurrences(model)
     if recurrences is not None and ranks is not None:
         raise UnsupportedModel(f"{type(model).__name__}: layers with a state over several ranks; compile with tp=1")
@@ -114,7 +120,7 @@ def lower(
     if ranks is None:
         pin_row_parallel(model, numerics)
     else:
-        whole_weights = weights_digest(model)
+        whole_weights = weights_digest(model, on_read)
         ranks.require_equal(
             {"weights": whole_weights, "numerics": str(numerics), "max_context": str(max_context)}
         )  # before the first collective of the model: ranks that differ would wait for each other

@@ -7,7 +7,7 @@ import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.canonicalize import VIEWS, insert
 from detcompile.passes.provenance import shape_of
 
-__all__ = ["fuse_residuals", "pin_matmuls"]
+__all__ = ["fuse_residuals", "pin_matmuls", "transposed_weight"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
 # The argument's position.
@@ -28,10 +28,15 @@ def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _pin(graph: fx.Graph, node: fx.Node, x: fx.Node, w_KN: fx.Node, bias: fx.Node | None) -> None:
-    w_NK = w_KN.args[0] if _is_transpose(w_KN) else insert(graph, aten.permute.default, (w_KN, [1, 0]), node)
+    w_NK = transposed_weight(graph, w_KN, node)
     pinned = insert(graph, ours.matmul.default, (x, w_NK, bias, None, []), node)
     node.replace_all_uses_with(pinned)
     graph.erase_node(node)
+
+
+def transposed_weight(graph: fx.Graph, w_KN: fx.Node, product: fx.Node) -> fx.Node:
+    """The second operand of a product as the template takes it, [N, K]."""
+    return w_KN.args[0] if _is_transpose(w_KN) else insert(graph, aten.permute.default, (w_KN, [1, 0]), product)
 
 
 def _is_transpose(node: fx.Node) -> bool:
@@ -58,6 +63,7 @@ def _takes_residual(product: fx.Node, y: fx.Node, r: fx.Node, add: fx.Node) -> b
     return (
         product.target in RESIDUAL_OF
         and product.args[RESIDUAL_OF[product.target]] is None
+        and len(shape_of(product)) == 2
         and len(product.users) == 1
         and len(y.users) == 1
         and shape_of(r) == shape_of(add) == shape_of(y)

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["ROW_STYLES", "style_of", "tensor_parallel_plan"]
+__all__ = ["EXPERT_STYLE", "ROW_STYLES", "style_of", "tensor_parallel_plan"]
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
 ROW_STYLES = ("rowwise", "rowwise_split_input")
+EXPERT_STYLE = "moe_tp_experts"  # of a module; what a rank keeps of its weights is told by the module itself
 # Whole on every rank; the embedding is sharded whether or not a plan says so.
 WHOLE_STYLES = ("replicated", "replicated_with_grad_allreduce", "embedding_rowwise")
 
@@ -23,6 +24,7 @@ FUSED = {
     "h.*.mlp.dense_h_to_4h": "colwise",
     "h.*.mlp.dense_4h_to_h": "rowwise",
 }
+HEADS = {f"layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
 # Plans of architectures for which transformers has none, in its notation.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "bloom": FUSED,
@@ -33,6 +35,7 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
     },
+    **dict.fromkeys(("gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"), HEADS),
     "gptj": {
         "h.*.attn.q_proj": "colwise",
         "h.*.attn.k_proj": "colwise",
@@ -61,7 +64,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def style_of(name: str, plan: dict[str, str]) -> str:
-    """'column', 'row' or '' for a module or parameter of this name.
+    """'column', 'row', 'experts' or '' for a module or parameter of this name.
 
     Raises:
         UnsupportedModel: the plan's style is none that is known.
@@ -70,6 +73,8 @@ def style_of(name: str, plan: dict[str, str]) -> str:
         if fnmatch(name, pattern):
             if style in COLUMN_STYLES or style in ROW_STYLES:
                 return "column" if style in COLUMN_STYLES else "row"
+            if style == EXPERT_STYLE:
+                return "experts"
             if style in WHOLE_STYLES:
                 return ""
             raise UnsupportedModel(f"{name}: the tensor-parallel style {style!r} is not known; compile with tp=1")

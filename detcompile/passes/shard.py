@@ -13,6 +13,8 @@ from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
 from detcompile.passes.attention import AttentionCall
+from detcompile.passes.expert_shares import pin_expert_trees, shard_experts
+from detcompile.passes.experts import find_experts
 from detcompile.passes.heads import HeadShare, features_of, head_share
 from detcompile.passes.parallel_modules import (
     GatheredLinear,
@@ -43,7 +45,7 @@ def row_parallel_patterns(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
-    """Replace the row-parallel linears of ``model`` in place and return how many there were.
+    """Give the row-parallel linears of ``model`` and its experts the tree, in place; says how many there were.
 
     Raises:
         NumericsError: K of a linear has no equal leaves; the message names the module and the sets that fit.
@@ -54,7 +56,7 @@ def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
             module.radices = list(numerics.radices)
         else:
             _replace(model, name, RowParallelLinear(module, numerics.radices))
-    return len(found)
+    return len(found) + (pin_expert_trees(model, numerics) if tensor_parallel_plan(model) else 0)
 
 
 def shard(
@@ -94,10 +96,19 @@ def shard(
             call.module.to(ranks.device)
     for name, linear in _row_parallel(model, numerics):
         _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
+    mixtures = find_experts(model)
+    for name, module in mixtures:
+        shard_experts(name, module, numerics, ranks)
+        module.to(ranks.device)
     for name, module in list(model.named_modules()):
-        if name.rpartition(".")[0] not in shares and style_of(name, plan) == "column":
+        style = "" if name.rpartition(".")[0] in shares else style_of(name, plan)
+        if style == "column":
             _keep_columns(name, module, ranks)
             module.to(ranks.device)
+        elif style == "experts" and (name, module) not in mixtures:
+            raise UnsupportedModel(
+                f"{name}: the experts of a {type(module).__name__} over several ranks; compile with tp=1"
+            )
     _shard_vocabulary(model, ranks)
     model.to(ranks.device)
 

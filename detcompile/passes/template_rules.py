@@ -30,7 +30,7 @@ from detcompile.passes.provenance import (
 from detcompile.passes.recurrence_rules import DENSE_RECURRENCES, RECURRENCES
 from detcompile.passes.rules import embedding, pointwise
 
-__all__ = ["ATTENTION", "TEMPLATES"]
+__all__ = ["ATTENTION", "TEMPLATES", "of_experts"]
 
 ours = torch.ops.detcompile
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
@@ -68,12 +68,16 @@ def _gated_matmul(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _expert_matmul(node: fx.Node, ctx: Context) -> Rows:
-    """A row is multiplied by the weights of the experts that the same row chose."""
+    if node.args[3] is not None:
+        require_weight(ctx.rows(node.args[3]), "the experts' bias")
+    return of_experts(node, ctx)
+
+
+def of_experts(node: fx.Node, ctx: Context) -> Rows:
+    """A row (node.args[0]) is multiplied by the weights of the experts that the same row chose (the next two)."""
     x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
     require_weight(w, "the experts' weights")
     require_feature(x, -1, "the sum of a matrix product")
-    if len(node.args) > 3 and node.args[3] is not None:
-        require_weight(ctx.rows(node.args[3]), "the experts' bias")
     own = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
     return Rows((*join([own, ids], len(ids.dims)).dims, w.dims[1]))
 

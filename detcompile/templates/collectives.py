@@ -3,7 +3,7 @@
 Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`` names a torch.distributed group.
 
     matmul_partial(x [M, K/R], w [N, K/R], radices, tp) -> float32 [M, N]: this rank's subtree of Tree(K, ...)
-    tree_all_reduce(partial [M, N], bias, residual, radices, group, out_dtype) -> [M, N] on every rank:
+    tree_all_reduce(partial [..., N], bias, residual, radices, group, out_dtype) -> [..., N] on every rank:
         acc = the ranks' partials in the levels of the tree above the ranks, float32
         y   = round(acc + bias);   out = round(residual + y)           the epilogue of detcompile::matmul
     all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
@@ -83,22 +83,24 @@ def tree_all_reduce(
     num_ranks = process_group(group).size()
     if math.prod(radices) != num_ranks:
         raise InvalidInput(f"detcompile::tree_all_reduce: radices {tuple(radices)} over {num_ranks} ranks")
-    if partial.dim() != 2 or partial.dtype is not torch.float32:
+    if partial.dim() < 2 or partial.dtype is not torch.float32:
         raise InvalidInput(
-            f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [M, N]"
+            f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [..., N]"
         )
-    partial = partial.contiguous()
+    shape = partial.shape
+    partial = partial.flatten(0, -2).contiguous()
+    residual = None if residual is None else residual.flatten(0, -2)
     memory = peer_memory(group, partial.device) if peers and partial.is_cuda else None
     levels = sum(radix > 1 for radix in radices)
     if memory is not None and levels <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
         out = partial.new_empty(partial.shape, dtype=out_dtype)
         reduce_over_peers(memory, partial, *_epilogue(bias, residual), tuple(radices), out, two_shot)
-        return out
+        return out.view(shape)
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
     if two_shot:
-        return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype)
-    return add_partials(_gather(partial, group), bias, residual, radices, out_dtype)
+        return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype).view(shape)
+    return add_partials(_gather(partial, group), bias, residual, radices, out_dtype).view(shape)
 
 
 def add_partials(

@@ -10,14 +10,14 @@ Legend: M rows (a token's choice of an expert), C choices of a token, E experts,
 
 No program waits for another, none adds atomically, and the host reads nothing: which rows and tiles there are is on the
 device, in as many programs as the worst case needs. A row's sum knows its own operands alone. An id outside [0, E)
-stands for no expert, the group E: its rows are zeros.
+stands for no expert, the group E: its rows are zeros. With a tree (R3 above 1) its open nodes are kept in registers.
 """
 
 import triton
 import triton.language as tl
 
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
-from detcompile.templates.matmul_kernels import grouped, leaf_sum
+from detcompile.templates.matmul_kernels import close_leaf, grouped, leaf_sum, root_of
 
 __all__ = ["few_rows_kernel", "gather_rows_kernel", "group_rows_kernel", "grouped_kernel", "sorted_kernel"]
 
@@ -69,12 +69,12 @@ def group_rows_kernel(
 
 @triton.jit
 def _descriptor_sum(
-    x_M, w_desc, w_row, K, M, m, x_stride_k,
+    x_M, w_desc, w_row, k_first, K, M, m, x_stride_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """leaf_sum of one Sequential leaf, with the weights through a descriptor of [E * N, K]."""
+    """leaf_sum of one Sequential leaf up to K, with the weights through a descriptor of [E * N, K of all leaves]."""
     acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
+    for k in range(k_first, K, BK):
         kk = k + tl.arange(0, BK)
         w = w_desc.load([w_row, k])
         if SWAP:
@@ -102,10 +102,24 @@ def _store(acc, out_ptr, bias_ptr, m, n, M, N, group, HAS_BIAS: tl.constexpr, SW
 
 
 @triton.jit
+def _leaf(
+    x_M, w_ptr, w_N, w_row, k_first, k_end, M, N, m, n, x_stride_k, w_stride_k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    if TMA:
+        acc = _descriptor_sum(x_M, w_ptr, w_row, k_first, k_end, M, m, x_stride_k, BM, BN, BK, SWAP, EVEN_K)
+    else:
+        acc = leaf_sum(x_M, w_N, k_first, k_end, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K)
+    return acc
+
+
+@triton.jit
 def _expert_tile(
-    x_ptr, w_ptr, out_ptr, bias_ptr, m, first_n, group, M, N, K,
+    x_ptr, w_ptr, out_ptr, bias_ptr, m, first_n, group, M, N, leaf_k, leaves,
     x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
     E: tl.constexpr, CHOICES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -116,19 +130,35 @@ def _expert_tile(
         _store(zeros, out_ptr, bias_ptr, m, n, M, N, group, False, SWAP)
     else:
         x_M = x_ptr + (m // CHOICES).to(tl.int64) * x_stride_m
+        w_row = group * N + first_n
         if TMA:
-            acc = _descriptor_sum(x_M, w_ptr, group * N + first_n, K, M, m, x_stride_k, BM, BN, BK, SWAP, EVEN_K)
+            w_N = n  # the descriptor knows where
         else:
             w_N = w_ptr + group.to(tl.int64) * w_stride_e + n.to(tl.int64) * w_stride_n
-            acc = leaf_sum(x_M, w_N, 0, K, M, N, m, n, x_stride_k, w_stride_k, BM, BN, BK, SWAP, BLOCKED, EVEN_K)
+        if R3 == 1:
+            acc = _leaf(
+                x_M, w_ptr, w_N, w_row, 0, leaf_k, M, N, m, n, x_stride_k, w_stride_k,
+                BM, BN, BK, SWAP, BLOCKED, EVEN_K, TMA,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+            t0, t1, t2, t3 = acc, acc, acc, acc
+            for leaf in range(0, leaves):
+                acc = _leaf(
+                    x_M, w_ptr, w_N, w_row, leaf * leaf_k, (leaf + 1) * leaf_k, M, N, m, n, x_stride_k, w_stride_k,
+                    BM, BN, BK, SWAP, BLOCKED, EVEN_K, TMA,
+                )  # fmt: skip
+                t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+            acc = root_of(t0, t1, t2, t3, R0, R1, R2)
         _store(acc, out_ptr, bias_ptr, m, n, M, N, group, HAS_BIAS, SWAP)
 
 
 @triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
-    x_ptr, ids_ptr, w_ptr, out_ptr, bias_ptr, M, N, K,
+    x_ptr, ids_ptr, w_ptr, out_ptr, bias_ptr, M, N, leaf_k, leaves,
     x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
     E: tl.constexpr, CHOICES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -141,18 +171,19 @@ def few_rows_kernel(
     own = (m < M) & (groups == group)
     if tl.min(tl.where(own, m, BM)) == row:
         _expert_tile(
-            x_ptr, w_ptr, out_ptr, bias_ptr, tl.where(own, m, M), tl.program_id(1) * BN, group, M, N, K,
+            x_ptr, w_ptr, out_ptr, bias_ptr, tl.where(own, m, M), tl.program_id(1) * BN, group, M, N, leaf_k, leaves,
             x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
-            E, CHOICES, HAS_BIAS, BM, BN, BK, SWAP, BLOCKED, EVEN_K, False,
+            E, CHOICES, HAS_BIAS, R0, R1, R2, R3, BM, BN, BK, SWAP, BLOCKED, EVEN_K, False,
         )  # fmt: skip
     let_next_start(PDL)
 
 
 @triton.jit(do_not_specialize=["M", "num_tiles"])
 def grouped_kernel(
-    x_ptr, order_ptr, tiles_ptr, w_ptr, out_ptr, bias_ptr, M, N, K, num_tiles,
+    x_ptr, order_ptr, tiles_ptr, w_ptr, out_ptr, bias_ptr, M, N, leaf_k, leaves, num_tiles,
     x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
     E: tl.constexpr, CHOICES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BLOCKED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,9 +196,9 @@ def grouped_kernel(
         end = tl.load(tiles_ptr + tile_m * 3 + 2)
         m = tl.load(order_ptr + place, mask=place < end, other=M)
         _expert_tile(
-            x_ptr, w_ptr, out_ptr, bias_ptr, m, tile_n * BN, group, M, N, K,
+            x_ptr, w_ptr, out_ptr, bias_ptr, m, tile_n * BN, group, M, N, leaf_k, leaves,
             x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
-            E, CHOICES, HAS_BIAS, BM, BN, BK, SWAP, BLOCKED, EVEN_K, TMA,
+            E, CHOICES, HAS_BIAS, R0, R1, R2, R3, BM, BN, BK, SWAP, BLOCKED, EVEN_K, TMA,
         )  # fmt: skip
     let_next_start(PDL)
 
@@ -185,11 +216,21 @@ def gather_rows_kernel(
     tl.store(out_ptr + place * K + k, tl.load(x_ptr + row * x_stride_m + k, mask=k < K), mask=k < K)
 
 
+@triton.jit
+def _sorted_leaf(x_desc, w_desc, first, w_row, k_first, k_end, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(k_first, k_end, BK):
+        x = x_desc.load([first, k])
+        acc = tl.dot(x, w_desc.load([w_row, k]).T, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "num_tiles"])
 def sorted_kernel(
-    x_desc, order_ptr, tiles_ptr, w_desc, out_ptr, bias_ptr, M, N, K, num_tiles,
-    E: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    x_desc, order_ptr, tiles_ptr, w_desc, out_ptr, bias_ptr, M, N, leaf_k, leaves, num_tiles,
+    E: tl.constexpr, HAS_BIAS: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs walk the tiles that there are: x_desc [M, K] in the order of experts, w_desc [E * N, K].
 
@@ -198,15 +239,21 @@ def sorted_kernel(
     wait_for_earlier(PDL)
     live = tl.load(tiles_ptr + num_tiles * 3)
     tiles_n = tl.cdiv(N, BN)
-    for work in tl.range(tl.program_id(0), live * tiles_n, tl.num_programs(0), flatten=True):
+    for work in tl.range(tl.program_id(0), live * tiles_n, tl.num_programs(0), flatten=R3 == 1):
         tile_m, tile_n = grouped(work, live * BM, N, BM, BN, GROUP)
         group = tl.load(tiles_ptr + tile_m * 3)
         first = tl.load(tiles_ptr + tile_m * 3 + 1)
         expert = tl.minimum(group, E - 1)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
-            x = x_desc.load([first, k])
-            acc = tl.dot(x, w_desc.load([expert * N + tile_n * BN, k]).T, acc, input_precision="ieee")
+        w_row = expert * N + tile_n * BN
+        if R3 == 1:
+            acc = _sorted_leaf(x_desc, w_desc, first, w_row, 0, leaf_k, BM, BN, BK)
+        else:
+            acc = tl.zeros((BM, BN), tl.float32)
+            t0, t1, t2, t3 = acc, acc, acc, acc
+            for leaf in range(0, leaves):
+                acc = _sorted_leaf(x_desc, w_desc, first, w_row, leaf * leaf_k, (leaf + 1) * leaf_k, BM, BN, BK)
+                t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
+            acc = root_of(t0, t1, t2, t3, R0, R1, R2)
         place = first + tl.arange(0, BM)
         m = tl.load(order_ptr + place, mask=place < tl.load(tiles_ptr + tile_m * 3 + 2), other=M)
         n = tile_n * BN + tl.arange(0, BN)

@@ -18,7 +18,7 @@ class ExpertsProblem:
     """All that a choice of schedule may depend on.
 
     Attributes:
-        order: the SumOrder, as text.
+        radices: of the tree over K; () for one chain. order: the SumOrder, as text.
         w_nk: the weights are contiguous along K (else along N).
         aligned: they can be read through a tensor descriptor.
         bias: its dtype, None where there is none.
@@ -29,6 +29,7 @@ class ExpertsProblem:
     experts: int
     n: int
     k: int
+    radices: tuple[int, ...]
     order: str
     w_nk: bool
     aligned: bool

@@ -1,11 +1,13 @@
 """expert_matmul on the GPU: picks a schedule for the number of rows at launch, among those whose bits passed the gate.
 
 Legend: M rows (a token's choice of an expert), C choices of a token, E experts, N output features, K summed features.
-The gate compares with the matmul template's reference schedule, expert by expert: the order is matmul_order(K, dtype).
+The gate compares with the matmul template's reference schedule, expert by expert: the order is
+matmul_order(K, dtype, radices).
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,17 +36,29 @@ class _Operands:
     bias: Tensor | None  # [E, N] contiguous
     out: Tensor  # [M, N] contiguous
     choices: int
+    radices: tuple[int, ...] = ()
+
+    @property
+    def leaf_k(self) -> int:
+        return self.x.shape[1] // math.prod(self.radices)
 
 
-def expert_matmul_cuda(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K], bias [E, N] -> [T, C, N] in x.dtype.
+def expert_matmul_cuda(
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    radices: Sequence[int] = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K], bias [E, N] -> [T, C, N] in out_dtype (default x.dtype).
 
     Raises:
         ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
     """
-    o = _operands(x, ids, w, bias, x.dtype)
+    o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
     if o.out.numel():
-        problem = experts_problem(o.ids.numel(), o.x, o.w, o.bias)
+        problem = experts_problem(o.ids.numel(), o.x, o.w, o.bias, o.radices)
         schedule = _recall(problem, x.device) if capturing() else _choose(problem, x.device)
         _run(schedule, o)
     return o.out.view(*ids.shape, w.shape[1])
@@ -57,9 +71,10 @@ def run_experts(
     w: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    radices: Sequence[int] = (),
 ) -> Tensor:
     """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
-    o = _operands(x, ids, w, bias, out_dtype or x.dtype)
+    o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
     _run(schedule, o)
     return o.out.view(*ids.shape, w.shape[1])
 
@@ -79,7 +94,9 @@ def tune_experts(
     return winner
 
 
-def experts_problem(rows: int, x: Tensor, w: Tensor, bias: Tensor | None) -> ExpertsProblem:
+def experts_problem(
+    rows: int, x: Tensor, w: Tensor, bias: Tensor | None, radices: tuple[int, ...] = ()
+) -> ExpertsProblem:
     """What a launch's schedule may depend on; the rows only through their power-of-two bucket."""
     E, N, K = w.shape
     whole = w.stride(2) == 1 and w.stride(0) == N * w.stride(1)
@@ -88,7 +105,8 @@ def experts_problem(rows: int, x: Tensor, w: Tensor, bias: Tensor | None) -> Exp
         experts=E,
         n=N,
         k=K,
-        order=matmul_triton.order_name(K, x.dtype, ()),
+        radices=radices,
+        order=matmul_triton.order_name(K, x.dtype, radices),
         w_nk=w.stride(2) == 1,
         aligned=whole and w.data_ptr() % 16 == 0 and w.stride(1) * w.element_size() % 16 == 0,
         bias=None if bias is None else matmul_triton.dtype_name(bias.dtype),
@@ -118,10 +136,14 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ge
     bias = None if problem.bias is None else draw(E, N).to(getattr(torch, problem.bias))
     ids = (torch.rand(M, generator=generator, device=device).square() * E).long()
     ids[M // 2] = E
-    expected = _by_matmul(x, ids, w, None, torch.float32), _by_matmul(x, ids, w, bias, dtype)
+    radices = problem.radices
+    expected = _by_matmul(x, ids, w, None, torch.float32, radices), _by_matmul(x, ids, w, bias, dtype, radices)
 
     def bits(schedule: GemmSchedule) -> bytes:
-        found = run_experts(schedule, x, ids, w, None, torch.float32), run_experts(schedule, x, ids, w, bias)
+        found = (
+            run_experts(schedule, x, ids, w, None, torch.float32, radices),
+            run_experts(schedule, x, ids, w, bias, dtype, radices),
+        )
         if _bytes(found) != _bytes(expected):
             raise ScheduleError("its bits differ from those of matmul's reference schedule")
         return _bytes(found)
@@ -135,15 +157,17 @@ def tuner(device: torch.device) -> Tuner:
     return template_tuner("experts", (*(module.__file__ for module in sources), __file__), device)
 
 
-def _by_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _by_matmul(
+    x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, radices: tuple[int, ...]
+) -> Tensor:
     out = x.new_zeros(len(x), w.shape[1], dtype=out_dtype)
     for expert in range(len(w)):
         rows = (ids == expert).nonzero()[:, 0]
         if len(rows):
             of_expert = None if bias is None else bias[expert]
-            problem = matmul_triton.gemm_problem(x, w[expert], of_expert, None, (), out)
+            problem = matmul_triton.gemm_problem(x, w[expert], of_expert, None, radices, out)
             schedule = reference_schedule(problem)
-            out[rows] = matmul_triton.run_schedule(schedule, x[rows], w[expert], of_expert, out_dtype=out_dtype)
+            out[rows] = matmul_triton.run_schedule(schedule, x[rows], w[expert], of_expert, None, radices, out_dtype)
     return out
 
 
@@ -172,7 +196,9 @@ def _recall(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
     return tuner(device).recall([str(p) for p in alternatives], schedules)
 
 
-def _operands(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> _Operands:
+def _operands(
+    x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, radices: Sequence[int]
+) -> _Operands:
     x = x.reshape(-1, x.shape[-1])
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -181,13 +207,17 @@ def _operands(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype:
     ids = ids.reshape(-1).contiguous()
     choices = len(ids) // len(x) if len(x) else 1
     out = x.new_empty((len(ids), w.shape[1]), dtype=out_dtype)
-    return _Operands(x, ids, w, None if bias is None else bias.contiguous(), out, choices)
+    radices = tuple(radix for radix in radices if radix > 1)
+    return _Operands(x, ids, w, None if bias is None else bias.contiguous(), out, choices, radices)
 
 
 def _run(schedule: GemmSchedule, o: _Operands) -> None:
     M, K = len(o.ids), o.x.shape[1]
     E, N, _ = o.w.shape
     blocked = o.x.dtype is torch.float32
+    leaf_k, leaves = o.leaf_k, math.prod(o.radices)
+    if len(o.radices) > matmul_triton.LEVELS:
+        raise ScheduleError(f"expert_matmul: a tree of {matmul_triton.LEVELS} levels at most, not {o.radices}")
     options = {
         "E": E,
         "CHOICES": o.choices,
@@ -197,10 +227,11 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
         "BK": schedule.block_k,
         "SWAP": schedule.swapped,
         "BLOCKED": blocked,
-        "EVEN_K": K % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0,
+        "EVEN_K": leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0,
         "num_warps": schedule.warps,
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
+        **matmul_triton.tree_options(o.radices),
         **launch_options(o.x.device),
     }
     strides = (*o.x.stride(), *o.w.stride())
@@ -209,14 +240,18 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
     if schedule.kind == "few":
         if schedule.block_m < M:
             raise ScheduleError(f"expert_matmul: {schedule} holds {schedule.block_m} rows, not {M}")
-        experts_kernels.few_rows_kernel[(M, tiles_n)](o.x, o.ids, o.w, o.out, bias, M, N, K, *strides, **options)
+        experts_kernels.few_rows_kernel[(M, tiles_n)](
+            o.x, o.ids, o.w, o.out, bias, M, N, leaf_k, leaves, *strides, **options
+        )
         return
     order, tiles = _grouped_rows(o, schedule.block_m)
     num_tiles = len(tiles) - 1
     w = o.w
     if schedule.kind != "pointers":
-        if blocked and matmul_kernels.FP32_BLOCK.value < K:
+        if blocked and matmul_kernels.FP32_BLOCK.value < leaf_k:
             raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
+        if o.radices and leaf_k % schedule.block_k:
+            raise ScheduleError(f"expert_matmul: {schedule} takes whole k-groups, not leaves of {leaf_k}")
         w = TensorDescriptor.from_tensor(w.view(E * N, K), [schedule.block_n, schedule.block_k])
     if schedule.kind == "sorted":
         for unused in ("CHOICES", "SWAP", "BLOCKED", "EVEN_K"):
@@ -224,11 +259,11 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
         x = TensorDescriptor.from_tensor(_sorted_rows(o, order), [schedule.block_m, schedule.block_k])
         programs = min(num_tiles * tiles_n, multiprocessors(o.x.device) * schedule.ctas)
         experts_kernels.sorted_kernel[(programs,)](
-            x, order, tiles, w, o.out, bias, M, N, K, num_tiles, GROUP=schedule.group, **options
+            x, order, tiles, w, o.out, bias, M, N, leaf_k, leaves, num_tiles, GROUP=schedule.group, **options
         )
         return
     experts_kernels.grouped_kernel[(num_tiles * tiles_n,)](
-        o.x, order, tiles, w, o.out, bias, M, N, K, num_tiles, *strides,
+        o.x, order, tiles, w, o.out, bias, M, N, leaf_k, leaves, num_tiles, *strides,
         GROUP=schedule.group, TMA=schedule.kind == "tma", **options,
     )  # fmt: skip
 

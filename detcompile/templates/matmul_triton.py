@@ -23,6 +23,7 @@ from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, can
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
 
 __all__ = [
+    "LEVELS",
     "dtype_name",
     "dtype_name_of",
     "gated_matmul_cuda",
@@ -34,12 +35,13 @@ __all__ = [
     "run_gated",
     "run_schedule",
     "sum_partials_cuda",
+    "tree_options",
     "tune_matmul",
     "tuner",
 ]
 
 _LARGEST_BUCKET = 4096
-_LEVELS = 4  # of a tree that one kernel can hold
+LEVELS = 4  # of a tree that one kernel can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +254,8 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
         partial = o.out.new_empty((math.prod(o.radices), *o.out.shape), dtype=torch.float32)
         _launch(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
         _combine(partial, o)
-    elif len(o.radices) > _LEVELS:
-        raise ScheduleError(f"matmul: {schedule} holds {_LEVELS} levels of a tree, not {o.radices}; split the leaves")
+    elif len(o.radices) > LEVELS:
+        raise ScheduleError(f"matmul: {schedule} holds {LEVELS} levels of a tree, not {o.radices}; split the leaves")
     else:
         _launch(schedule, o, split=False)
 
@@ -270,7 +272,7 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
             raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
         a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
         matmul_hopper.launch(
-            o.x, o.w, o.bias, o.residual, o.out, _radices(o.radices), o.leaf_k,
+            o.x, o.w, o.bias, o.residual, o.out, tree_options(o.radices), o.leaf_k,
             programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
             block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
             gated=schedule.gated,
@@ -288,7 +290,7 @@ def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
         "num_warps": schedule.warps,
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
-        **_radices(() if split else o.radices),
+        **tree_options(() if split else o.radices),
         **launch_options(o.x.device),
     }
     residual_stride = 0 if o.residual is None else o.residual.stride(0)
@@ -324,7 +326,7 @@ def _combine(partial: Tensor, o: _Operands) -> None:
     radices = o.radices
     M, N = o.out.shape
     while radices:
-        radices, lowest = radices[:-_LEVELS], radices[-_LEVELS:]
+        radices, lowest = radices[:-LEVELS], radices[-LEVELS:]
         nodes = math.prod(radices)
         last = not radices
         out = o.out if last else partial.new_empty((nodes, M, N))
@@ -344,7 +346,7 @@ def _combine(partial: Tensor, o: _Operands) -> None:
             BN=block_n,
             num_warps=4,
             enable_fp_fusion=False,
-            **_radices(lowest),
+            **tree_options(lowest),
             **launch_options(partial.device),
         )
         partial = out
@@ -370,8 +372,9 @@ def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule
     return seconds
 
 
-def _radices(radices: tuple[int, ...]) -> dict[str, int]:
-    padded = (1,) * (_LEVELS - len(radices)) + radices
+def tree_options(radices: tuple[int, ...]) -> dict[str, int]:
+    """The radices of up to LEVELS levels as a kernel takes them, R0 to R3."""
+    padded = (1,) * (LEVELS - len(radices)) + radices
     return {f"R{i}": radix for i, radix in enumerate(padded)}
 
 

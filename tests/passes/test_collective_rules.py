@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+from torch.nn import functional
 
 from detcompile import Backend, InvalidInput, Numerics, UncertifiedOp
 from detcompile.parallel import tensor_parallel
@@ -70,6 +72,18 @@ def test_a_partial_sum_in_its_tree_has_the_order_of_one_rank():
     assert kinds["detcompile.tree_all_reduce.default"][2] == "row t of batch reads row t"
 
 
+def of_experts(x: Tensor, w: Tensor, below: list[int] = TP2[0], tp: int = TP2[1]) -> Tensor:
+    """A rank's partial sums of each row's best three of four experts, [T, 3, 8]."""
+    return ours.expert_matmul_partial(x, x[:, :4].topk(3, -1).indices, w.expand(4, 8, 16), below, tp)
+
+
+def test_experts_partial_sums_meet_in_the_same_tree():
+    certificate = certificate_of(lambda x, w: summed(of_experts(x, w)))
+    kinds = {entry.op: (entry.kind, entry.order) for entry in certificate.entries}
+    tree = ("collective", "Tree(32, 2x2x2, Blocked(4, block=128))")
+    assert kinds["detcompile.expert_matmul_partial.default"] == tree
+
+
 def test_columns_are_gathered_a_row_at_a_time():
     certificate = certificate_of(lambda x, w: ours.all_gather_columns(x, dist.group.WORLD.group_name, 16) + 1)
     assert "collective" in certificate.counts
@@ -85,12 +99,33 @@ def test_a_group_of_another_size_is_refused():
     assert (alone.rank, alone.share(5)) == (0, slice(0, 5))
 
 
-def plain_all_reduce(x: Tensor, w: Tensor) -> Tensor:
-    y = x * 2
-    dist.all_reduce(y)
-    return y + 1
+def in_place(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    dist.all_reduce(value, op)
+    return value
 
 
+def read_twice(x: Tensor, w: Tensor) -> Tensor:
+    own = functional.linear(x, w)
+    return funcol.all_reduce(own, "sum", dist.group.WORLD) + own
+
+
+OWN_SUMS = {
+    "in place": lambda x, w: in_place(functional.linear(x, w)) + 1,
+    "functional": lambda x, w: funcol.all_reduce(functional.linear(x, w), "sum", dist.group.WORLD) + 1,
+    "of a weight that is not transposed": lambda x, w: in_place(x[:, :8] @ w[:, :8]),
+    "of a row of each batch": lambda x, w: in_place(functional.linear(x.view(-1, 2, 8), w[:, :8])) * 2,
+}
+
+
+@pytest.mark.parametrize("what", OWN_SUMS)
+def test_a_models_own_sum_over_one_rank_takes_the_whole_tree(what: str):
+    certificate = certificate_of(OWN_SUMS[what])
+    (product,) = [entry for entry in certificate.entries if entry.op == "detcompile.matmul.default"]
+    assert product.order.startswith("Tree(")
+    assert "c10d" not in str(certificate)
+
+
+OWN = "all_reduce.*a collective of torch.distributed"
 REFUSED = {
     "a partial sum that is read": (lambda x, w: partial(x, w) * 2, "a rank's partial sum is read by aten.mul"),
     "a partial sum that is returned": (lambda x, w: partial(x, w), "a rank's partial sum is read by output"),
@@ -98,8 +133,21 @@ REFUSED = {
     "another tree above": (lambda x, w: summed(partial(x, w), [4]), "2 ranks added in the tree \\(4,\\), declared"),
     "another tree below": (lambda x, w: summed(partial(x, w, [4])), "a subtree \\(4,\\) on each of 2 ranks"),
     "ranks that were not declared": (lambda x, w: summed(partial(x, w, [2], 3), [3]), "on each of 3 ranks"),
+    "experts' partial sums added up first": (lambda x, w: summed(of_experts(x, w).sum(1)), "is read by aten.permute"),
+    "experts' partial sums, weighted": (lambda x, w: summed(of_experts(x, w) * x[:, :3, None]), "is read by aten.mul"),
+    "experts' other tree above": (
+        lambda x, w: summed(of_experts(x, w), [4]),
+        "2 ranks added in the tree \\(4,\\), declared",
+    ),
+    "experts' other tree below": (lambda x, w: summed(of_experts(x, w, [4])), "a subtree \\(4,\\) on each of 2 ranks"),
     "no product at all": (lambda x, w: summed(x + 1), "no partial sums of a matrix product"),
-    "a sum of torch.distributed": (plain_all_reduce, "all_reduce.*a collective of torch.distributed"),
+    "a sum of no product": (lambda x, w: in_place(x * 2), OWN),
+    "a product with a bias": (lambda x, w: in_place(functional.linear(x, w, w[:, 0])), OWN),
+    "a product that is rounded twice": (lambda x, w: in_place(functional.linear(x, w).bfloat16().float()), OWN),
+    "a product that is read before": (read_twice, OWN),
+    "two products": (lambda x, w: in_place(functional.linear(x, w) + functional.linear(x + 1, w)), OWN),
+    "the largest of the ranks": (lambda x, w: in_place(functional.linear(x, w), dist.ReduceOp.MAX), OWN),
+    "rows of the ranks": (lambda x, w: funcol.all_gather_tensor(x, 0, dist.group.WORLD), "a collective of torch.dist"),
 }
 
 

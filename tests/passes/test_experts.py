@@ -51,7 +51,10 @@ def test_the_mixture_means_what_hugging_faces_means() -> None:
     assert (model(ids).logits - expected).norm() < 1e-5 * expected.norm()
     products = [entry for entry in model.certificate.entries if entry.op == "detcompile.expert_matmul.default"]
     assert len(products) == 2 * 2
-    assert {entry.order for entry in products} == {"Blocked(80, block=128)", "Blocked(48, block=128)"}
+    assert {entry.order for entry in products} == {
+        "Blocked(80, block=128)",
+        "Tree(48, 2, Blocked(24, block=128))",
+    }
 
 
 @pytest.mark.parametrize("axis", ["batch", "composition", "padding", "chunking", "decode"])

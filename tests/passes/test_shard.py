@@ -159,10 +159,15 @@ def test_features_that_do_not_divide_are_refused():
         sharded("llama", 2, intermediate_size=175, numerics=numerics)
 
 
-def test_experts_are_refused_by_name():
-    plan = {"layers.*.mlp.experts": "moe_tp_experts"}
-    with pytest.raises(UnsupportedModel, match="the tensor-parallel style 'moe_tp_experts' is not known"):
-        parallel_plans.style_of("layers.0.mlp.experts", plan)
+def test_experts_of_another_kind_are_refused_by_name():
+    plan = {"layers.*.mlp.experts.identity_expert": "moe_identity_expert"}
+    with pytest.raises(UnsupportedModel, match="the tensor-parallel style 'moe_identity_expert' is not known"):
+        parallel_plans.style_of("layers.0.mlp.experts.identity_expert", plan)
+    model = random_model("llama", torch.float32)
+    calls, _ = probe_attention(model, 512)
+    planned = mock.patch.object(type(model.config), "base_model_tp_plan", {"layers.*.mlp": "moe_tp_experts"})
+    with planned, pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp: the experts of a LlamaMLP over several"):
+        shard(model, calls, Numerics(), a_rank(2))
 
 
 def test_an_architecture_without_a_plan_is_refused():

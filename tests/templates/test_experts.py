@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.templates.collectives import reference_tree_sum
 from detcompile.templates.experts import expert_matmul_cpu, reference_expert_matmul
 from detcompile.templates.matmul import matmul_cpu
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import DTYPES, ISAS, KINDS, assert_as_accurate, sample
 
+ours = torch.ops.detcompile
 E, N, K = 5, 37, 150
 
 
@@ -32,12 +34,25 @@ def test_a_row_ignores_its_neighbours(rows: int, row: int, seed: int, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_bytes_of_its_experts_matmul(dtype: torch.dtype, isa: str) -> None:
     x, ids, w, bias = problem(40, dtype)
-    found = expert_matmul_cpu(x, ids, w, bias, isa)
+    found = expert_matmul_cpu(x, ids, w, bias, isa=isa)
     for m, expert in enumerate(ids.tolist()):
         product = matmul_cpu(x[m : m + 1], w[expert], bias[expert], None, (), isa=isa)
         assert_bitwise_equal(found[m : m + 1], product, f"row {m}")
     turned = w.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_bitwise_equal(expert_matmul_cpu(x, ids, turned, bias, isa), found, "weights as [E, K, N]")
+    assert_bitwise_equal(expert_matmul_cpu(x, ids, turned, bias, isa=isa), found, "weights as [E, K, N]")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_over_k_is_matmuls_and_its_subtrees_make_it(dtype: torch.dtype) -> None:
+    x, ids, w, bias = problem(20, dtype)
+    found = expert_matmul_cpu(x, ids, w, bias, (3, 2))
+    for m, expert in enumerate(ids.tolist()):
+        product = matmul_cpu(x[m : m + 1], w[expert], bias[expert], None, (3, 2))
+        assert_bitwise_equal(found[m : m + 1], product, f"row {m}")
+    shares = [slice(rank * K // 3, (rank + 1) * K // 3) for rank in range(3)]
+    partials = [ours.expert_matmul_partial(x[:, share], ids, w[:, :, share], [2], 3) for share in shares]
+    total = reference_tree_sum(torch.stack(partials), (3,))
+    assert_bitwise_equal((total + bias[ids].float()).to(dtype), found, "three ranks")
 
 
 def test_the_choices_of_a_token_share_its_row() -> None:
@@ -84,3 +99,8 @@ def test_no_expert_gives_zeros_and_no_rows_give_none() -> None:
 def test_what_does_not_fit_is_refused(change, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         expert_matmul_cpu(*change(*problem(4, torch.float32)))
+
+
+def test_unequal_leaves_are_refused() -> None:
+    with pytest.raises(NumericsError, match="K=150 does not split into 4 equal leaves"):
+        expert_matmul_cpu(*problem(4, torch.float32), (2, 2))

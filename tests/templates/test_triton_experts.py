@@ -85,6 +85,25 @@ def test_descriptors_have_the_bytes_of_matmul(schedule: GemmSchedule) -> None:
     assert_bitwise_equal(run_experts(schedule, poisoned, ids, w, bias)[7], expected[7], "beside NaN")
 
 
+@pytest.mark.parametrize("schedule", [FEW, SMALL[2], *DESCRIBED], ids=str)
+def test_a_tree_over_k_has_the_bytes_of_matmuls(schedule: GemmSchedule) -> None:
+    """Leaves of 32: descriptors take whole k-groups."""
+    x, ids, w, bias = problem(9, 2, n=44, k=192)
+    ids[3, 1] = E
+    found = run_experts(schedule, x, ids, w, bias, None, (3, 2))
+    partial = run_experts(schedule, x[:, :64], ids, w[:, :, :64], None, torch.float32, (2,))
+    by_matmul = GemmSchedule("pointers", 16, 32, 32, 4, 2)
+    for t, row in enumerate(ids.tolist()):
+        for c, expert in enumerate(row):
+            if expert == E:
+                assert not found[t, c].any() and not partial[t, c].any()
+                continue
+            whole = run_schedule(by_matmul, x[t : t + 1], w[expert], bias[expert], None, (3, 2))
+            assert_bitwise_equal(found[t, c], whole[0], f"token {t}, choice {c}")
+            subtree = run_schedule(by_matmul, x[t : t + 1, :64], w[expert, :, :64], None, None, (2,))
+            assert_bitwise_equal(partial[t, c], subtree[0], f"a subtree of token {t}, choice {c}")
+
+
 def test_float32_has_the_bytes_of_its_order() -> None:
     x, ids, w, _ = problem(4, 2)
     order = matmul_order(K, torch.float32, ())
@@ -145,6 +164,12 @@ def test_the_gate_refuses_another_order() -> None:
         bits(GemmSchedule("tma", 16, 32, 32, 4, 2))
     with pytest.raises(ScheduleError, match="holds 16 rows"):
         run_experts(GemmSchedule("few", 16, 32, 32, 4, 2), x, ids, w)
+    treed = experts_problem(ids.numel(), x[:, :120], w[:, :, :120], None, (2, 2))
+    assert "Tree(120, 2x2" in str(treed)
+    bits = probe_experts(treed, x.device)
+    assert bits(SMALL[-1]) == bits(SMALL[0])
+    with pytest.raises(ScheduleError, match="whole k-groups, not leaves of 30"):
+        bits(GemmSchedule("tma", 16, 32, 32, 4, 2))
 
 
 class TestOnTheGpu:

@@ -1,0 +1,126 @@
+"""Mixtures of experts over several ranks: the logits, tokens and logprobs of one, and shares that are refused.
+
+Each number of ranks runs once, with everything in it. What can do without Inductor does, for time; gpt_oss cannot,
+since torch's own sigmoid rounds an element by its place in the tensor.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers import PreTrainedModel
+
+import detcompile
+from detcompile import Numerics
+from detcompile.errors import NumericsError, UnsupportedModel
+from detcompile.parallel import TensorParallel
+from detcompile.passes import lowering
+from detcompile.passes.expert_shares import shard_experts
+from detcompile.passes.experts import find_experts, pin_experts
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.sampling_params import SamplingParams
+from tests.bits import assert_bitwise_equal
+from tests.models import random_model
+from tests.parallel.cases import dense_logits
+from tests.parallel.ranks import run_ranks
+
+SIX = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3}
+MIXTURES = {
+    "qwen3_moe": SIX | {"moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "mixtral": SIX,
+    "gpt_oss": SIX | {"head_dim": 16, "sliding_window": 70},
+}
+COMPILED = "gpt_oss"
+SERVED = {2: ("gpt_oss", torch.bfloat16), 4: ("qwen3_moe", torch.float32)}
+
+
+def mixture(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """One layer of a model of MIXTURES."""
+    return random_model(name, dtype, num_hidden_layers=1, **MIXTURES[name])
+
+
+def mixtral_graph(tp: int) -> Tensor:
+    model = mixture("mixtral")
+    pin_experts(model)
+    return dense_logits(model, tp)
+
+
+def as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
+    return make_boxed_func(graph_module.forward)
+
+
+def served(name: str, dtype: torch.dtype, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The fingerprint; logits of a batch and of a row, and tokens drawn with their logprobs."""
+    run_graph = lowering.compile_fx_inner if name == COMPILED else as_it_is
+    with mock.patch.object(lowering, "compile_fx_inner", run_graph):
+        model = detcompile.compile(mixture(name, dtype), tp=tp, max_context=256)
+    ids = (torch.arange(74) * 7 % 150).view(2, 37)
+    found = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
+    answers = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
+        [[5, 6, 7], list(range(40))], params, progress=False
+    )
+    for request, (answer,) in enumerate(output.outputs for output in answers):
+        found[f"tokens {request}"] = torch.tensor(answer.token_ids)
+        found[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
+    return model.fingerprint_parts, found
+
+
+def on_a_rank(rank: int, tp: int) -> tuple[Tensor, tuple[dict[str, str], dict[str, Tensor]]]:
+    return mixtral_graph(tp), served(*SERVED[tp], tp)
+
+
+@pytest.mark.parametrize("tp", SERVED)
+def test_ranks_that_share_experts_give_the_bits_of_one(tp: int) -> None:
+    graph, (parts, whole) = mixtral_graph(1), served(*SERVED[tp], 1)
+    for rank, (rank_graph, (rank_parts, found)) in enumerate(run_ranks(tp, on_a_rank, tp)):
+        assert_bitwise_equal(rank_graph, graph, f"mixtral on rank {rank} of {tp}")
+        assert rank_parts == parts
+        for what, expected in whole.items():
+            assert len(expected.unique()) > 1, what
+            assert_bitwise_equal(found[what], expected, f"{what} of {SERVED[tp][0]} on rank {rank} of {tp}")
+
+
+def shared(model: PreTrainedModel, tp: int, rank: int, numerics: Numerics | None = None) -> list[dict[str, Tensor]]:
+    """The experts' weights that a rank keeps, one dictionary a module."""
+    kept = []
+    for name, module in find_experts(model):
+        shard_experts(name, module, numerics or Numerics(), TensorParallel(size=tp, rank=rank, group="never asked"))
+        kept.append({parameter: value.detach() for parameter, value in module.named_parameters()})
+    return kept
+
+
+def test_a_rank_keeps_its_own_features_of_every_expert() -> None:
+    """gate and up of the same features, beside each other (gpt_oss) or apart, and the rows of down that read them."""
+    for name in ("gpt_oss", "mixtral"):
+        ((_, experts),) = find_experts(mixture(name))
+        whole = {parameter: value.detach() for parameter, value in experts.named_parameters()}
+        (kept,) = shared(mixture(name), 4, rank=1)
+        assert sum(map(torch.Tensor.numel, kept.values())) < sum(map(torch.Tensor.numel, whole.values())) / 3
+        if name == "gpt_oss":  # [E, K, 2 I] and [E, I, K], 176 inner features of which rank 1 has 44 to 87
+            assert_bitwise_equal(kept["gate_up_proj"], whole["gate_up_proj"][:, :, 88:176])
+            assert_bitwise_equal(kept["gate_up_proj_bias"], whole["gate_up_proj_bias"][:, 88:176])
+            assert_bitwise_equal(kept["down_proj"], whole["down_proj"][:, 44:88])
+            assert_bitwise_equal(kept["down_proj_bias"], whole["down_proj_bias"])
+        else:  # [E, 2 I, K] and [E, K, I]
+            gate, up = whole["gate_up_proj"].chunk(2, 1)
+            assert_bitwise_equal(kept["gate_up_proj"], torch.cat([gate[:, 44:88], up[:, 44:88]], 1))
+            assert_bitwise_equal(kept["down_proj"], whole["down_proj"][:, :, 44:88])
+
+
+def test_what_cannot_be_shared_is_refused_by_name() -> None:
+    with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.experts\.down_proj: K=176 does not split into 6 equal"):
+        shared(mixture("mixtral"), 2, 0, Numerics(tp_sizes=(1, 2, 6)))
+    with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.experts\.down_proj: K=72 does not split into 16 equal"):
+        detcompile.compile(
+            random_model("mixtral", torch.float32, **SIX | {"intermediate_size": 72}),
+            numerics=Numerics(tp_sizes=(1, 16)),
+        )
+    model = mixture("mixtral")
+    ((_, experts),) = find_experts(model)
+    experts.is_concatenated = False  # but its gate is the first half
+    with pytest.raises(UnsupportedModel, match="MixtralExperts gates features that a rank does not have"):
+        shared(model, 2, 0)

@@ -83,7 +83,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("index_topk", "index_topk_blocks"), WINDOW),
     "patch_size": 4,
     "image_size": 16,
-    **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 32),  # positions from which queries are scaled
+    "floor_scale": 32,  # positions from which queries are scaled
+    "rel_extent": 32,
 }  # fmt: skip
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -123,6 +124,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None, "H_cycles": 1, "L_cycles": 2},
     "hunyuan_v1_dense": {"head_dim": _HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": _HEAD_DIM, "num_experts": _EXPERTS, "moe_topk": 2},
+    "inkling_text": {"log_scaling_n_floor": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},

@@ -43,8 +43,9 @@ HARMLESS = frozenset(
         "max_length_k",
     ]
 )
-# Keywords that the template gives their meaning: what is seen, soft cap of the scores, one sink logit a head, ALiBi.
-UNDERSTOOD = ("scaling", "sliding_window", "attention_chunk", "softcap", "s_aux", "alibi_slopes")
+# Keywords that the template gives their meaning: what is seen, soft cap of the scores, one sink logit a head, ALiBi,
+# biases of a query by distance.
+UNDERSTOOD = ("scaling", "sliding_window", "attention_chunk", "softcap", "s_aux", "alibi_slopes", "relative_bias")
 PER_HEAD = ("s_aux", "alibi_slopes")
 
 
@@ -99,6 +100,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -106,7 +108,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         order = (scale, window, kv_chunk, float(softcap or 0), s_aux, alibi_slopes, chunk)
         step: StepInputs | None = kwargs.get(STEP_KWARG)
         if step is None:
-            out = torch.ops.detcompile.dense_attention(query, key, value, *order)
+            out = torch.ops.detcompile.dense_attention(query, key, value, *order, relative_bias)
             return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
         layer = place(module)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
@@ -121,6 +123,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
             step.seq_lens,
             step.block_tables[group_of[layer]],
             *order,
+            None if relative_bias is None else relative_bias.transpose(1, 2).squeeze(0),
         )
         return out.unsqueeze(0), None
 
@@ -152,6 +155,12 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
                 f"{where} passes {name} {tuple(kwargs[name].shape)}, which is not one value for each of its "
                 f"{query.shape[1]} query heads"
             )
+    bias = kwargs.get("relative_bias")
+    if bias is not None and bias.shape[:-1] != query.shape[:-1]:
+        raise UnsupportedModel(
+            f"{where} passes relative_bias {tuple(bias.shape)}, which is no row of biases for each of its queries "
+            f"{tuple(query.shape[:-1])}"
+        )
     if kwargs.get("sliding_window") and kwargs.get("attention_chunk"):
         raise UnsupportedModel(f"{where} passes a sliding window and chunks of attention: only one of them is known")
     if query.shape[1] % key.shape[1]:

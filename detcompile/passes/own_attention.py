@@ -17,6 +17,7 @@ from detcompile.passes.adapters import attend
 from detcompile.passes.attention import IMPLEMENTATION, STEP_KWARG
 from detcompile.passes.own_modules import class_of
 from detcompile.passes.rotations import rotate_halves, rotate_pairs
+from detcompile.passes.step_carrier import carry_positions
 
 __all__ = ["OWN_ATTENTION", "replace_attention"]
 
@@ -31,6 +32,7 @@ def replace_attention(model: PreTrainedModel) -> bool:
             attention.layer_idx = layer
         attention.is_causal = True  # bigbird_pegasus says otherwise, and makes a causal mask
         attention.forward = types.MethodType(OWN_ATTENTION[class_of(attention)], attention)
+    carry_positions(model, [attention for attention in found if class_of(attention) in SCALED_BY_POSITION])
     if found:
         model.config._attn_implementation_internal = IMPLEMENTATION  # under this name transformers makes no mask
     return bool(found)
@@ -153,18 +155,38 @@ def _deepseek_v2(self: Any, hidden_states: Tensor, position_embeddings: Tensor, 
     return self.o_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG), scaling=self.scaling)), None
 
 
-def _llama4(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+def _inkling(
+    self: Any, hidden_states: Tensor, position_ids: Tensor, conv_mask: Tensor | None = None, **kwargs: Any
+) -> Any:
+    """A token mixes profiles of biases by distance; full layers may scale queries and biases by the position."""
+    query, relative = (
+        project(hidden_states).unflatten(-1, (self.num_heads, -1)) for project in (self.q_proj, self.r_proj)
+    )
+    key, value = (
+        convolve(project(hidden_states), conv_mask=conv_mask).unflatten(-1, (self.num_key_value_heads, self.head_dim))
+        for project, convolve in ((self.k_proj, self.k_sconv), (self.v_proj, self.v_sconv))
+    )
+    query, key, relative = self.q_norm(query), self.k_norm(key), relative @ self.rel_logits_proj.proj
+    if not self.is_sliding and self.config.log_scaling_n_floor is not None:
+        lengths = ((position_ids + 1).float() / self.config.log_scaling_n_floor).clamp(min=1.0)
+        scales = (1.0 + self.config.log_scaling_alpha * torch.log(lengths))[..., None, None]
+        query, relative = ((states.float() * scales).to(states.dtype) for states in (query, relative))
+    known = {"scaling": self.scaling, "sliding_window": self.sliding_window}
+    step = kwargs.get(STEP_KWARG)
+    return self.o_proj(attend(self, query, key, value, step, **known, relative_bias=relative.transpose(1, 2))), None
+
+
+def _llama4(self: Any, hidden_states: Tensor, position_embeddings: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
     """Chunked layers see chunks of tokens; those that do not rotate may scale their queries by their positions."""
-    table, positions = position_embeddings
     query, key, value = (
         project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
     )
     if self.use_rope:
-        query, key = _turned(query, table), _turned(key, table)
+        query, key = (_turned(states, position_embeddings) for states in (query, key))
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
     if self.attn_temperature_tuning and not self.use_rope:
-        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
+        steps = torch.floor((position_ids.float() + 1.0) / self.floor_scale)
         scales = torch.log1p(steps) * self.attn_scale + 1.0
         query = (query * scales[..., None, None]).to(query.dtype)
     chunked = self.config.layer_types[self.layer_idx] == "chunked_attention"
@@ -181,6 +203,8 @@ def _turned(states: Tensor, table: Tensor) -> Tensor:
     return product.flatten(-2).to(states.dtype)
 
 
+# Queries are scaled by their positions, which the model does not hand to its attention: it counts them anew.
+SCALED_BY_POSITION = ("inkling.modeling_inkling.InklingAttention", "llama4.modeling_llama4.Llama4TextAttention")
 OWN_ATTENTION: dict[str, Callable[..., Any]] = {
     "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusDecoderAttention": _projected,
     "codegen.modeling_codegen.CodeGenAttention": _codegen,
@@ -190,6 +214,7 @@ OWN_ATTENTION: dict[str, Callable[..., Any]] = {
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     "hrm_text.modeling_hrm_text.HrmTextAttention": _hrm_text,
+    "inkling.modeling_inkling.InklingAttention": _inkling,
     "llama4.modeling_llama4.Llama4TextAttention": _llama4,
     "mvp.modeling_mvp.MvpAttention": _projected,
     "openai.modeling_openai.Attention": _openai_gpt,

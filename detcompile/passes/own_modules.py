@@ -38,14 +38,9 @@ def class_of(module: Any) -> str:
 
 
 def _cosines_and_sines(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """deepseek_v2: [B, T, D / 2, 2] float32, where Hugging Face has complex numbers."""
+    """deepseek_v2, llama4: [B, T, D / 2, 2] float32, where Hugging Face has complex numbers."""
     angles = position_ids[..., None].float() * self.inv_freq.float()
     return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
-
-
-def _cosines_sines_and_positions(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """llama4: its attention scales queries by their positions, which Hugging Face counts anew from the cache."""
-    return _cosines_and_sines(self, x, position_ids), position_ids
 
 
 def _sinusoids(self: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
@@ -67,7 +62,7 @@ def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Ten
 
 OWN_MODULES: dict[str, Methods] = {
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _cosines_and_sines},
-    "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_sines_and_positions},
+    "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_and_sines},
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": {"forward": _sinusoids},
     "xmod.modeling_xmod.XmodOutput": {"lang_adapter": _adapter_of_default_language},
 }

@@ -39,7 +39,7 @@ class Recurrences:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Each channel's last inputs, weighted: x [B, T, C], weight [C, W], bias [C] -> [B, T, C]."""
-        found = self._next(StateShape((weight.shape[1] - 1, weight.shape[0]), False))
+        found = self._next(StateShape((weight.shape[1] - 1, weight.shape[0]), x.dtype is torch.float32))
         if found is None:
             return torch.ops.detcompile.dense_causal_conv(x, weight, bias)
         step, state = found

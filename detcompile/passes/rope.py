@@ -19,7 +19,7 @@ SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
 CACHES = {"_k_cache_base_index", "_v_cache_base_index", "_all_bases"}
 DEVICES = ("cuda",)  # on a CPU launches are cheap, and Inductor's loops are faster than our composition
 LATER = ("cu_seqlens", "seq_lens", "block_table", "scale", "sliding_window", "kv_chunk")
-OPTIONAL = (("softcap", 0.0), ("sinks", None), ("alibi_slopes", None), ("attention_chunk", 0))
+OPTIONAL = (("softcap", 0.0), ("sinks", None), ("alibi_slopes", None), ("attention_chunk", 0), ("relative_bias", None))
 
 
 class Norm(NamedTuple):

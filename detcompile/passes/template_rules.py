@@ -155,12 +155,16 @@ def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     _require_per_head(kwargs.get("sinks"), kwargs.get("alibi_slopes"), ctx=ctx)
     heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
     for value in heads:
-        if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
-            raise Refusal(
-                f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]"
-            )
+        _require_heads_of_tokens(value)
+    if kwargs.get("relative_bias") is not None:
+        _require_heads_of_tokens(ctx.rows(kwargs["relative_bias"]))
     out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
     return (out, *(ctx.states[base] for base in kwargs["_all_bases"]))
+
+
+def _require_heads_of_tokens(value: Rows) -> None:
+    if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
+        raise Refusal(f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]")
 
 
 def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
@@ -197,8 +201,9 @@ def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
     _require_step(dict(zip(list(METADATA)[1:], node.args[3:6], strict=True)), k.group, ctx)
     _require_per_head(*node.args[10:12], ctx=ctx)
     q = ctx.rows(node.args[0])
-    if [axis.row for axis in q.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in q.dims[1:]):
-        raise Refusal(f"attention over {[describe(dim) for dim in q.dims]} instead of [tokens, heads, features]")
+    _require_heads_of_tokens(q)
+    if len(node.args) > 13 and node.args[13] is not None:
+        _require_heads_of_tokens(ctx.rows(node.args[13]))
     return Rows((*q.dims[:2], created([sympy_size(node.meta["val"].shape[2])], {}).dims[0]))
 
 
@@ -218,7 +223,8 @@ def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
         raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
     _require_per_head(*node.args[7:9], ctx=ctx)
     q, k, v = (ctx.rows(arg) for arg in node.args[:3])
-    for value in (q, k, v):
+    biases = [ctx.rows(arg) for arg in node.args[10:11] if arg is not None]
+    for value in (q, k, v, *biases):
         if not is_feature(value.dims[1]) or not is_feature(value.dims[3]):
             raise Refusal("attention's heads or features hold rows")
         in_order = is_feature(value.dims[2]) or [axis.row for axis in value.dims[2]] == ["tokens"]

@@ -9,7 +9,8 @@ sees all keys up to p; with sliding_window > 0 those in (p - sliding_window, p];
 part of the order, those from p // attention_chunk * attention_chunk to p.
 
 A score is scale * q.k; with softcap > 0 softcap * tanh(score / softcap); with ALiBi slope[head] * (key - p) is added,
-which the softmax cannot tell from slope[head] * key, and which stays small where it matters however long the sequence.
+which the softmax cannot tell from slope[head] * key, and which stays small where it matters however long the sequence;
+with relative_bias, which has E values for each row of q, the value of distance p - key is added, if that is below E.
 
 A row's bits depend on its query and on the keys it sees, in position order. Prefill, decode, any cut of a prompt into
 steps, any block size and placement, and dense keys agree. Keys and values are attended as the cache stores them; what
@@ -34,12 +35,14 @@ _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale, int sliding_window, int kv_chunk, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0) -> Tensor",
+    "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0, "
+    "Tensor? relative_bias=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "dense_attention(Tensor q, Tensor k, Tensor v, float scale, int sliding_window, int kv_chunk, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0) -> Tensor",
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0, "
+    "Tensor? relative_bias=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -69,6 +72,7 @@ def paged_attention_cpu(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
     *,
     isa: str | None = None,
 ) -> Tensor:
@@ -83,8 +87,8 @@ def paged_attention_cpu(
     """
     _check_heads("paged_attention", q, k, v, kv_chunk, 3)
     Visible(sliding_window, attention_chunk).check("detcompile::paged_attention")
-    scores = Scores(scale, softcap, sinks, alibi_slopes)
-    scores.check("detcompile::paged_attention", q.shape[1])
+    scores = Scores(scale, softcap, sinks, alibi_slopes, relative_bias)
+    scores.check("detcompile::paged_attention", q, q.shape[1])
     T, Hq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[2]
     num_blocks, block_size = k_cache.shape[:2]
@@ -94,8 +98,8 @@ def paged_attention_cpu(
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     S, max_blocks = block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, sliding_window, kv_chunk, attention_chunk)
-    given = _CpuScores(scores)
+    given, limits = _CpuScores(scores), (sliding_window, kv_chunk, attention_chunk)
+    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, given.extent)
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
         q.data_ptr(),
@@ -109,10 +113,11 @@ def paged_attention_cpu(
         block_table.data_ptr(),
         out.data_ptr(),
         (ctypes.c_int64 * 12)(*strides),
-        (ctypes.c_int64 * 12)(*sizes),
+        (ctypes.c_int64 * 13)(*sizes),
         given.scalars,
         given.slopes,
         given.sinks,
+        given.relative,
         cpu_library.dtype_code(q),
         cpu_library.dtype_code(k_cache),
         cpu_library.thread_count(),
@@ -137,6 +142,7 @@ def dense_attention_cpu(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
     *,
     isa: str | None = None,
 ) -> Tensor:
@@ -148,8 +154,8 @@ def dense_attention_cpu(
     """
     _check_heads("dense_attention", q, k, v, kv_chunk, 4)
     Visible(sliding_window, attention_chunk).check("detcompile::dense_attention")
-    scores = Scores(scale, softcap, sinks, alibi_slopes)
-    scores.check("detcompile::dense_attention", q.shape[1])
+    scores = Scores(scale, softcap, sinks, alibi_slopes, relative_bias)
+    scores.check("detcompile::dense_attention", q, q.shape[1])
     B, Hq, T, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
     if k.shape[2] != T or k.shape[0] != B:
@@ -178,6 +184,8 @@ def dense_attention_cpu(
         given.scalars,
         given.slopes,
         given.sinks,
+        given.relative,
+        given.extent,
         cpu_library.dtype_code(q),
         cpu_library.thread_count(),
     )
@@ -210,6 +218,7 @@ def reference_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """The dense op's value in float64, unrounded: [B, Hq, T, Dv]."""
     groups = q.shape[1] // k.shape[1]
@@ -224,6 +233,10 @@ def reference_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.double()[:, None, None] * distance
+    if relative_bias is not None:
+        extent = relative_bias.shape[-1]
+        found = relative_bias.double().gather(-1, distance.clamp(0, extent - 1).expand_as(scores))
+        scores = scores + found.masked_fill(distance >= extent, 0.0)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
@@ -234,12 +247,15 @@ class _CpuScores:
     """The fields of struct Scores of attention_scores.h; holds the memory that its addresses point to."""
 
     def __init__(self, scores: Scores) -> None:
-        plain = scores.softcap == 0 and scores.alibi_slopes is None
+        bias = scores.relative_bias
+        plain = scores.softcap == 0 and scores.alibi_slopes is None and bias is None
         unit = _LOG2_E if plain else 1.0
         self.scalars = (ctypes.c_float * 3)(scores.inner * unit, scores.softcap, 1.0 if plain else _LOG2_E)
         self._slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.float().contiguous()
         self._sinks = None if scores.sinks is None else (scores.sinks.double() * unit).float().contiguous()
-        self.slopes, self.sinks = _address(self._slopes), _address(self._sinks)
+        self._relative = None if bias is None else bias.float().contiguous()
+        self.extent = 0 if bias is None else bias.shape[-1]
+        self.slopes, self.sinks, self.relative = map(_address, (self._slopes, self._sinks, self._relative))
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -15,7 +15,7 @@ it gets none of it, though both share a tile. A sink joins a row last, after its
 import triton
 import triton.language as tl
 
-from detcompile.templates.attention_scores import join_sink, shaped
+from detcompile.templates.attention_scores import join_sink, related, shaped
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
 __all__ = ["KEYS", "attention_kernel", "merge_kernel", "sequence_of", "write_kv_kernel"]
@@ -83,11 +83,11 @@ def _first_seen(pos, window, CHUNKED: tl.constexpr):
 
 @triton.jit
 def _attend_block(
-    q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
+    q, m, l, o, n, low, high, pos, window, c, inner, cap, slope, bias_row, extent,
     k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
     WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    RELATIVE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys n..n+63, all of them visible to every row unless PARTIAL.
 
@@ -117,6 +117,8 @@ def _attend_block(
     s = tl.dot(q, k, input_precision="ieee")
     if SCALED:
         s = shaped(s, key, pos, inner, cap, slope, CAPPED, ALIBI)
+    if RELATIVE:
+        s = related(s, key, pos, bias_row, extent)
     if PARTIAL:
         visible = key[None, :] <= pos[:, None]
         if WINDOWED:
@@ -141,19 +143,20 @@ def _attend_block(
 
 @triton.jit(do_not_specialize=["T", "S", "chunks"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, sinks_ptr, slopes_ptr, c, inner, cap, window,
-    T, S, H, chunks,
+    q_ptr, k_ptr, v_ptr, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, sinks_ptr, slopes_ptr, bias_ptr, c, inner, cap,
+    window, extent, T, S, H, chunks,
     q_batch, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_batch, out_token, out_head,
     table_row,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
-    PDL: tl.constexpr,
+    CAPPED: tl.constexpr, ALIBI: tl.constexpr, RELATIVE: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of tokens, axis 1: KV heads x groups of HEADS, axis 2: chunks if SPLIT.
 
     PAGE = 0: dense, S batches of T tokens; k_page and v_page are the batch strides. SPLIT: out [T, H, chunks, DV] and
     stat [T, H, chunks, 2] take the chunk's o and (m, l), fp32. sinks and slopes [H], read where SINKS and ALIBI.
+    bias: [batch or 1, T, H, extent], read where RELATIVE.
     WINDOWED: a query sees the `window` tokens up to its own; CHUNKED too: those of the chunk of `window` tokens.
     """
     let_next_start(PDL)
@@ -219,6 +222,12 @@ def attention_kernel(
     slope = tl.zeros((BM,), tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=ok, other=0.0).to(tl.float32)
+    bias_row = bias_ptr + tl.zeros((BM,), tl.int64)
+    if RELATIVE:
+        place = t
+        if PAGE == 0:
+            place += sequence.to(tl.int64) * T
+        bias_row += (place * H + head) * extent
     M = tl.full((BM,), -float("inf"), tl.float32)
     L = tl.zeros((BM,), tl.float32)
     O = tl.zeros((BM, DVP), tl.float32)
@@ -231,17 +240,17 @@ def attention_kernel(
         if not SPLIT:
             M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
         m, l, o = _attend_block(
-            q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
+            q, m, l, o, n, low, high, pos, window, c, inner, cap, slope, bias_row, extent,
             k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED, CHUNKED, SCALED, CAPPED, ALIBI, False,
+            D, DV, DP, DVP, PAGE, WINDOWED, CHUNKED, SCALED, CAPPED, ALIBI, RELATIVE, False,
         )  # fmt: skip
     for n in tl.range(whole, last, KEYS, num_stages=None if WINDOWED else 1):  # else one or two blocks
         if not SPLIT:
             M, L, O, m, l, o = _close_chunk(M, L, O, m, l, o, n, c, CHUNK)
         m, l, o = _attend_block(
-            q, m, l, o, n, low, high, pos, window, c, inner, cap, slope,
+            q, m, l, o, n, low, high, pos, window, c, inner, cap, slope, bias_row, extent,
             k_ptr, v_ptr, table_ptr, k_page, k_token, v_page, v_token,
-            D, DV, DP, DVP, PAGE, WINDOWED, CHUNKED, SCALED, CAPPED, ALIBI, True,
+            D, DV, DP, DVP, PAGE, WINDOWED, CHUNKED, SCALED, CAPPED, ALIBI, RELATIVE, True,
         )  # fmt: skip
     l_row = tl.max(l, 1)  # its columns are equal
     if SPLIT:

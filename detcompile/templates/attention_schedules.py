@@ -52,13 +52,15 @@ class AttentionProblem:
     alibi: bool = False
     sinks: bool = False
     chunked: bool = False  # what is windowed are chunks of tokens
+    relative: bool = False  # biases by distance
 
     def __str__(self) -> str:
         kind = f"page={self.page}" if self.page else "dense"
         regime = ("decode" if self.few else "prefill") + ("-split" if self.split else "")
         window = " window" if self.windowed else ""
         heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
-        words = [word for word in ("hopper", "scaled", "capped", "alibi", "sinks", "chunked") if getattr(self, word)]
+        flags = ("hopper", "scaled", "capped", "alibi", "sinks", "chunked", "relative")
+        words = [flag for flag in flags if getattr(self, flag)]
         return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
 
 

@@ -1,7 +1,7 @@
-"""What attention does to its scores on the GPU besides scaling: soft cap, ALiBi and sinks, for every kernel alike.
+"""What attention does to its scores on the GPU besides scaling: soft cap, ALiBi, biases and sinks, alike everywhere.
 
 Plain rows have scores that are the products with the keys, and c = scale * log2(e) is applied inside exp2. SCALED rows
-(those with a soft cap, with ALiBi, or with a scale that is not positive) have scores in natural units, and c = log2(e).
+(those with a soft cap, ALiBi, biases, or a scale that is not positive) have scores in natural units, and c = log2(e).
 ``inner`` is what a product is multiplied by first: scale / cap where there is a cap, else scale.
 
 Each function is of IEEE operations and exp2 alone, element by element: no schedule can change a bit of it, as long as
@@ -17,24 +17,27 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["Scores", "Visible", "join_sink", "shaped", "tanh"]
+__all__ = ["Scores", "Visible", "join_sink", "related", "shaped", "tanh"]
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """score = scale * q.k, then softcap * tanh(score / softcap) if softcap > 0, then + alibi_slopes[h] * (key - pos).
+    """score = scale * q.k, then softcap * tanh(score / softcap) if softcap > 0, then + alibi_slopes[h] * (key - pos),
+    then + relative_bias[..., pos - key] for distances below its last extent.
 
-    sinks [H], logits in the units of a score, join the softmax's denominator. alibi_slopes [H].
+    sinks [H], logits in the units of a score, join the softmax's denominator. alibi_slopes [H]. relative_bias: a row of
+    biases for each row of q, [..., E].
     """
 
     scale: float
     softcap: float = 0.0
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
 
-    def check(self, where: str, heads: int) -> None:
+    def check(self, where: str, q: Tensor, heads: int) -> None:
         """Raises InvalidInput for what has no meaning."""
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap) or self.softcap < 0:
             raise InvalidInput(
@@ -47,11 +50,18 @@ class Scores:
                     f"{where}: {name} must be floating point [{heads}], one a query head, not {values.dtype} "
                     f"{tuple(values.shape)}."
                 )
+        bias = self.relative_bias
+        if bias is not None and (bias.shape[:-1] != q.shape[:-1] or not bias.shape[-1] or not bias.is_floating_point()):
+            raise InvalidInput(
+                f"{where}: relative_bias must be floating point {[*q.shape[:-1], 'E']}, E > 0, biases for each row of "
+                f"q, not {bias.dtype} {tuple(bias.shape)}."
+            )
 
     @property
     def scaled(self) -> bool:
         """Whether scores are in natural units before the maximum is taken (a scale <= 0 would make it a minimum)."""
-        return self.softcap > 0 or self.alibi_slopes is not None or self.scale <= 0
+        biased = self.alibi_slopes is not None or self.relative_bias is not None
+        return self.softcap > 0 or biased or self.scale <= 0
 
     @property
     def inner(self) -> float:
@@ -110,6 +120,14 @@ def shaped(s, key_K, pos_R, inner, cap, slope_R, CAPPED: tl.constexpr, ALIBI: tl
     if ALIBI:
         s = s + slope_R[:, None] * (key_K[None, :] - pos_R[:, None]).to(tl.float32)
     return s
+
+
+@triton.jit
+def related(s, key_K, pos_R, bias_ptr_R, extent):
+    """Scores [R, K] and, behind each row's pointer, its bias for the distance of each key; 0 past the extent."""
+    distance = pos_R[:, None] - key_K[None, :]
+    near = (distance >= 0) & (distance < extent)
+    return s + tl.load(bias_ptr_R[:, None] + distance, mask=near, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -63,6 +63,7 @@ def paged_attention_cuda(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
     *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
@@ -72,14 +73,15 @@ def paged_attention_cuda(
         q, k, v: [T, H, D], [T, KV heads, D], [T, KV heads, DV].
         k_cache, v_cache: [pages, page, KV heads, D or DV], changed in place.
         slot_mapping, cu_seqlens, seq_lens, block_table: see `step.StepInputs`.
-        scale, softcap, sinks, alibi_slopes: see `attention_scores.Scores`.
+        scale, softcap, sinks, alibi_slopes, relative_bias [T, H, E]: see `attention_scores.Scores`.
         sliding_window, attention_chunk: tokens; 0 for none. See templates/attention.py.
         schedule: forces one (tests); None takes one that passed the gate.
 
     Returns:
         [T, H, DV] in q.dtype; zeros for rows past cu_seqlens[S].
     """
-    scores, seen = Scores(scale, softcap, sinks, alibi_slopes), Visible(sliding_window, attention_chunk)
+    scores = Scores(scale, softcap, sinks, alibi_slopes, relative_bias)
+    seen = Visible(sliding_window, attention_chunk)
     _check(q, k_cache, v_cache, scores, seen, kv_chunk)
     T, H, _ = q.shape
     out = q.new_empty((T, H, v_cache.shape[-1]))
@@ -109,13 +111,15 @@ def dense_attention_cuda(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
     *,
     schedule: AttentionSchedule | None = None,
 ) -> Tensor:
     """q [B, H, T, D], k and v [B, KV heads, T, D or DV] -> [B, H, T, DV], with the bits of the paged op."""
     q, k, v = (_unit_rows(t).transpose(1, 2) for t in (q, k, v))  # [B, T, heads, D]
-    scores, seen = Scores(scale, softcap, sinks, alibi_slopes), Visible(sliding_window, attention_chunk)
-    _check(q[0] if len(q) else q.new_empty(q.shape[1:]), k, v, scores, seen, kv_chunk)
+    bias = None if relative_bias is None else relative_bias.transpose(1, 2)
+    scores, seen = Scores(scale, softcap, sinks, alibi_slopes, bias), Visible(sliding_window, attention_chunk)
+    _check(q, k, v, scores, seen, kv_chunk)
     B, T, H, D = q.shape
     require_32_bits(T, H, max(D, v.shape[-1]))
     out = q.new_empty((B, H, T, v.shape[-1]))
@@ -166,11 +170,14 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
     tokens = problem.chunk + 17 if problem.windowed else 0
     window, attention_chunk = (0, tokens) if problem.chunked else (tokens, 0)
     scale, cap, sinks, slopes = _probe_scores(problem, device)
+    bias = draw(sum(new), problem.heads, problem.chunk + 5) if problem.relative else None
     rest = (cap, sinks, slopes, attention_chunk)
 
     def dense(schedule: AttentionSchedule) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (t.unflatten(0, (2, -1)).transpose(1, 2) for t in (q, k, v))
-        return dense_attention_cuda(q_BHTD, k_BHTD, v_BHTD, scale, window, problem.chunk, *rest, schedule=schedule)
+        bias_BHTE = None if bias is None else bias.unflatten(0, (2, -1)).transpose(1, 2)
+        order = (scale, window, problem.chunk, *rest, bias_BHTE)
+        return dense_attention_cuda(q_BHTD, k_BHTD, v_BHTD, *order, schedule=schedule)
 
     table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(1)).view(2, pages)
     slots = [table[s, p // page].item() * page + p % page for s in range(2) for p in range(lens[s] - new[s], lens[s])]
@@ -196,7 +203,7 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
             caches.append(cache)
         return paged_attention_cuda(
             q, k, v, caches[0], caches[1], slot_mapping, cu, seq_lens, table_i, scale, window, problem.chunk, *rest,
-            schedule=schedule,
+            bias, schedule=schedule,
         )  # fmt: skip
 
     def bits(schedule: AttentionSchedule) -> bytes:
@@ -210,7 +217,7 @@ def _probe_scores(problem: AttentionProblem, device: torch.device) -> tuple[floa
     """scale, softcap, sinks and alibi_slopes that make a problem of this kind."""
     scale = problem.d**-0.5
     return (
-        -scale if problem.scaled and not (problem.capped or problem.alibi) else scale,
+        -scale if problem.scaled and not (problem.capped or problem.alibi or problem.relative) else scale,
         2.5 if problem.capped else 0.0,
         torch.linspace(-3, 3, problem.heads, device=device) if problem.sinks else None,
         2.0 ** -torch.linspace(1, 8, problem.heads, device=device) if problem.alibi else None,
@@ -243,6 +250,7 @@ def _problem(
         page=page, chunk=chunk, windowed=seen.tokens > 0, chunked=seen.attention_chunk > 0, few=few, split=False,
         scaled=scores.scaled, hopper=attention_hopper.supports(k, v, page > 0),
         capped=scores.softcap > 0, alibi=scores.alibi_slopes is not None, sinks=scores.sinks is not None,
+        relative=scores.relative_bias is not None,
     )  # fmt: skip
 
 
@@ -282,7 +290,9 @@ def _attend(
         target = q.new_empty((T, problem.heads, chunks, problem.dv), dtype=torch.float32)
         stat = q.new_empty((T, problem.heads, chunks, 2), dtype=torch.float32)
     padded = {"DP": _padded(problem.d), "DVP": _padded(problem.dv)}
-    sinks, slopes = (out if t is None else t.contiguous() for t in (scores.sinks, scores.alibi_slopes))
+    of_heads = (scores.sinks, scores.alibi_slopes, scores.relative_bias)
+    sinks, slopes, bias = (out if t is None else t.contiguous() for t in of_heads)
+    extent = 0 if scores.relative_bias is None else bias.shape[-1]
     shared = {
         "DV": problem.dv, "DVP": padded["DVP"], "CHUNK": problem.chunk, "WINDOWED": problem.windowed,
         "CHUNKED": problem.chunked, "SCALED": problem.scaled, "SINKS": problem.sinks, **launch_options(q.device),
@@ -303,12 +313,12 @@ def _attend(
     else:
         grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
         attention_kernels.attention_kernel[grid](
-            q, k, v, target, stat, cu, lens, table, sinks, slopes, scores.c, scores.inner, scores.softcap, window,
-            T, S, problem.heads, chunks,
+            q, k, v, target, stat, cu, lens, table, sinks, slopes, bias, scores.c, scores.inner, scores.softcap, window,
+            extent, T, S, problem.heads, chunks,
             q.stride(0) if metadata is None else 0, *q.stride()[1:3], *k.stride()[:3], *v.stride()[:3],
             strides[0] if metadata is None else 0, *strides[1:], table.stride(0),
             G=group, HEADS=heads, D=problem.d, DP=padded["DP"], PAGE=problem.page, SPLIT=split, BM=schedule.block_m,
-            CAPPED=problem.capped, ALIBI=problem.alibi,
+            CAPPED=problem.capped, ALIBI=problem.alibi, RELATIVE=problem.relative,
             num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False, **shared,
         )  # fmt: skip
     if split:
@@ -338,11 +348,11 @@ def _tiles(T: int, S: int, block_m: int, group: int) -> int:
 def _check(q: Tensor, k: Tensor, v: Tensor, scores: Scores, seen: Visible, kv_chunk: int) -> None:
     where = "attention on the GPU"
     seen.check(where)
-    scores.check(where, q.shape[1])
+    scores.check(where, q, q.shape[-2])
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise InvalidInput(f"{where}: q is {q.dtype}, keys {k.dtype}, values {v.dtype}; use one dtype for all")
-    if q.shape[1] % k.shape[2]:
-        raise InvalidInput(f"{where}: {q.shape[1]} query heads do not share {k.shape[2]} KV heads evenly")
+    if q.shape[-2] % k.shape[2]:
+        raise InvalidInput(f"{where}: {q.shape[-2]} query heads do not share {k.shape[2]} KV heads evenly")
     if kv_chunk % attention_kernels.KEYS.value:
         raise InvalidInput(f"{where}: kv_chunk={kv_chunk} must be a multiple of {attention_kernels.KEYS.value}")
 

@@ -31,7 +31,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "cached_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens, Tensor seq_lens, "
     "Tensor block_table, float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "
-    "Tensor? alibi_slopes=None, int attention_chunk=0) -> Tensor",
+    "Tensor? alibi_slopes=None, int attention_chunk=0, Tensor? relative_bias=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -91,11 +91,12 @@ def cached_attention_cpu(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """paged_attention_cpu where the step's keys and values are in the caches already."""
     k, v = (q.new_empty((q.shape[0], *cache.shape[2:])) for cache in (k_cache, v_cache))  # padding: nobody reads them
     nowhere = torch.full((q.shape[0],), PADDING_SLOT, dtype=torch.int64)
-    order = (scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes, attention_chunk)
+    order = (scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes, attention_chunk, relative_bias)
     return paged_attention_cpu(q, k, v, k_cache, v_cache, nowhere, cu_seqlens, seq_lens, block_table, *order)
 
 
@@ -113,9 +114,10 @@ def cached_attention_cuda(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """paged_attention_cuda where the step's keys and values are in the caches already."""
-    order = (scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes, attention_chunk)
+    order = (scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes, attention_chunk, relative_bias)
     return paged_attention_cuda(q, None, None, k_cache, v_cache, cu_seqlens, cu_seqlens, seq_lens, block_table, *order)
 
 
@@ -133,7 +135,7 @@ def _(q, k, v, cos, sin, q_weight, k_weight, eps, round_before_weight, k_cache, 
 @torch.library.register_fake("detcompile::cached_attention", lib=_LIBRARY)
 def _(
     q, k_cache, v_cache, cu_seqlens, seq_lens, block_table, scale, sliding_window, kv_chunk,
-    softcap=0.0, sinks=None, alibi_slopes=None, attention_chunk=0,
+    softcap=0.0, sinks=None, alibi_slopes=None, attention_chunk=0, relative_bias=None,
 ):  # fmt: skip
     return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
 

@@ -1,4 +1,6 @@
-"""Soft caps, sinks and ALiBi on their way from a model to the template: what is understood, and what is refused."""
+"""Soft caps, sinks, ALiBi and biases on their way from a model to the template: what is understood, what is refused."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ def call(**kwargs: object) -> None:
 
 
 def test_known_arguments_are_understood() -> None:
-    call(attention_chunk=7)
+    call(attention_chunk=7, relative_bias=torch.zeros(1, 4, 5, 9))
     call(scaling=0.3, sliding_window=7, softcap=30.0, s_aux=torch.zeros(4), alibi_slopes=torch.ones(4), dropout=0.0)
 
 
@@ -34,6 +36,7 @@ def test_known_arguments_are_understood() -> None:
         ({"s_aux": torch.zeros(1, 4, 1, 1)}, "which is not one value for each"),
         ({"alibi_slopes": torch.zeros(1)}, "which is not one value for each"),
         ({"sliding_window": 7, "attention_chunk": 9}, "only one of them is known"),
+        ({"relative_bias": torch.zeros(1, 4, 1, 9)}, "which is no row of biases for each of its queries"),
         ({"indices": torch.zeros(3)}, "passes indices=Tensor, which the attention template does not know"),
     ],
 )
@@ -74,6 +77,31 @@ def test_sinks_and_slopes_are_weights(place: int) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
         certify(Attends(place, of_rows=True))
     assert isinstance(cause(refused.value), UncertifiedOp)
+
+
+class Biased(nn.Module):
+    """Dense attention over [B, T, 4 * 16] with the biases that ``make`` takes from the queries [B, 4, T, 16]."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        rest = (0.25, 0, 512, 0.0, None, None, 0, self.make(q))
+        return torch.ops.detcompile.dense_attention(q, q, q, *rest)
+
+
+def test_biases_are_of_their_own_query() -> None:
+    certify(Biased(lambda q: q * 2))
+    for others in (
+        lambda q: q.flip(2),
+        lambda q: q.flip(0),
+        lambda q: q[..., :1].transpose(2, 3).expand(-1, -1, q.shape[2], -1),
+    ):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+            certify(Biased(others))
+        assert isinstance(cause(refused.value), UncertifiedOp)
 
 
 def test_an_adapter_caches_shared_heads_once() -> None:

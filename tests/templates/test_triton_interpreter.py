@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 FAMILIES = ["rows", "recurrences", "rope", "matmul", "experts", "dequant"]
-FAMILIES += ["attention", "attention_scores", "attention_chunks", "sampling", "collectives"]
+FAMILIES += ["attention", "attention_scores", "attention_chunks", "attention_biases", "sampling", "collectives"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -48,29 +48,31 @@ void write_cache(const Metadata& meta, const char* source, int32_t dtype, const 
 }  // namespace
 
 // q [B, Hq, T, D], k v [B, Hkv, T, D | Dv]; strides[9]: batch, head, token of q, of k, of v. out [B, Hq, T, Dv] contiguous.
-// scalars[3]: the first three fields of Scores.
+// scalars[3]: the first three fields of Scores. relative [B, Hq, T, extent] contiguous, or null.
 EXPORT void detcompile_dense_attention(const char* q, const char* k, const char* v, char* out, const int64_t* strides, int64_t B,
                                        int64_t T, int64_t Hq, int64_t Hkv, int64_t D, int64_t Dv, int64_t window, int64_t attention_chunk,
-                                       int64_t chunk, const float* scalars, const float* slopes, const float* sinks, int32_t dtype,
-                                       int32_t num_threads) {
+                                       int64_t chunk, const float* scalars, const float* slopes, const float* sinks,
+                                       const float* relative, int64_t extent, int32_t dtype, int32_t num_threads) {
   Heads h{Hq, Hkv, D, Dv, strides[2], strides[1], Dv, T * Dv, strides[5], strides[4], 0, strides[8], strides[7], 0,
-          1, chunk, {window, attention_chunk}, {scalars[0], scalars[1], scalars[2], slopes, sinks}, dtype, dtype};
+          1, chunk, {window, attention_chunk}, {scalars[0], scalars[1], scalars[2], slopes, sinks, extent}, extent, T * extent,
+          dtype, dtype};
   std::vector<Sequence> sequences;
   int64_t bytes = item_size(dtype);
   for (int64_t b = 0; b < B; b++)
     sequences.push_back({q + b * strides[0] * bytes, k + b * strides[3] * bytes, v + b * strides[6] * bytes,
-                         out + b * Hq * T * Dv * bytes, nullptr, T, 0});
+                         out + b * Hq * T * Dv * bytes, nullptr, T, 0, relative ? relative + b * Hq * T * extent : nullptr});
   attend(h, sequences, num_threads);
 }
 
 // q [T, Hq, D], k v [T, Hkv, D | Dv], caches [num_blocks, block_size, Hkv, D | Dv]; strides[12]: token and head of q, k, v;
-// block, key and head of the caches. sizes[12]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk attention_chunk.
+// block, key and head of the caches. sizes[13]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk attention_chunk
+// extent. relative [T, Hq, extent] contiguous, or null.
 // out [T, Hq, Dv] contiguous. scalars[3]: the first three fields of Scores. Returns a Fault, with its place in `where` and nothing written.
 EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const char* v, char* k_cache, char* v_cache,
                                           const int64_t* slot_mapping, const int32_t* cu_seqlens, const int32_t* seq_lens,
                                           const int32_t* block_table, char* out, const int64_t* strides, const int64_t* sizes,
-                                          const float* scalars, const float* slopes, const float* sinks, int32_t dtype,
-                                          int32_t cache_dtype, int32_t num_threads, int64_t* where) {
+                                          const float* scalars, const float* slopes, const float* sinks, const float* relative,
+                                          int32_t dtype, int32_t cache_dtype, int32_t num_threads, int64_t* where) {
   int64_t T = sizes[0], S = sizes[1], Hq = sizes[2], Hkv = sizes[3], D = sizes[4], Dv = sizes[5];
   Metadata meta{slot_mapping, cu_seqlens, seq_lens, block_table, T, S, sizes[8], sizes[6], sizes[7], {sizes[9], sizes[11]}};
   if (Fault fault = meta.check(where)) return fault;
@@ -79,13 +81,14 @@ EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const ch
   write_cache(meta, v, dtype, strides + 4, v_cache, cache_dtype, strides + 9, Hkv, Dv, write_threads);
   Heads h{Hq, Hkv, D, Dv, strides[0], strides[1], Hq * Dv, Dv, strides[7], strides[8], strides[6], strides[10], strides[11],
           strides[9], meta.block_size, sizes[10], meta.visible,
-          {scalars[0], scalars[1], scalars[2], slopes, sinks}, dtype, cache_dtype};
+          {scalars[0], scalars[1], scalars[2], slopes, sinks, sizes[12]}, Hq * sizes[12], sizes[12], dtype, cache_dtype};
   std::vector<Sequence> sequences;
   int64_t bytes = item_size(dtype);
   for (int64_t s = 0; s < S; s++) {
     int64_t first = cu_seqlens[s], num_queries = cu_seqlens[s + 1] - first;
     sequences.push_back({q + first * strides[0] * bytes, k_cache, v_cache, out + first * Hq * Dv * bytes,
-                         block_table + s * meta.max_blocks, num_queries, seq_lens[s] - num_queries});
+                         block_table + s * meta.max_blocks, num_queries, seq_lens[s] - num_queries,
+                         relative ? relative + first * Hq * sizes[12] : nullptr});
   }
   attend(h, sequences, num_threads);
   int64_t used = cu_seqlens[S];

@@ -1,4 +1,4 @@
-// From products with the keys to scores: soft cap, ALiBi.
+// From products with the keys to scores: soft cap, ALiBi, biases by distance.
 #pragma once
 
 #include "elementary.h"
@@ -27,25 +27,34 @@ inline Vec tanh_of(Vec x) {
   return load(nears);
 }
 
-// What attention.py makes of attention_scores.Scores. Plain scores are in units of log2. Shaped ones (soft cap, ALiBi) are
-// in natural units, so that no constant is rounded before their maximum is taken away, and meet log2(e) inside exp2.
+// What attention.py makes of attention_scores.Scores. Plain scores are in units of log2. Shaped ones (all others) are in
+// natural units, so that no constant is rounded before their maximum is taken away, and meet log2(e) inside exp2.
 struct Scores {
   float scale;          // plain: scale * log2(e); shaped: scale, or scale / softcap
   float cap;            // 0: none
   float c;              // plain: 1; shaped: log2(e)
   const float* slopes;  // [Hq], or null
   const float* sinks;   // [Hq], in the units of the scores, or null
+  int64_t extent;       // distances that a query has a bias for, the first of them 0
 
   bool plain() const { return c == 1.0f; }
+  // of keys at `distance` and nearer, one less a lane; 0 past the extent, and for keys that are not visible
+  Vec biases(const float* relative, int64_t distance) const {
+    float found[kLanes];
+    for (int64_t i = 0; i < kLanes; i++) found[i] = distance >= i && distance - i < extent ? relative[distance - i] : 0.0f;
+    return load(found);
+  }
   Vec in_log2(Vec difference) const { return plain() ? difference : difference * splat(c); }
 
-  // products of the query at `position` with keys first_key, first_key + 1, ... -> shaped scores, in place
-  void shape(float* products, int64_t count, int64_t first_key, int64_t position, int64_t head) const {
+  // products of the query at `position` with keys first_key, first_key + 1, ... -> shaped scores, in place;
+  // relative [extent]: the query's biases, or null
+  void shape(float* products, int64_t count, int64_t first_key, int64_t position, int64_t head, const float* relative) const {
     static const float ascending[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t j = 0; j < count; j += kLanes) {
       Vec score = load(products + j) * splat(scale);
       if (cap != 0.0f) score = splat(cap) * tanh_of(score);
       if (slopes) score = fma(splat(slopes[head]), splat(float(first_key + j - position)) + load(ascending), score);
+      if (relative) score = score + biases(relative, position - first_key - j);
       store(products + j, score);
     }
   }

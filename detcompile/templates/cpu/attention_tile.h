@@ -2,7 +2,7 @@
 //
 // Keys are taken in blocks of 64 at absolute positions. For each row (a query of one head) and block:
 //   s_j = (chains of fma(q_d, k_jd) over ascending d, 128 each, added ascending) * (scale * log2(e)), -inf where j is
-//         not visible; Scores.shape takes the place of the product where there is a soft cap or ALiBi
+//         not visible; Scores.shape takes the place of the product where there is a soft cap, ALiBi or a bias
 //   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32 (shaped scores: times c inside exp2)
 //   l   = l * alpha + (p summed as Row(64, lanes=64))
 //   o   = fma(o, alpha, chain of fma(p_j, v_j) over ascending j)
@@ -41,6 +41,7 @@ struct Heads {
   int64_t block_size, chunk;
   Visible visible;
   Scores scores;
+  int64_t relative_token_stride, relative_head_stride;
   int32_t dtype, cache_dtype;
   int64_t group() const { return Hq / Hkv; }
 };
@@ -49,6 +50,7 @@ struct Sequence {
   const char* q; const char* k; const char* v; char* out;
   const int32_t* table;  // null: keys are contiguous
   int64_t num_queries, first_position;
+  const float* relative;  // biases of its first query, or null
 };
 
 struct Task { int64_t sequence, kv_head, begin, end; };
@@ -96,6 +98,10 @@ struct Tile {
   }
 
   int64_t position(int64_t row) const { return s.first_position + task.begin + row / h.group(); }
+  const float* relative(int64_t row) const {
+    if (!s.relative) return nullptr;
+    return s.relative + (task.begin + row / h.group()) * h.relative_token_stride + head(row) * h.relative_head_stride;
+  }
   int64_t head(int64_t row) const { return task.kv_head * h.group() + row % h.group(); }
 
   void clear(float* maximum, float* sum, float* output) const {
@@ -220,7 +226,7 @@ struct Tile {
         whole = whole && begin[i] == 0 && end[i] == kBlock;
         if (begin[i] >= end[i]) continue;
         if (!h.scores.plain())
-          h.scores.shape(scores + i * kBlock, kBlock, block * kBlock, position(row + i), head(row + i));
+          h.scores.shape(scores + i * kBlock, kBlock, block * kBlock, position(row + i), head(row + i), relative(row + i));
         alpha[i] = soften(row + i, scores + i * kBlock, begin[i], end[i]);
       }
       if (whole) add_values(row, rows, scores, alpha, 0, kBlock);

@@ -1,4 +1,4 @@
-"""A model whose layers see chunks of tokens (llama4): its meaning, the axes, and the engine, by bytes."""
+"""Attention over chunks of tokens (llama4), with biases by distance (inkling): meaning, axes and engine, by bytes."""
 
 import functools
 
@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import detcompile
 from detcompile.axes import AXES, Configuration, score
 from detcompile.compiled import CompiledModel
+from detcompile.passes.capture import probe_attention
+from detcompile.passes.scans import pin_recurrences
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling_params import SamplingParams
 from tests.bits import assert_bitwise_equal
@@ -17,39 +19,41 @@ from tests.invariance.axis import configuration_for
 from tests.models import VOCAB_SIZE, random_model
 from tests.runtime.engine_cases import GREEDY, assert_as_alone, config_of, engine_configs, engine_of, prompt_of, run
 
+# Both scale queries by their positions; what they bound is shorter than the sequences.
 CHANGES = {
-    "head_dim": 20,
-    "intermediate_size_mlp": 96,
-    "no_rope_layers": [1, 0],
-    "attention_chunk_size": 35,
-    "floor_scale": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
+    "inkling_text": {"head_dim": 20, "swa_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1}
+    | {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window_size": 35, "d_rel": 8, "rel_extent": 50}
+    | {"log_scaling_n_floor": 16, "mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "llama4_text": {"head_dim": 20, "intermediate_size_mlp": 96, "no_rope_layers": [1, 0], "attention_chunk_size": 35}
+    | {"floor_scale": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+NAMES = pytest.mark.parametrize("name", CHANGES)
 
 
 @functools.cache
-def model_of(device: str) -> CompiledModel:
+def model_of(name: str, device: str) -> CompiledModel:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return detcompile.compile(random_model("llama4_text", dtype, device, **CHANGES), max_context=768)
+    return detcompile.compile(random_model(name, dtype, device, **CHANGES[name]), max_context=768)
 
 
-def test_logits_are_those_of_hugging_face(device: str) -> None:
-    """Of tokens that weigh their experts, in chunks, and whose scale follows their positions."""
-    model = model_of(device)
+@NAMES
+def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
+    model = model_of(name, device)
     ids = torch.randint(0, VOCAB_SIZE, (2, 577), generator=torch.Generator().manual_seed(5)).to(device)
-    plain = random_model("llama4_text", torch.float32, device, **CHANGES)
+    plain = random_model(name, torch.float32, device, **CHANGES[name])
     plain.set_attn_implementation("eager")
     with torch.no_grad():
         expected = plain(ids, use_cache=False).logits
     error = (model(ids).logits.float() - expected).norm() / expected.norm()
     assert error < (1e-5 if model.dtype is torch.float32 else 3e-2)
-    assert [group.window for group in model._kv_groups] == [35, 0]
+    assert [group.window for group in model._kv_groups] == ([35, 0] if name == "llama4_text" else [0])  # unequal shapes
 
 
+@NAMES
 @pytest.mark.parametrize(("length", "seed"), [(577, 1), (71, 2)])
-def test_every_axis_holds(length: int, seed: int, device: str) -> None:
-    model = model_of(device)
+def test_every_axis_holds(name: str, length: int, seed: int, device: str) -> None:
+    model = model_of(name, device)
     axes = [axis for axis in AXES if axis != "cuda_graphs" or device == "cuda"]
     configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
     (target,) = {c.rows[c.target] for c in configurations.values()}
@@ -59,9 +63,10 @@ def test_every_axis_holds(length: int, seed: int, device: str) -> None:
         assert_bitwise_equal(score(model, configuration), alone, f"{axis}: {configuration.describe()}")
 
 
-def test_the_engine_gives_each_request_what_it_gives_alone(device: str) -> None:
+@NAMES
+def test_the_engine_gives_each_request_what_it_gives_alone(name: str, device: str) -> None:
     """Prompts in pieces; few blocks, so that sequences lose theirs; blocks freed behind the chunks."""
-    model = model_of(device)
+    model = model_of(name, device)
 
     @settings(max_examples=6)
     @given(config=engine_configs(16, 161), seed=st.integers(0, 10**6))
@@ -78,10 +83,22 @@ def test_the_engine_gives_each_request_what_it_gives_alone(device: str) -> None:
     serves()
 
 
+def test_convolutions_in_float32_keep_their_state_in_float32() -> None:
+    """As inkling's checkpoints have them, whatever the dtype of the rest."""
+    model = random_model("inkling_text", torch.bfloat16, **CHANGES["inkling_text"])
+    for name, module in model.named_modules():
+        if name.endswith("sconv"):
+            module.float()
+    recurrences = pin_recurrences(model)
+    assert recurrences is not None
+    probe_attention(model, 64, recurrences)
+    assert [shape.float32 for shape in recurrences.shapes] == [True] * 8
+
+
 @pytest.mark.parametrize("length", [50, 80, 110])
 def test_a_prefix_is_found_again(length: int, device: str) -> None:
     """With chunks of 35 tokens over blocks of 16, so that a prefix ends within a chunk."""
-    model = model_of(device)
+    model = model_of("llama4_text", device)
     engine = engine_of(model, config_of(prefix_caching=True))
     cached = []
     for _ in range(2):

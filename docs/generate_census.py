@@ -17,7 +17,7 @@ __all__ = ["CENSUS", "REASONS", "census", "forecast", "page"]
 
 CENSUS = Path(__file__).with_name("census.md")
 
-UNKNOWN_SCANS = {"mLSTM scan", STATE}
+UNKNOWN_SCANS = {STATE}
 
 # reason -> (what is refused, and what would lift it; the details of one architecture, empty where it does not apply)
 REASONS: dict[str, tuple[str, Callable[[Facts], str]]] = {

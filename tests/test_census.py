@@ -50,7 +50,7 @@ def test_the_page_is_up_to_date(rows):
         ("llama4_text", {"experts", "mask"}),
         ("mamba2", set()),
         ("rwkv", set()),
-        ("xlstm", {"scan"}),
+        ("xlstm", set()),
         ("gemma2", set()),
         ("phimoe", {"rope", "silent window"}),
         ("bert", {"mask"}),

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from detcompile.errors import UnsupportedModel
 from detcompile.passes.recurrences import Recurrences
 
 __all__ = ["OWN_MIXERS", "selective"]
+
+MOST_EXPONENT = 30.0  # e^30 leaves room for sums over any context in float32
 
 
 def selective(
@@ -124,6 +127,33 @@ def _rwkv_feed_forward(recurrences: Recurrences, self: Any, hidden: Tensor, *_: 
     return torch.sigmoid(gate) * self.value(torch.square(torch.relu(key))), None
 
 
+def _mlstm(
+    recurrences: Recurrences,
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,
+    fgate: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """xlstm: a value of one beside the others makes the denominator; [B, H, T, ...], as Hugging Face has them.
+
+    Hugging Face divides the state by e^m, the greatest weight in it; its gates are capped, so that it need not be.
+    """
+    cap = self.config.gate_soft_cap
+    if not 0 < cap <= MOST_EXPONENT:
+        raise UnsupportedModel(f"xlstm with gate_soft_cap={cap}: exponentials of its gates could overflow")
+    q, k, v, gain, keep = (x.transpose(1, 2).float() for x in (query, key, value, igate, fgate))
+    decay = F.logsigmoid(keep)
+    both = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    both = recurrences.recur(q * q.shape[-1] ** -0.5, k * torch.exp(gain)[..., None], both, decay)
+    total, weight = both.split([v.shape[-1], 1], -1)
+    most = torch.exp(recurrences.greatest(gain, decay))[..., None]
+    out = total / (weight.abs().clamp(min=1.0) + self.config.eps * most)
+    return out.to(query.dtype).transpose(1, 2), None
+
+
 def _late(recurrences: Recurrences, x: Tensor, delay: int) -> Tensor:
     """x [B, T, C] of ``delay`` tokens before, zeros before the first."""
     if not delay:
@@ -137,6 +167,7 @@ OWN_MIXERS: dict[str, Callable[..., Any]] = {
     "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _griffin,
     "rwkv.modeling_rwkv.RwkvFeedForward": _rwkv_feed_forward,
     "rwkv.modeling_rwkv.RwkvSelfAttention": _rwkv_attention,
+    "xlstm.modeling_xlstm.xLSTMBackend": _mlstm,
     "zamba.modeling_zamba.ZambaMambaMixer": _zamba,
     "zaya.modeling_zaya.ZayaCCAProjection": _zaya,
 }

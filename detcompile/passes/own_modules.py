@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 __all__ = ["Methods", "OWN_MODULES", "class_of", "give_methods", "replace_modules"]
 
@@ -60,9 +61,22 @@ def _adapter_of_default_language(self: Any, lang_ids: Tensor, hidden_states: Ten
     return self.adapter_modules[self.whole_config.default_language](hidden_states) + residual
 
 
+def _xlstm(self: Any, input_ids: Tensor, logits_to_keep: Any = 0, **_: Any) -> CausalLMOutput:
+    """Hugging Face takes long prompts in pieces, which its states make one; ours do it by themselves."""
+    keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    hidden = self.backbone.embeddings(input_ids)
+    for block in self.backbone.blocks:
+        hidden, _ = block(hidden)
+    kept = self.backbone.out_norm(hidden)[:, keep]
+    logits = self.lm_head(kept.to(self.lm_head.weight.dtype)).float()
+    cap = self.config.output_logit_soft_cap
+    return CausalLMOutput(logits=logits if cap is None else cap * torch.tanh(logits / cap))
+
+
 OWN_MODULES: dict[str, Methods] = {
     "deepseek_v2.modeling_deepseek_v2.DeepseekV2RotaryEmbedding": {"forward": _cosines_and_sines},
     "llama4.modeling_llama4.Llama4TextRotaryEmbedding": {"forward": _cosines_and_sines},
     "xglm.modeling_xglm.XGLMSinusoidalPositionalEmbedding": {"forward": _sinusoids},
+    "xlstm.modeling_xlstm.xLSTMForCausalLM": {"forward": _xlstm},
     "xmod.modeling_xmod.XmodOutput": {"lang_adapter": _adapter_of_default_language},
 }

@@ -27,6 +27,7 @@ BASES = {"_all_bases", "_state_base_index"}  # what functionalization adds
 CONV: dict[str, tuple[str, ...]] = {"rows": ("x",), "weights": ("weight", "bias")}
 SCAN: dict[str, tuple[str, ...]] = {"rows": ("v", "q", "k", "decay", "beta"), "weights": ("rates",)}
 AVERAGE: dict[str, tuple[str, ...]] = {"rows": ("v", "k"), "weights": ("decay", "bonus")}
+GREATEST: dict[str, tuple[str, ...]] = {"rows": ("x", "decay"), "weights": ()}
 
 
 def _packed(operands: dict[str, tuple[str, ...]]) -> Rule:
@@ -84,13 +85,17 @@ def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Cont
 RECURRENCES = {
     ours.causal_conv.default: _packed(CONV),
     ours.linear_recurrence.default: _packed(SCAN),
+    ours.running_max.default: _packed(GREATEST),
     ours.wkv.default: _packed(AVERAGE),
 }
 DENSE_RECURRENCES = {
     ours.dense_causal_conv.default: _dense(CONV),
     ours.dense_linear_recurrence.default: _dense(SCAN),
+    ours.dense_running_max.default: _dense(GREATEST),
     ours.dense_wkv.default: _dense(AVERAGE),
 }
+# Of these a token's value is of at most two terms, each an operation of its own.
+WITHOUT_SUMS = (ours.running_max.default, ours.dense_running_max.default, ours.wkv.default, ours.dense_wkv.default)
 
 
 def is_recurrence(node: fx.Node) -> bool:
@@ -99,13 +104,13 @@ def is_recurrence(node: fx.Node) -> bool:
 
 
 def recurrence_order(node: fx.Node) -> Sequential | Row | None:
-    """The order of a recurrence's sums at a token; None where it adds but two terms."""
+    """The order of a recurrence's sums at a token; None where it has none of more than two terms."""
     given: Any = node.kwargs
     operation = node.args[0]
     if node.target in DENSE_RECURRENCES:
         names = [argument.name for argument in node.target._schema.arguments]
         given, operation = dict(zip(names, node.args, strict=False)), node.target
-    if operation in (ours.wkv.default, ours.dense_wkv.default):
+    if operation in WITHOUT_SUMS:
         return None
     if "conv" in str(operation):
         taps = shape_of(given["weight"])[1]

@@ -80,6 +80,16 @@ class Recurrences:
         order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
         return torch.ops.detcompile.wkv(k.squeeze(0), v.squeeze(0), decay, bonus, *order).unsqueeze(0)
 
+    def greatest(self, x: Tensor, decay: Tensor) -> Tensor:
+        """templates.running_max: x and decay [B, T, C] -> [B, T, C]; both are rounded to float32."""
+        x, decay = x.float(), decay.float()
+        found = self._next(StateShape((1, x.shape[2]), True))
+        if found is None:
+            return torch.ops.detcompile.dense_running_max(x, decay)
+        step, state = found
+        order = (state, step.state_slots, step.cu_seqlens, step.seq_lens)
+        return torch.ops.detcompile.running_max(x.squeeze(0), decay.squeeze(0), *order).unsqueeze(0)
+
     def attention_place(self, _: nn.Module) -> int:
         """The number of this call of attention within the forward."""
         place = self._num_attention

@@ -13,6 +13,7 @@ from detcompile.templates import (
     norms,
     rope,
     rows,
+    running_max,
     softmax,
     wkv,
 )
@@ -32,6 +33,7 @@ FAMILIES = (
     norms,
     rope,
     rows,
+    running_max,
     softmax,
     wkv,
 )

@@ -50,24 +50,35 @@ def averaged(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
     return ops.wkv(x, x, weight[:, 0], weight[:, 1], state, state_slots, cu_seqlens, seq_lens)
 
 
+def greatest(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
+    return ops.running_max(x, -x.abs(), state, state_slots, cu_seqlens, seq_lens)
+
+
 def averaged_by_rows(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
     return ops.wkv(x, x, weight[:, 0], x[0], state, state_slots, cu_seqlens, seq_lens)
+
+
+def greatest_of_other_rows(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
+    return ops.running_max(x, x.flip(0), state, state_slots, cu_seqlens, seq_lens)
 
 
 def averaged_out_of_order(x, weight, state, other_state, state_slots, cu_seqlens, seq_lens):
     return ops.wkv(x.flip(0), x, weight[:, 0], weight[:, 1], state, state_slots, cu_seqlens, seq_lens)
 
 
-def test_an_average_is_certified_and_adds_two_terms_at_a_time() -> None:
-    (certificate,) = certified(averaged, state=torch.zeros(2, 3, 8)).certificates
+@pytest.mark.parametrize(("function", "op", "kept"), [(averaged, "wkv", 3), (greatest, "running_max", 1)])
+def test_averages_and_maxima_are_certified_without_an_order(function, op: str, kept: int) -> None:
+    (certificate,) = certified(function, state=torch.zeros(2, kept, 8)).certificates
     (entry,) = [entry for entry in certificate.entries if entry.kind == "recurrence"]
-    assert (entry.op, entry.order) == ("detcompile.wkv.default", "") and "its own prefix" in entry.proof
+    assert (entry.op, entry.order) == (f"detcompile.{op}.default", "") and "its own prefix" in entry.proof
 
 
-@pytest.mark.parametrize("function", [averaged_by_rows, averaged_out_of_order])
-def test_an_average_of_other_rows_is_refused(function) -> None:
+@pytest.mark.parametrize(
+    ("function", "kept"), [(averaged_by_rows, 3), (averaged_out_of_order, 3), (greatest_of_other_rows, 1)]
+)
+def test_averages_and_maxima_of_other_rows_are_refused(function, kept: int) -> None:
     with pytest.raises(Exception) as raised:
-        certified(function, state=torch.zeros(2, 3, 8))
+        certified(function, state=torch.zeros(2, kept, 8))
     assert isinstance(cause(raised.value), UncertifiedOp), raised.value
 
 

@@ -12,7 +12,7 @@ from tests.models import random_model
 
 # One architecture at least for every scan and every layer of our own.
 NAMES = ["kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next", "recurrent_gemma", "rwkv", "zamba"]
-NAMES += ["zaya"]
+NAMES += ["xlstm", "zaya"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -37,6 +37,14 @@ def test_every_scan_and_layer_of_ours_is_met() -> None:
 
 def test_a_model_without_them_is_left_alone() -> None:
     assert pin_recurrences(random_model("llama", torch.float32)) is None
+
+
+def test_gates_whose_exponentials_overflow_are_refused() -> None:
+    model = tiny_model("xlstm")
+    model.config.gate_soft_cap = 100.0
+    pin_recurrences(model)
+    with pytest.raises(UnsupportedModel, match="could overflow"), torch.no_grad():
+        model(input_ids=torch.full((1, 4), 5), use_cache=False)
 
 
 @pytest.mark.parametrize("argument", ["initial_states", "seq_idx", "return_final_states"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.templates.cases import normal
 
-__all__ = ["KINDS", "Operands", "averaged", "in_steps", "operands", "random_plan", "step_of"]
+__all__ = ["KINDS", "Operands", "averaged", "falling", "in_steps", "operands", "random_plan", "step_of"]
 
 KINDS = {  # decay of a head, of a key, by rates of key and value; each with the delta rule and without
     f"{name}{', delta' if delta else ''}": (kind, delta)
@@ -51,6 +51,11 @@ def averaged(B: int, T: int, C: int, seed: int = 0) -> tuple[Tensor, Tensor, Ten
     """Operands of dense_wkv: keys, values, decay and bonus."""
     k, v = (normal((B, T, C), torch.float32, seed + i) * 3 for i in range(2))
     return k, v, -normal((C,), torch.float32, seed + 2).exp(), normal((C,), torch.float32, seed + 3)
+
+
+def falling(B: int, T: int, C: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Operands of dense_running_max: values and what the greatest of them falls by."""
+    return normal((B, T, C), torch.float32, seed) * 3, -normal((B, T, C), torch.float32, seed + 1).abs()
 
 
 def random_plan(seed: int, tokens: int) -> tuple[list[list[tuple[int, int]]], list[int]]:

@@ -10,12 +10,14 @@ from detcompile.templates.causal_conv import reference_causal_conv
 from detcompile.templates.causal_conv_triton import causal_conv_cuda
 from detcompile.templates.linear_recurrence import decay_kind, reference_linear_recurrence
 from detcompile.templates.linear_recurrence_triton import linear_recurrence_cuda
+from detcompile.templates.running_max import reference_running_max
+from detcompile.templates.running_max_triton import running_max_cuda
 from detcompile.templates.states import dense_steps
 from detcompile.templates.wkv import reference_wkv
 from detcompile.templates.wkv_triton import wkv_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import normal
-from tests.templates.recurrence_cases import KINDS, Operands, averaged, in_steps, operands, step_of
+from tests.templates.recurrence_cases import KINDS, Operands, averaged, falling, in_steps, operands, step_of
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
@@ -94,6 +96,25 @@ def test_wkv_ignores_steps_neighbours_and_slots(C: int) -> None:
     expected = reference_wkv(k, v, decay, bonus)
     for row, found in in_steps(run, PLAN, SLOTS).items():
         alone = wkv_cuda(k[row], v[row], decay, bonus, state.clone(), *dense_steps(1, T, k.device))
+        assert_bitwise_equal(found, alone, f"row {row}")
+        assert float((alone - expected[row]).norm() / expected[row].norm()) < 1e-6
+    padded = run([(0, 0, 4)], step_of([(3, 0)], [-1]))
+    assert_bitwise_equal(padded[:3], run([(0, 0, 3)], step_of([(3, 0)], [1])), "no slot")
+    assert not padded[3:].any()
+
+
+@pytest.mark.parametrize("C", [5] if INTERPRETED else [5, 8, 64])
+def test_a_running_max_ignores_steps_neighbours_and_slots(C: int) -> None:
+    x, decay = (value.to(DEVICE) for value in falling(3, T, C))
+    state = torch.full((4, 1, C), torch.nan, device=DEVICE)
+
+    def run(parts: list[tuple[int, int, int]], step: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        packed = (torch.cat([value[row, start:stop] for row, start, stop in parts]) for value in (x, decay))
+        return running_max_cuda(*packed, state, *(part.to(DEVICE) for part in step))
+
+    expected = reference_running_max(x, decay)
+    for row, found in in_steps(run, PLAN, SLOTS).items():
+        alone = running_max_cuda(x[row], decay[row], state.clone(), *dense_steps(1, T, x.device))
         assert_bitwise_equal(found, alone, f"row {row}")
         assert float((alone - expected[row]).norm() / expected[row].norm()) < 1e-6
     padded = run([(0, 0, 4)], step_of([(3, 0)], [-1]))

@@ -56,8 +56,10 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Style by pattern of module names; empty where there is no plan for the architecture."""
+    """Style by pattern of module names; empty where there is no plan, or one of names that no module has (llama4)."""
     config = model.config.get_text_config()
+    if model.base_model_prefix and not hasattr(model, model.base_model_prefix):
+        return {}
     plan = getattr(config, "base_model_tp_plan", None) or OWN_PLANS.get(config.model_type, {})
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
     return {f"{prefix}{pattern}": style for pattern, style in plan.items()}

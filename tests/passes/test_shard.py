@@ -178,6 +178,12 @@ def test_an_architecture_without_a_plan_is_refused():
         shard(model, calls, Numerics(), a_rank(2))
 
 
+def test_a_plan_of_other_modules_names_is_no_plan():
+    """llama4's names are counted from a module that its causal LM does not have."""
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has no tensor-parallel plan"):
+        sharded("llama4_text", 2, head_dim=20, intermediate_size_mlp=96, moe_layers=[])
+
+
 def test_a_projection_of_unknown_layout_is_refused():
     share = shares_of(4, 2, 2)[0]
     with pytest.raises(UnsupportedModel, match=r"0\.kv_b_proj: how its 24 features belong to heads is not known"):

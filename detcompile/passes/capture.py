@@ -284,5 +284,7 @@ def _check_calls(
         raise UnsupportedModel(f"{name} builds a sliding-window mask but tells no attention layer its window")
     chunked = sorted(call.layer for call in calls if call.chunk)
     expected = called if kinds is None else [i for i, kind in enumerate(kinds) if kind == "chunked_attention"]
-    if CHUNKED_MASK in masks and chunked != expected:
-        raise UnsupportedModel(f"{name} builds a mask of chunks for layers {expected} but tells layers {chunked}")
+    if CHUNKED_MASK in masks and (chunked != expected or not chunked):
+        raise UnsupportedModel(
+            f"{name} asks for {CHUNKED_MASK} for layers {expected} but tells layers {chunked} their chunks"
+        )

@@ -97,5 +97,5 @@ def test_chunks_that_the_layers_are_not_told_are_refused() -> None:
     for module in [model.model.rotary_emb, *(layer.self_attn for layer in model.model.layers)]:
         own = type(module)
         module.__class__ = type(own.__name__, (own,), {"__module__": __name__})
-    with pytest.raises(UnsupportedModel, match=r"a mask of chunks for layers \[0, 1\] but tells layers \[\]"):
+    with pytest.raises(UnsupportedModel, match=r"for layers \[0, 1\] but tells layers \[\] their chunks"):
         probe_attention(model, 64)

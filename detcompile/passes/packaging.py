@@ -71,6 +71,15 @@ def _link_flags(options: cpp_builder.BuildOptionsBase) -> list[str]:
     return [*flags, "Wl,--exclude-libs,ALL"] if "shared" in options.get_cflags() else flags
 
 
+def _drop_checks(node: fx.Node) -> None:
+    """Erase what compares a number and asserts the outcome: a size of an input that nothing else reads."""
+    for user in list(node.users):
+        computes = user.op == "output" or isinstance(user.meta.get("val"), torch.Tensor)
+        assert not computes, f"{user} reads a size of no input of the graph"
+        _drop_checks(user)
+        user.graph.erase_node(user)
+
+
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -89,6 +98,9 @@ def _without_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
     for node in inputs:
         size = node.meta["val"]
         if node.users and not isinstance(size, torch.Tensor):
+            if size.node.expr not in known:
+                _drop_checks(node)
+                continue
             with gm.graph.inserting_after(inputs[-1]):
                 read = gm.graph.call_function(torch.ops.aten.sym_size.int, known[size.node.expr])
             read.meta["val"] = size

@@ -16,6 +16,17 @@ settings.register_profile(
 )
 settings.load_profile("repeat")
 
+# Files whose tests compile the same models share a worker, and with it `tests.models.compiled`.
+TOGETHER = ("tests/architectures/", "tests/invariance/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("models" if file.startswith(TOGETHER) else file))
+
+
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

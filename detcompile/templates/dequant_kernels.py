@@ -5,8 +5,7 @@ float8 (templates/quantized.py). Weights are the M operand of the MMA ("swapped"
 registers; the walk over k, the tree of leaves and the epilogue are those of matmul_kernels, and so are the bits.
 
 Nibbles are read 128 k at a time: the low halves of 64 bytes are 64 successive k, the high halves the next 64, and each
-is one ``tl.dot``. Scales are too small to be copied ahead to shared memory: those of the next AHEAD steps are loaded
-into registers during the AHEAD steps of one turn of the loop, which is about as long as a load from memory takes.
+is one ``tl.dot``. Scales of the next step are loaded in this one, since they are too small to be copied ahead.
 """
 
 import triton
@@ -45,17 +44,6 @@ def _scale_at(
         scale = scale.to(tl.float32)
         offset = zero + (_MAGIC + 128 if KIND == _BYTES else _MAGIC)
     return scale, offset
-
-
-@triton.jit
-def _scales_of_two(
-    scale_ptr, zero_ptr, k, STEP: tl.constexpr, k_end, n, N, scale_stride,
-    KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """`_scale_at` of k and of k + STEP."""
-    s0, z0 = _scale_at(scale_ptr, zero_ptr, k, k_end, n, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, NARROW)
-    s1, z1 = _scale_at(scale_ptr, zero_ptr, k + STEP, k_end, n, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, NARROW)
-    return s0, z0, s1, z1
 
 
 @triton.jit
@@ -112,124 +100,59 @@ def _narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def _nibbles_step(
-    acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, low, low_offset, high, high_offset,
-    BM: tl.constexpr, BN: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
-    NARROW: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    """acc [BN, BM] and the products of k..k+128, in leaf_sum's order."""
-    dtype: tl.constexpr = x_M.dtype.element_ty
-    half = tl.arange(0, 64)
-    q = tl.load(w_N[:, None] + (k // 2 + half)[None, :], mask=n[:, None] < N, other=0)
-    low_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (k + half < end)[:, None]
-    high_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (k + 64 + half < end)[:, None]
-    x_low = tl.load(x_M[None, :] + ((k + half) * x_stride_k)[:, None], mask=low_ok, other=0.0)
-    x_high = tl.load(x_M[None, :] + ((k + 64 + half) * x_stride_k)[:, None], mask=high_ok, other=0.0)
-    if NARROW:
-        w_low, w_high = _narrow_weights(q, low, low_offset, high, high_offset, dtype)
-    else:
-        w_low = _weights(q & 15, low, low_offset, 0, dtype, ON_GPU)
-        w_high = _weights(q >> 4, high, high_offset, 0, dtype, ON_GPU)
-    if BLOCKED:
-        part = tl.dot(w_low, x_low, tl.zeros((BN, BM), tl.float32), input_precision="ieee")
-        acc = acc + tl.dot(w_high, x_high, part, input_precision="ieee")
-    else:
-        acc = tl.dot(w_low, x_low, acc)
-        acc = tl.dot(w_high, x_high, acc)
-    return acc
-
-
-@triton.jit
 def _nibbles_leaf(
     x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
     GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sum [BN, BM] over first..end, a step 128 k, with a scale for each 128, 64 or k."""
+    """fp32 sum [BN, BM] over first..end, a step 128 k. The order is leaf_sum's."""
+    dtype: tl.constexpr = x_M.dtype.element_ty
+    TWO: tl.constexpr = GROUP_K % 128 != 0  # halves of a step have scales of their own
+    EACH: tl.constexpr = GROUP_K % 64 != 0  # and so have elements
     acc = tl.zeros((BN, BM), tl.float32)
+    half = tl.arange(0, 64)
     n_N = n[:, None]
-    if GROUP_K % 64 != 0:
-        for k in range(first, end, 128):
-            kk = (k + tl.arange(0, 64))[None, :]
+    low_s, low_z = _scale_at(scale_ptr, zero_ptr, first, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW)
+    high_s, high_z = _scale_at(
+        scale_ptr, zero_ptr, first + 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+    )
+    for k in range(first, end, 128):
+        if EACH:
+            kk = (k + half)[None, :]
             low, low_offset = _scale_at(
                 scale_ptr, zero_ptr, kk, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
             )
             high, high_offset = _scale_at(
                 scale_ptr, zero_ptr, kk + 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
             )
-            acc = _nibbles_step(
-                acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, low, low_offset, high, high_offset,
-                BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
-            )  # fmt: skip
-    elif GROUP_K % 128 != 0:
-        low, low_offset, high, high_offset = _scales_of_two(
-            scale_ptr, zero_ptr, first, 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
-        )
-        for k in range(first, end, 128):
-            s0, z0, s1, z1 = low, low_offset, high, high_offset
-            low, low_offset, high, high_offset = _scales_of_two(
-                scale_ptr, zero_ptr, k + 128, 64, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+        else:
+            low, low_offset, high, high_offset = low_s, low_z, high_s, high_z
+            low_s, low_z = _scale_at(
+                scale_ptr, zero_ptr, k + 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
             )
-            acc = _nibbles_step(
-                acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, s0, z0, s1, z1,
-                BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
-            )  # fmt: skip
-    else:
-        n0, y0, n1, y1 = _scales_of_two(
-            scale_ptr, zero_ptr, first, 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
-        )
-        n2, y2, n3, y3 = _scales_of_two(
-            scale_ptr, zero_ptr, first + 256, 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
-        )
-        for k in range(first, end, 128 * AHEAD):
-            s0, z0, s1, z1, s2, z2, s3, z3 = n0, y0, n1, y1, n2, y2, n3, y3
-            ahead = k + 128 * AHEAD
-            n0, y0, n1, y1 = _scales_of_two(
-                scale_ptr, zero_ptr, ahead, 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
-            )
-            acc = _nibbles_step(
-                acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, s0, z0, s0, z0,
-                BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
-            )  # fmt: skip
-            if AHEAD == 4:
-                ahead += 256
-                n2, y2, n3, y3 = _scales_of_two(
-                    scale_ptr, zero_ptr, ahead, 128, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+            if TWO:
+                high_s, high_z = _scale_at(
+                    scale_ptr, zero_ptr, k + 192, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
                 )
-                acc = _nibbles_step(
-                    acc, x_M, w_N, k + 128, end, M, N, m, n, x_stride_k, s1, z1, s1, z1,
-                    BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
-                )  # fmt: skip
-                acc = _nibbles_step(
-                    acc, x_M, w_N, k + 256, end, M, N, m, n, x_stride_k, s2, z2, s2, z2,
-                    BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
-                )  # fmt: skip
-                acc = _nibbles_step(
-                    acc, x_M, w_N, k + 384, end, M, N, m, n, x_stride_k, s3, z3, s3, z3,
-                    BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
-                )  # fmt: skip
-    return acc
-
-
-@triton.jit
-def _bytes_step(
-    acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, scale, offset,
-    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr,
-    EVEN_K: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    """acc [BN, BM] and the products of k..k+BK, in leaf_sum's order; BLOCKED wants BK = 128."""
-    kk = k + tl.arange(0, BK)
-    n_N = n[:, None]
-    x_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (kk < end)[:, None]
-    w_ok = n_N < N if EVEN_K else (n_N < N) & (kk < end)[None, :]
-    q = tl.load(w_N[:, None] + kk[None, :], mask=w_ok, other=0.0 if KIND == 2 else 0)
-    x = tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=x_ok, other=0.0)
-    w = _weights(q, scale, offset, KIND, x_M.dtype.element_ty, ON_GPU)
-    if BLOCKED:
-        acc = acc + tl.dot(w, x, tl.zeros((BN, BM), tl.float32), input_precision="ieee")
-    else:
-        acc = tl.dot(w, x, acc)
+            else:
+                high, high_offset = low, low_offset
+        q = tl.load(w_N[:, None] + (k // 2 + half)[None, :], mask=n_N < N, other=0)
+        low_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (k + half < end)[:, None]
+        high_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (k + 64 + half < end)[:, None]
+        x_low = tl.load(x_M[None, :] + ((k + half) * x_stride_k)[:, None], mask=low_ok, other=0.0)
+        x_high = tl.load(x_M[None, :] + ((k + 64 + half) * x_stride_k)[:, None], mask=high_ok, other=0.0)
+        if NARROW:
+            w_low, w_high = _narrow_weights(q, low, low_offset, high, high_offset, dtype)
+        else:
+            w_low = _weights(q & 15, low, low_offset, 0, dtype, ON_GPU)
+            w_high = _weights(q >> 4, high, high_offset, 0, dtype, ON_GPU)
+        if BLOCKED:
+            part = tl.dot(w_low, x_low, tl.zeros((BN, BM), tl.float32), input_precision="ieee")
+            acc = acc + tl.dot(w_high, x_high, part, input_precision="ieee")
+        else:
+            acc = tl.dot(w_low, x_low, acc)
+            acc = tl.dot(w_high, x_high, acc)
     return acc
 
 
@@ -237,54 +160,37 @@ def _bytes_step(
 def _bytes_leaf(
     x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, BLOCKED: tl.constexpr,
-    EVEN_K: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
+    NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sum [BN, BM] over first..end, a step BK."""
+    """fp32 sum [BN, BM] over first..end, a step BK. The order is leaf_sum's; BLOCKED wants BK = 128."""
+    dtype: tl.constexpr = x_M.dtype.element_ty
+    EACH: tl.constexpr = GROUP_K % BK != 0
     acc = tl.zeros((BN, BM), tl.float32)
     n_N = n[:, None]
-    if GROUP_K % BK != 0:
-        for k in range(first, end, BK):
-            kk = (k + tl.arange(0, BK))[None, :]
+    next_s, next_z = _scale_at(
+        scale_ptr, zero_ptr, first, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+    )
+    for k in range(first, end, BK):
+        kk = k + tl.arange(0, BK)
+        if EACH:
             scale, offset = _scale_at(
-                scale_ptr, zero_ptr, kk, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+                scale_ptr, zero_ptr, kk[None, :], end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
             )
-            acc = _bytes_step(
-                acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, scale, offset, KIND, BM, BN, BK, BLOCKED, EVEN_K, ON_GPU
+        else:
+            scale, offset = next_s, next_z
+            next_s, next_z = _scale_at(
+                scale_ptr, zero_ptr, k + BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
             )
-    else:
-        n0, y0, n1, y1 = _scales_of_two(
-            scale_ptr, zero_ptr, first, BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
-        )
-        n2, y2, n3, y3 = _scales_of_two(
-            scale_ptr, zero_ptr, first + 2 * BK, BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
-        )
-        for k in range(first, end, BK * AHEAD):
-            s0, z0, s1, z1, s2, z2, s3, z3 = n0, y0, n1, y1, n2, y2, n3, y3
-            ahead = k + BK * AHEAD
-            n0, y0, n1, y1 = _scales_of_two(
-                scale_ptr, zero_ptr, ahead, BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
-            )
-            acc = _bytes_step(
-                acc, x_M, w_N, k, end, M, N, m, n, x_stride_k, s0, z0, KIND, BM, BN, BK, BLOCKED, EVEN_K, ON_GPU
-            )
-            if AHEAD == 4:
-                at = ahead + 2 * BK
-                n2, y2, n3, y3 = _scales_of_two(
-                    scale_ptr, zero_ptr, at, BK, end, n_N, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
-                )
-                at = k + BK
-                acc = _bytes_step(
-                    acc, x_M, w_N, at, end, M, N, m, n, x_stride_k, s1, z1, KIND, BM, BN, BK, BLOCKED, EVEN_K, ON_GPU
-                )
-                at += BK
-                acc = _bytes_step(
-                    acc, x_M, w_N, at, end, M, N, m, n, x_stride_k, s2, z2, KIND, BM, BN, BK, BLOCKED, EVEN_K, ON_GPU
-                )
-                at += BK
-                acc = _bytes_step(
-                    acc, x_M, w_N, at, end, M, N, m, n, x_stride_k, s3, z3, KIND, BM, BN, BK, BLOCKED, EVEN_K, ON_GPU
-                )
+        x_ok = (m < M)[None, :] if EVEN_K else (m < M)[None, :] & (kk < end)[:, None]
+        w_ok = n_N < N if EVEN_K else (n_N < N) & (kk < end)[None, :]
+        q = tl.load(w_N[:, None] + kk[None, :], mask=w_ok, other=0.0 if KIND == 2 else 0)
+        x = tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=x_ok, other=0.0)
+        w = _weights(q, scale, offset, KIND, dtype, ON_GPU)
+        if BLOCKED:
+            acc = acc + tl.dot(w, x, tl.zeros((BN, BM), tl.float32), input_precision="ieee")
+        else:
+            acc = tl.dot(w, x, acc)
     return acc
 
 
@@ -292,18 +198,18 @@ def _bytes_leaf(
 def _quantized_leaf(
     x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, BLOCKED: tl.constexpr,
-    EVEN_K: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
+    NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     if KIND == _NIBBLES:
         acc = _nibbles_leaf(
             x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-            GROUP_K, ROWS, HAS_ZEROS, BM, BN, AHEAD, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            GROUP_K, ROWS, HAS_ZEROS, BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
     else:
         acc = _bytes_leaf(
             x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
-            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, AHEAD, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
     return acc
 
@@ -315,10 +221,10 @@ def dequant_kernel(
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr,
-    BLOCKED: tl.constexpr, EVEN_K: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BLOCKED: tl.constexpr,
+    EVEN_K: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile, every leaf of it. With a tree, leaf_k is a multiple of a step; with AHEAD = 4 (or 1), of four."""
+    """One tile, every leaf of it. With a tree, leaf_k is a multiple of a step."""
     wait_for_earlier(PDL)
     tile_m, tile_n = grouped(tl.program_id(0), M, N, BM, BN, GROUP)
     m = tile_m * BM + tl.arange(0, BM)
@@ -328,7 +234,7 @@ def dequant_kernel(
     if R3 == 1:
         acc = _quantized_leaf(
             x_M, w_N, scale_ptr, zero_ptr, 0, leaf_k, M, N, m, n, x_stride_k, scale_stride,
-            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, AHEAD, BLOCKED, EVEN_K, NARROW, ON_GPU,
+            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
         )  # fmt: skip
     else:
         acc = tl.zeros((BN, BM), tl.float32)
@@ -337,7 +243,7 @@ def dequant_kernel(
             first = leaf * leaf_k
             acc = _quantized_leaf(
                 x_M, w_N, scale_ptr, zero_ptr, first, first + leaf_k, M, N, m, n, x_stride_k, scale_stride,
-                KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, AHEAD, BLOCKED, EVEN_K, NARROW, ON_GPU,
+                KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
             )  # fmt: skip
             t0, t1, t2, t3 = close_leaf(acc, leaf, t0, t1, t2, t3, R0, R1, R2, R3)
         acc = root_of(t0, t1, t2, t3, R0, R1, R2)

@@ -14,40 +14,20 @@ __all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates"]
 
 EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
 LEVELS = 4  # of a tree that one kernel can hold
-# kind, block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). "ahead" loads
-# scales four steps ahead, where leaves are whole turns of four; its stages are of four steps. Of few features many
-# programs have to be made, and of few tokens the arithmetic of a weight is most of the work: more warps for a tile.
-_FUSED: dict[int, list[tuple[str, int, int, int, int, int]]] = {
+# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few tokens the
+# arithmetic of a weight is most of the work: more warps for a tile. Fewer than 64 features are no tile: mma.sync takes
+# operands that were bytes with their k in another order, which the gate refuses.
+_FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [
-        ("ahead", 16, 64, 128, 4, 3),
-        ("ahead", 16, 64, 128, 4, 2),
-        ("ahead", 16, 128, 128, 8, 3),
-        ("ahead", 16, 128, 128, 8, 2),
-        ("fused", 16, 64, 128, 4, 4),
-        ("fused", 16, 128, 128, 8, 4),
-        ("fused", 16, 128, 128, 4, 4),
-        ("fused", 16, 32, 128, 4, 5),
-        ("fused", 16, 64, 128, 4, 6),
+        (16, 64, 128, 4, 4),
+        (16, 128, 128, 8, 4),
+        (16, 128, 128, 4, 4),
+        (16, 64, 128, 4, 6),
     ],
-    32: [
-        ("ahead", 32, 64, 128, 4, 2),
-        ("ahead", 16, 64, 128, 4, 3),
-        ("ahead", 32, 128, 128, 8, 2),
-        ("fused", 32, 64, 128, 4, 4),
-        ("fused", 32, 128, 128, 8, 4),
-        ("fused", 32, 128, 128, 4, 4),
-        ("fused", 16, 64, 128, 4, 5),
-    ],
-    64: [
-        ("ahead", 32, 64, 128, 4, 2),
-        ("ahead", 64, 64, 128, 4, 2),
-        ("fused", 64, 64, 128, 4, 4),
-        ("fused", 64, 128, 128, 8, 3),
-        ("fused", 64, 64, 128, 4, 3),
-        ("fused", 32, 64, 128, 4, 4),
-    ],
-    128: [("fused", 128, 64, 128, 4, 3), ("fused", 128, 128, 128, 8, 3), ("fused", 64, 128, 128, 8, 3)],
-    512: [("fused", 128, 128, 128, 8, 3), ("fused", 128, 64, 128, 4, 3), ("fused", 256, 64, 128, 4, 2)],
+    32: [(32, 64, 128, 4, 4), (32, 128, 128, 8, 4), (32, 128, 128, 4, 4), (16, 64, 128, 4, 5)],
+    64: [(64, 64, 128, 4, 4), (64, 128, 128, 8, 3), (64, 64, 128, 4, 3), (32, 64, 128, 4, 4)],
+    128: [(128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3)],
+    512: [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 64, 128, 4, 2)],
 }
 _MANY_TOKENS = 128  # above, they share the price of a dequantised copy
 
@@ -96,8 +76,7 @@ def dequant_candidates(problem: DequantProblem) -> tuple[GemmSchedule, ...]:
     bucket = next((largest for largest in _FUSED if problem.bucket <= largest), None)
     if bucket is None or not whole or problem.dtype == "float32" or len(problem.radices) > LEVELS:
         return (EXPAND,)
-    turns = problem.leaf_k % (4 * NIBBLE_BLOCK) == 0
-    fused = [GemmSchedule(*s, swapped=True) for s in _FUSED[bucket] if turns or s[0] != "ahead"]
+    fused = [GemmSchedule("fused", *sizes, swapped=True) for sizes in _FUSED[bucket]]
     if problem.w_dtype != "uint8":
-        fused += [replace(s, block_k=64, stages=s.stages + 2) for s in fused if s.kind == "fused"][:3]
+        fused += [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in fused[:3]]
     return (EXPAND, *fused) if problem.bucket > _MANY_TOKENS else (*fused, EXPAND)

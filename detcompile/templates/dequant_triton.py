@@ -74,9 +74,8 @@ def run_dequant(
     leaf_k = weight.k // math.prod(radices)
     blocked = x.dtype is torch.float32
     step = NIBBLE_BLOCK if weight.bits == 4 or blocked else schedule.block_k
-    turn = 4 * step if schedule.kind == "ahead" else step
-    if len(radices) > LEVELS or (leaf_k % turn and (radices or turn > step)):
-        raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {turn} k and {LEVELS} levels")
+    if len(radices) > LEVELS or (radices and leaf_k % step):
+        raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
     if blocked and x.is_cuda:  # Triton adds to the sum inside a product there, and so leaves the order of blocks
         raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -91,10 +90,9 @@ def run_dequant(
         scales.stride(0), 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         **{f"R{i}": radix for i, radix in enumerate(padded)},
-        BM=schedule.block_m, BN=schedule.block_n, BK=step, AHEAD=turn // step,
-        GROUP=schedule.group, BLOCKED=blocked, EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype),
-        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
-        **_format(weight), **launch_options(x.device),
+        BM=schedule.block_m, BN=schedule.block_n, BK=step, GROUP=schedule.group, BLOCKED=blocked,
+        EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype), num_warps=schedule.warps,
+        num_stages=schedule.stages, enable_fp_fusion=False, **_format(weight), **launch_options(x.device),
     )  # fmt: skip
     return out
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile.errors import UnsupportedModel
-from tests.models import ARCHITECTURES, VOCAB_SIZE, compiled, random_model
+from tests.models import ARCHITECTURES, VOCAB_SIZE, certified, compiled, random_model
 
 # 577 tokens: past blocks of 64 keys, a chunk of 512, and the windows of 70 tokens in tests/models.py.
 LENGTH = 577
@@ -45,7 +45,7 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-CASES = [(name, torch.float32) for name in ARCHITECTURES]
+CASES: list[tuple[str, torch.dtype]] = [(name, torch.float32) for name in ARCHITECTURES]
 CASES += [(name, torch.bfloat16) for name in list(ARCHITECTURES)[::2]]  # compiling takes the time; the axes run in it
 CASES += [("gpt2", torch.float16)]
 
@@ -90,7 +90,7 @@ def test_variants_mean_the_same(variant: str) -> None:
     ids = tokens()
     with torch.no_grad():
         expected = hugging_face(name, torch.float32, "cpu", **changes)(ids, use_cache=False).logits
-    model = detcompile.compile(random_model(name, torch.float32, **changes), max_context=1024)
+    model = certified(random_model(name, torch.float32, **changes), max_context=1024)
     assert relative_error(model(ids).logits, expected) < SLACK[torch.float32]
 
 
@@ -166,7 +166,7 @@ def test_rope_that_looks_at_the_batch_is_frozen(kind: str) -> None:
             "original_max_position_embeddings": 64,
         }
     model = random_model("llama", torch.float32, rope_parameters=scaling, max_position_embeddings=64)
-    frozen = detcompile.compile(model, max_context=256)
+    frozen = certified(model, max_context=256)
     ids = tokens()
     short = frozen(ids[:1, :20]).logits
     both = torch.zeros(2, 200, dtype=torch.int64)

@@ -1,20 +1,35 @@
 """Axis: another process."""
 
-import pytest
+import subprocess
+from unittest import mock
 
-import detcompile
-from detcompile import DetcompileError, Numerics
-from detcompile.verification import ModelSpec, verify
+import pytest
+import torch
+
+from detcompile import DetcompileError, verification
+from detcompile.verification import PROMPT_LENGTHS, ModelSpec, verify
+from tests.models import compiled
 
 
 def test_a_fresh_process_gives_the_same_bytes(device: str) -> None:
     spec = ModelSpec("tiny", device=device)
-    result = verify(spec.compile(), spec, ["restart"])["restart"]
+    result = verify(compiled("tiny", torch.bfloat16, device), spec, ["restart"])["restart"]
     assert result.holds
     assert result.configurations == 4
 
 
-def test_a_process_with_other_orders_is_seen(device: str) -> None:
-    model = detcompile.compile(detcompile.load_model("tiny", device=device), numerics=Numerics(tp_sizes=(1, 2)))
-    with pytest.raises(DetcompileError, match="another fingerprint"):
-        verify(model, ModelSpec("tiny", device=device), ["restart"])
+@pytest.mark.parametrize("seen", ["another fingerprint", "other logits"])
+def test_another_answer_of_the_process_is_seen(seen: str, device: str) -> None:
+    model = compiled("tiny", torch.bfloat16, device)
+    fingerprint = "0" * 64 if seen == "another fingerprint" else model.fingerprint
+    answer = {"fingerprint": fingerprint, "logits": [torch.zeros(n, model.vocab_size) for n in PROMPT_LENGTHS[:2]]}
+    ended = subprocess.CompletedProcess([], 0, "", "")
+    with (
+        mock.patch.object(verification.subprocess, "run", return_value=ended),
+        mock.patch.object(verification.torch, "load", return_value=answer),
+    ):
+        if seen == "another fingerprint":
+            with pytest.raises(DetcompileError, match="another fingerprint"):
+                verify(model, ModelSpec("tiny", device=device), ["restart"])
+        else:
+            assert not verify(model, ModelSpec("tiny", device=device), ["restart"])["restart"].holds

@@ -1,19 +1,15 @@
 """What Inductor would not compile for an unknown number of rows, or not as it is meant, is spelled in another way."""
 
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
-from torch._functorch.aot_autograd import make_boxed_func
 
-import detcompile
 from detcompile import Numerics
-from detcompile.passes import lowering
 from detcompile.passes.backend import Backend
 from detcompile.passes.certificate import Role
-from tests.models import VOCAB_SIZE, random_model
+from tests.models import VOCAB_SIZE, certified, random_model
 
 
 class Predictions(nn.Module):
@@ -67,6 +63,5 @@ def test_gemma3n_means_what_it_means() -> None:
     plain.set_attn_implementation("eager")
     with torch.no_grad():
         expected = plain(ids, use_cache=False).logits
-    with mock.patch.object(lowering, "compile_fx_inner", lambda gm, *_, **__: make_boxed_func(gm.forward)):
-        model = detcompile.compile(random_model("gemma3n_text", torch.float32, **changes), max_context=128)
+    model = certified(random_model("gemma3n_text", torch.float32, **changes), max_context=128)
     assert float((model(ids).logits - expected).norm() / expected.norm()) < 1e-5

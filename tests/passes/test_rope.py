@@ -9,7 +9,7 @@ import torch
 import detcompile
 from detcompile.passes import pipeline, rope
 from tests.bits import assert_bitwise_equal
-from tests.models import random_model
+from tests.models import certified, random_model
 
 APART = tuple(apply for apply in pipeline.PASSES if apply is not rope.fuse_rope)
 
@@ -56,7 +56,7 @@ def test_fused_and_separate_operations_have_the_same_bytes(case: str, dtype: tor
 
 def test_a_layer_with_head_norms_has_two_norms_left() -> None:
     """Qwen3: before attention and before the MLP; those of q and k are part of rope_cache, whose order is declared."""
-    certificate = detcompile.compile(random_model("qwen3", torch.bfloat16)).certificate
+    certificate = certified(random_model("qwen3", torch.bfloat16)).certificate
     assert count(certificate, "rms_norm") == 2 * 2 + 1
     assert {entry.order for entry in certificate.entries if "rope_cache" in entry.op} == {"Row(32, lanes=64, vector=1)"}
 
@@ -64,11 +64,11 @@ def test_a_layer_with_head_norms_has_two_norms_left() -> None:
 @pytest.mark.parametrize("name", ["gptj", "cohere", "opt"])
 def test_what_is_not_recognised_stays_apart(name: str) -> None:
     """Neighbouring features rotated with each other, or no rotation at all."""
-    certificate = detcompile.compile(random_model(name, torch.float32)).certificate
+    certificate = certified(random_model(name, torch.float32)).certificate
     assert count(certificate, "rope_cache") == 0 and count(certificate, "paged_attention") == 2
 
 
 def test_heads_that_the_kernel_does_not_hold_stay_apart() -> None:
     with mock.patch.object(rope, "MOST_FEATURES", 16):
-        certificate = detcompile.compile(random_model("llama", torch.float32)).certificate
+        certificate = certified(random_model("llama", torch.float32)).certificate
     assert count(certificate, "rope_cache") == 0 and count(certificate, "paged_attention") == 2

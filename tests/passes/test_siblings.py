@@ -11,7 +11,7 @@ from detcompile import Backend, Numerics
 from detcompile.passes import lowering
 from detcompile.passes.certificate import Role
 from tests.bits import assert_bitwise_equal
-from tests.models import random_model
+from tests.models import certified, random_model
 
 BF16 = torch.bfloat16
 
@@ -35,7 +35,7 @@ def products(certificate: detcompile.Certificate) -> int:
 def test_a_layer_has_four_products(name: str) -> None:
     """qkv, o, gate_up and down; and the head."""
     model = random_model(name, BF16)
-    assert products(detcompile.compile(model).certificate) == 4 * model.config.num_hidden_layers + 1
+    assert products(certified(model).certificate) == 4 * model.config.num_hidden_layers + 1
 
 
 def with_biases(dtype: torch.dtype) -> nn.Module:
@@ -63,7 +63,7 @@ def test_shared_products_have_the_bytes_of_separate_ones(biases: bool, dtype: to
 def test_memory_is_not_held_twice_and_parameters_keep_their_values() -> None:
     model, untouched = random_model("qwen3", BF16), random_model("qwen3", BF16)
     before = sum(storages(model).values())
-    detcompile.compile(model)
+    certified(model)
     assert sum(storages(model).values()) == before
     attention = model.model.layers[0].self_attn
     assert len({p.weight.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj)}) == 1
@@ -73,7 +73,7 @@ def test_memory_is_not_held_twice_and_parameters_keep_their_values() -> None:
 
 def test_the_model_keeps_its_eager_meaning() -> None:
     model, untouched = random_model("llama", torch.float32), random_model("llama", torch.float32)
-    compiled = detcompile.compile(model)
+    compiled = certified(model)
     tokens = torch.arange(2, 60)[None]
     expected = untouched(tokens).logits
     assert torch.allclose(compiled(tokens).logits, expected, atol=1e-3)

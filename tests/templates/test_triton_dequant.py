@@ -1,7 +1,5 @@
 """dequant_matmul's kernels: the bytes of matmul over dequantised weights, whatever the schedule and the token count."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -62,17 +60,6 @@ def test_a_fused_product_has_the_bytes_of_matmul(name: str) -> None:
         assert_bitwise_equal(run_dequant(schedule, x, weight), by_matmul(x, weight), f"{name} {schedule}")
         found = run_dequant(schedule, x, weight, bias, residual)
         assert_bitwise_equal(found, by_matmul(x, weight, bias, residual), f"{name} {schedule} with its epilogue")
-
-
-@pytest.mark.parametrize("name", [*MODELS, "int4, groups of 64, symmetric"])
-def test_scales_loaded_ahead_are_those_of_their_steps(name: str) -> None:
-    weight, x = quantized_weight(name, N, 1024, DEVICE), heavy_tailed(5, 1024, dtype=DTYPE)
-    ahead = replace(SMALL[0], kind="ahead")
-    for radices in ((), (2,)):
-        found = run_dequant(ahead, x, weight, radices=radices)
-        assert_bitwise_equal(found, by_matmul(x, weight, radices=radices), f"{name} {radices}")
-    with pytest.raises(ScheduleError, match="whole steps of 512"):
-        run_dequant(ahead, x[:, :640], quantized_weight(name, N, 640, DEVICE))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -182,7 +182,8 @@ def main() -> None:
     stale = [name for name in ARCHITECTURES if name not in fresh]
     if not options.page:
         run(options.names or stale, options.jobs, not options.graphs, rows)
-    PAGE.write_text(page(rows, versions()), encoding="utf-8")
+    gpu = json.loads(GPU_RESULTS.read_text(encoding="utf-8"))
+    PAGE.write_text(page(rows, versions(), gpu), encoding="utf-8")
     print(Counter(row["verdict"] for row in rows.values()))
 
 

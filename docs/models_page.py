@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from docs.model_checks import AXES_MEASURED, MEANING_LIMIT
+from docs.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT
 from docs.model_configs import ARCHITECTURES, MAX_CONTEXT, WINDOW
 
 __all__ = ["counts", "page"]
@@ -21,12 +21,12 @@ def counts(rows: Mapping[str, Result]) -> dict[str, int]:
     }
 
 
-def page(rows: Mapping[str, Result], versions: Mapping[str, str]) -> str:
-    """The whole of models.md."""
-    return "\n".join([*_header(rows, versions), *_reasons(rows), *_table(rows), *_outside(rows), ""])
+def page(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mapping[str, Any]) -> str:
+    """The whole of models.md; ``gpu`` is models_gpu.json."""
+    return "\n".join([*_header(rows, versions, gpu), *_reasons(rows), *_table(rows, gpu["rows"]), *_outside(rows), ""])
 
 
-def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str]:
+def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mapping[str, Any]) -> list[str]:
     number = counts(rows)
     share = 100 * number["certified"] / number["eager"] if number["eager"] else 0
     certified = [row for row in rows.values() if row["verdict"] == "certified"]
@@ -34,7 +34,8 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str
     shared = sum(row["tp2"] == "yes" for row in certified)
     both_ways = sum(row["verdict"] == "refused" and not row.get("causal", True) for row in rows.values())
     sources = {row["sources"] for row in rows.values()}
-    made_with = " and ".join(f"{name} {one}" for name, one in versions.items())
+    made_with, made_there = (" and ".join(map(" ".join, of.items())) for of in (versions, gpu["versions"]))
+    there = counts(gpu["rows"])
     return [
         "# Models",
         "",
@@ -43,7 +44,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str
         f"Measured on a CPU in float32, with {made_with}, for all {len(rows)} architectures of",
         "`MODEL_FOR_CAUSAL_LM_MAPPING`, as tiny random models of their default configuration, told to be causal",
         "decoders where it asks (docs/model_configs.py).",
-        "[census.md](census.md) forecasts from source what is measured here. Nothing of this page was run on a GPU.",
+        "[census.md](census.md) forecasts from source what is measured here.",
         "",
         "| | architectures |",
         "|---|---|",
@@ -55,6 +56,8 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str
         f"| refused, with the operation or the reason | {number['refused']} |",
         f"| of these, eager's own logits of a token follow later tokens | {both_ways} |",
         f"| compiled, with another meaning or other bits: a bug | {number['wrong']} |",
+        f"| run on an {gpu['hardware']} too, certified and with every axis by bytes | {there['certified']} |",
+        f"| run there and wrong | {there['wrong']} |",
         "",
         "- **meaning**: how far the logits of two rows of 200 tokens are from those of the model's own eager",
         f"  attention and experts, as a part of their norm; more than {MEANING_LIMIT:.0e} is called wrong. The",
@@ -63,6 +66,8 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str]) -> list[str
         f"- **axes**: how many of {', '.join(AXES_MEASURED)} hold by bytes of every logit,",
         "  under Inductor's code. 'not run': only the certified graph was run, one operation after the other.",
         "- **tp=2**: whether each of two ranks can be given its share of the model, or the refusal. No ranks were run.",
+        "- **GPU**: for a sample of architectures, the meaning in float32 against eager's on the CPU, and how many of",
+        f"  {', '.join(GPU_AXES)} hold by bytes in bfloat16, with {made_there}.",
         "- An architecture's other configurations may be refused, or certified, where its default is not.",
         f"- The rows are of {len(sources)} version(s) of the sources; models.json says which row is of which.",
         "",
@@ -95,19 +100,24 @@ def _is_name(word: str) -> bool:
     return any(letter.isupper() for letter in bare[1:]) or bare.count(".") > 1 or word.startswith("[")
 
 
-def _table(rows: Mapping[str, Result]) -> list[str]:
-    lines = ["## Architectures", "", "| architecture | verdict | meaning | axes | tp=2 |", "|---|---|---|---|---|"]
+def _table(rows: Mapping[str, Result], gpu: Mapping[str, Result]) -> list[str]:
+    lines = ["## Architectures", "", "| architecture | verdict | meaning | axes | GPU | tp=2 |", "|---|" + 5 * "---|"]
     for name, row in sorted(rows.items()):
         if row["verdict"] == "outside":
             continue
         verdict = row["verdict"] if row["verdict"] == "certified" else f"{row['verdict']}: {row['reason']}"
         verdict += "" if row.get("causal", True) else " (nor is eager causal)"
         meaning = f"{row['meaning']:.1e}" if "meaning" in row else "–"
-        axes = row.get("axes", {})
-        held = f"{sum(axes.values())} of {len(axes)}" if axes else "not run" if "axes" in row else "–"
-        cells = (f"{name} `{ARCHITECTURES[name]}`", verdict, meaning, held, row.get("tp2", "–"))
+        held = _held(row) or ("not run" if "axes" in row else "–")
+        there = f"{gpu[name]['meaning']:.1e}, {_held(gpu[name])}" if "meaning" in gpu.get(name, {}) else "–"
+        cells = (f"{name} `{ARCHITECTURES[name]}`", verdict, meaning, held, there, row.get("tp2", "–"))
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return [*lines, ""]
+
+
+def _held(row: Result) -> str:
+    axes = row.get("axes", {})
+    return f"{sum(axes.values())} of {len(axes)}" if axes else ""
 
 
 def _outside(rows: Mapping[str, Result]) -> list[str]:

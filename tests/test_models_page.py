@@ -6,13 +6,14 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from docs.generate_models import PAGE, RESULTS, versions
-from docs.model_checks import AXES_MEASURED, MEANING_LIMIT, examine
+from docs.generate_models import GPU_RESULTS, PAGE, RESULTS, versions
+from docs.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT, examine
 from docs.model_configs import ARCHITECTURES
 from docs.models_page import counts, page
 
 CONTENT = json.loads(RESULTS.read_text(encoding="utf-8"))
 ROWS = CONTENT["rows"]
+GPU = json.loads(GPU_RESULTS.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +28,8 @@ def test_every_architecture_has_a_row() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(ROWS, CONTENT["versions"]), "run `make models MODELS_ARGS=--page`"
+    expected = page(ROWS, CONTENT["versions"], GPU)
+    assert PAGE.read_text(encoding="utf-8") == expected, "run `make models MODELS_ARGS=--page`"
 
 
 def test_no_model_is_silently_wrong() -> None:
@@ -39,6 +41,14 @@ def test_no_model_is_silently_wrong() -> None:
             assert set(row["axes"]) in (set(), set(AXES_MEASURED)), name
         else:
             assert row["reason"], name
+
+
+def test_no_model_is_silently_wrong_on_a_gpu() -> None:
+    certified = {name: row for name, row in GPU["rows"].items() if row["verdict"] == "certified"}
+    assert len(certified) >= 30
+    for name, row in certified.items():
+        assert row["meaning"] < MEANING_LIMIT and all(row["axes"].values()), name
+        assert set(row["axes"]) == set(GPU_AXES), name
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "roberta", "mamba", "gemma3"])

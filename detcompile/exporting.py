@@ -42,7 +42,7 @@ def export(
 
     Raises:
         InvalidInput: a path or a choice that cannot be.
-        UnsupportedModel: several ranks share the model, or it is on a GPU.
+        UnsupportedModel: several ranks share the model, it came from an archive, or it is on none of DEVICES.
         Also what ``compile`` raises.
     """
     path = Path(path)

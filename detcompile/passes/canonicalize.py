@@ -70,7 +70,7 @@ def _scatter_without_units(graph: fx.Graph, scatter: fx.Node) -> None:
     dim = (rest[0] if rest else 0) % len(whole)
     if scatter.kwargs or len(whole) < 4 or len(kept) == len(whole) or len(unknown) != 1:
         return
-    if dim not in kept or dim in unknown:
+    if dim not in kept or dim in unknown or any(shape_of(part)[i].free_symbols for i in kept if i not in unknown):
         return
 
     def extents(value: fx.Node, dims: Iterable[int]) -> list[int]:

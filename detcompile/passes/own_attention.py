@@ -1,7 +1,8 @@
 """Attention classes of transformers that compute their own softmax, replaced one by one: the rest of the model stays.
 
-Unlike passes.adapters, only the attention's forward is replaced; the step reaches it through passes.step_carrier, and
-learned positions through passes.positions. The mask that the model makes for its own attention is read by nobody.
+Unlike passes.adapters, only the attention's forward is replaced; the step, and positions that scale queries, reach it
+through passes.step_carrier, and learned positions through passes.positions. The mask that the model makes for its own
+attention is read by nobody.
 """
 
 import types
@@ -32,7 +33,9 @@ def replace_attention(model: PreTrainedModel) -> bool:
             attention.layer_idx = layer
         attention.is_causal = True  # bigbird_pegasus says otherwise, and makes a causal mask
         attention.forward = types.MethodType(OWN_ATTENTION[class_of(attention)], attention)
-    carry_positions(model, [attention for attention in found if class_of(attention) in SCALED_BY_POSITION])
+    scaled = [attention for attention in found if class_of(attention) in SCALED_BY_POSITION]
+    if scaled:
+        carry_positions(model, scaled)
     if found:
         model.config._attn_implementation_internal = IMPLEMENTATION  # under this name transformers makes no mask
     return bool(found)

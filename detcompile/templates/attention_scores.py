@@ -1,11 +1,11 @@
-"""What attention does to its scores on the GPU besides scaling: soft cap, ALiBi, biases and sinks, alike everywhere.
+"""What attention does to its scores besides scaling, and which keys a query sees: one definition for all kernels.
 
-Plain rows have scores that are the products with the keys, and c = scale * log2(e) is applied inside exp2. SCALED rows
-(those with a soft cap, ALiBi, biases, or a scale that is not positive) have scores in natural units, and c = log2(e).
-``inner`` is what a product is multiplied by first: scale / cap where there is a cap, else scale.
+On a GPU plain rows have scores that are the products with the keys, and c = scale * log2(e) is applied inside exp2.
+SCALED rows (those with a soft cap, ALiBi, biases, or a scale that is not positive) have scores in natural units, and
+c = log2(e). ``inner`` is what a product is multiplied by first: scale / cap where there is a cap, else scale.
 
-Each function is of IEEE operations and exp2 alone, element by element: no schedule can change a bit of it, as long as
-the kernel is compiled with enable_fp_fusion=False.
+Each function of the GPU is of IEEE operations and exp2 alone, element by element: no schedule can change a bit of it,
+as long as the kernel is compiled with enable_fp_fusion=False.
 """
 
 import math

@@ -6,9 +6,8 @@ Legend: T tokens, C experts chosen by each, E experts, N output features, K inpu
 
 Rows are taken expert by expert, ids ascending; none is dropped. The order of a product, with its tree where there are
 radices, knows nothing of its rows (templates/matmul.py), so a row's bits depend on itself and on its expert's weights
-alone. The id E stands for no
-expert: such a row is zeros. On a GPU so does every id outside [0, E), since the host never reads them
-(experts_triton.py).
+alone. The id E stands for no expert: such a row is zeros. On a GPU so does every id outside [0, E), since the host
+never reads them (experts_triton.py).
 """
 
 import math

@@ -6,6 +6,9 @@ registers; the walk over k, the tree of leaves and the epilogue are those of mat
 
 Nibbles are read 128 k at a time: the low halves of 64 bytes are 64 successive k, the high halves the next 64, and each
 is one ``tl.dot``. Scales of the next step are loaded in this one, since they are too small to be copied ahead.
+
+The assembly is said to be impure, which stops Triton from looking through it: an operand that it knows to have been
+bytes goes to mma.sync with its k in another order, and so with other bits.
 """
 
 import triton
@@ -58,7 +61,7 @@ def _weights(q, scale, offset, KIND: tl.constexpr, dtype: tl.constexpr, ON_GPU: 
             number = tl.inline_asm_elementwise(
                 "prmt.b32 $0, $4, 0x4B000000, 0x7440; prmt.b32 $1, $4, 0x4B000000, 0x7441;"
                 "prmt.b32 $2, $4, 0x4B000000, 0x7442; prmt.b32 $3, $4, 0x4B000000, 0x7443;",
-                "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=True, pack=4,
+                "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=False, pack=4,
             )  # fmt: skip
         else:
             number = (q.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -82,7 +85,7 @@ def _narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
             "sub.rn.bf16x2 $0, $0, $7; sub.rn.bf16x2 $1, $1, $8; sub.rn.bf16x2 $2, $2, $11; sub.rn.bf16x2 $3, $3, $12;"
             "mul.rn.bf16x2 $0, $0, $5; mul.rn.bf16x2 $1, $1, $6; mul.rn.bf16x2 $2, $2, $9; mul.rn.bf16x2 $3, $3, $10;}",
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [q, low, low_offset, high, high_offset],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4,
         )  # fmt: skip
     else:
         w_low, w_high = tl.inline_asm_elementwise(
@@ -94,7 +97,7 @@ def _narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
             "sub.rn.f16x2 $0, $0, $7; sub.rn.f16x2 $1, $1, $8; sub.rn.f16x2 $2, $2, $11; sub.rn.f16x2 $3, $3, $12;"
             "mul.rn.f16x2 $0, $0, $5; mul.rn.f16x2 $1, $1, $6; mul.rn.f16x2 $2, $2, $9; mul.rn.f16x2 $3, $3, $10;}",
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [q, low, low_offset, high, high_offset],
-            dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            dtype=(tl.float16, tl.float16), is_pure=False, pack=4,
         )  # fmt: skip
     return w_low, w_high
 

@@ -14,17 +14,18 @@ __all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates"]
 
 EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
 LEVELS = 4  # of a tree that one kernel can hold
-# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few tokens the
-# arithmetic of a weight is most of the work: more warps for a tile. Fewer than 64 features are no tile: mma.sync takes
-# operands that were bytes with their k in another order, which the gate refuses.
+# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few features many
+# programs have to be made, and of few tokens the arithmetic of a weight is most of the work: more warps for a tile.
 _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [
         (16, 64, 128, 4, 4),
         (16, 128, 128, 8, 4),
         (16, 128, 128, 4, 4),
         (16, 64, 128, 4, 6),
+        (16, 32, 128, 4, 5),
+        (16, 16, 128, 2, 6),
     ],
-    32: [(32, 64, 128, 4, 4), (32, 128, 128, 8, 4), (32, 128, 128, 4, 4), (16, 64, 128, 4, 5)],
+    32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 5), (32, 128, 128, 8, 4), (32, 128, 128, 4, 4), (16, 64, 128, 4, 5)],
     64: [(64, 64, 128, 4, 4), (64, 128, 128, 8, 3), (64, 64, 128, 4, 3), (32, 64, 128, 4, 4)],
     128: [(128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3)],
     512: [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 64, 128, 4, 2)],

@@ -26,7 +26,7 @@ pytestmark = NEEDS_TRITON
 N, K = 37, 200
 DTYPE = DOT_DTYPES[0]  # of fused products: 16 bits on a GPU, where those of float32 are expanded
 PLAIN = GemmSchedule("pointers", 16, 32, 32, 4, 2)
-# On a GPU int8 and fp8 of fewer than 64 features a tile take mma.sync with their k in another order: the gate's affair.
+# On a GPU fewer than 64 features a tile take mma.sync, which the gate may refuse.
 FEATURES = (32, 16) if INTERPRETED else (64, 64)
 SMALL = [
     GemmSchedule("fused", 16, FEATURES[0], 128, 4, 2, True),

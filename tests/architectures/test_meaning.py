@@ -147,11 +147,11 @@ def test_position_ids_are_the_callers(device: str) -> None:
 
 
 def test_an_architecture_that_no_code_names_compiles() -> None:
-    """granite: nothing in the package spells it, so every other architecture of its kind has the same chance."""
+    """cohere: nothing in the package spells it, so every other architecture of its kind has the same chance."""
     package = detcompile.__path__[0]
     sources = [p.read_text() for p in __import__("pathlib").Path(package).rglob("*.py")]
-    assert not any("granite" in source for source in sources)
-    assert compiled("granite", torch.bfloat16).certificate.counts["attention"] == 2
+    assert not any("cohere" in source for source in sources)
+    assert compiled("cohere", torch.bfloat16).certificate.counts["attention"] == 2
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

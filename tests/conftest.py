@@ -20,8 +20,10 @@ settings.load_profile("repeat")
 TOGETHER = ("tests/architectures/", "tests/invariance/")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`; GPU machines may lack xdist, and the interpreter's processes run without it."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         file = item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group("models" if file.startswith(TOGETHER) else file))

@@ -8,15 +8,13 @@ Sequential over the taps, float32 inside, the bias last, one rounding to x.dtype
 are zeros; those of earlier steps are in its state, [num_slots, W - 1, C] in x.dtype, oldest first (templates.states).
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates import cpu_library
 from detcompile.templates.causal_conv_triton import causal_conv_cuda
-from detcompile.templates.states import check_state_steps, dense_steps, refuse_fault
+from detcompile.templates.states import check_state_steps, dense_steps, run_on_cpu
 
 __all__ = ["causal_conv_cpu", "reference_causal_conv"]
 
@@ -51,24 +49,9 @@ def causal_conv_cpu(
     (T, C), W = x.shape, weight.shape[1]
     taps = weight.detach().t().float().contiguous()
     offset = None if bias is None else bias.detach().float().contiguous()
+    steps, sizes = (state_slots, cu_seqlens, seq_lens), [C, W, x.stride(0), cpu_library.dtype_code(x)]
     out = torch.empty((T, C), dtype=x.dtype)
-    where = ctypes.c_int64()
-    fault = cpu_library.library(isa).detcompile_causal_conv(
-        x.data_ptr(),
-        taps.data_ptr(),
-        None if offset is None else offset.data_ptr(),
-        state.data_ptr(),
-        out.data_ptr(),
-        state_slots.data_ptr(),
-        cu_seqlens.data_ptr(),
-        seq_lens.data_ptr(),
-        (ctypes.c_int64 * 6)(T, len(state_slots), C, W, len(state), x.stride(0)),
-        cpu_library.dtype_code(x),
-        cpu_library.thread_count(),
-        ctypes.byref(where),
-    )
-    refuse_fault("causal_conv", fault, where.value, len(state), T)
-    return out
+    return run_on_cpu("causal_conv", [x, taps, offset], state, steps, out, sizes, isa)
 
 
 def _causal_conv_cuda(

@@ -92,9 +92,9 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
         [_POINTER] * 5 + [_INT64] * 9 + [_POINTER] * 4 + [_INT64, _INT32, _INT32],
     ),
     "detcompile_paged_attention": (_INT64, [_POINTER] * 16 + [_INT32, _INT32, _INT32, _POINTER]),
-    "detcompile_causal_conv": (_INT64, [_POINTER] * 9 + [_INT32, _INT32, _POINTER]),
+    "detcompile_causal_conv": (_INT64, [_POINTER] * 9 + [_INT32, _POINTER]),
     "detcompile_linear_recurrence": (_INT64, [_POINTER] * 12 + [_INT32, _POINTER]),
-    "detcompile_running_max": (_INT64, [_POINTER] * 9),
+    "detcompile_running_max": (_INT64, [_POINTER] * 8 + [_INT32, _POINTER]),
     "detcompile_wkv": (_INT64, [_POINTER] * 10 + [_INT32, _POINTER]),
     "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
 }

@@ -18,15 +18,12 @@ a beta, and Kimi's (arXiv:2510.26692) also decay each key; the RG-LRU of Griffin
 key.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates import cpu_library
 from detcompile.templates.linear_recurrence_triton import linear_recurrence_cuda
-from detcompile.templates.states import check_state_steps, dense_steps, refuse_fault
+from detcompile.templates.states import check_state_steps, dense_steps, run_on_cpu
 
 __all__ = ["decay_kind", "linear_recurrence_cpu", "reference_linear_recurrence"]
 
@@ -64,21 +61,8 @@ def linear_recurrence_cpu(
     kind = _check(q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens)
     (T, H, V), (G, K) = v.shape, q.shape[1:]
     given = [None if value is None else value.contiguous() for value in (q, k, v, decay, beta, rates)]
-    out = torch.empty((T, H, V), dtype=torch.float32)
-    where = ctypes.c_int64()
-    fault = cpu_library.library(isa).detcompile_linear_recurrence(
-        *(None if value is None else value.data_ptr() for value in given),
-        state.data_ptr(),
-        out.data_ptr(),
-        state_slots.data_ptr(),
-        cu_seqlens.data_ptr(),
-        seq_lens.data_ptr(),
-        (ctypes.c_int64 * 8)(T, len(state_slots), H, G, K, V, len(state), kind),
-        cpu_library.thread_count(),
-        ctypes.byref(where),
-    )
-    refuse_fault("linear_recurrence", fault, where.value, len(state), T)
-    return out
+    out, steps = torch.empty((T, H, V), dtype=torch.float32), (state_slots, cu_seqlens, seq_lens)
+    return run_on_cpu("linear_recurrence", given, state, steps, out, [H, G, K, V, kind], isa)
 
 
 def _linear_recurrence_cuda(

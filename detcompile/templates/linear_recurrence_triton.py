@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
+
+from detcompile.templates.exponential_triton import exponential
 
 __all__ = ["linear_recurrence_cuda"]
 
@@ -58,14 +59,6 @@ def _sum_keys(x_KV, KEYS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
-def _exp(x, ON_GPU: tl.constexpr):
-    if ON_GPU:
-        return libdevice.exp(x)
-    else:  # the interpreter has no libdevice
-        return tl.exp(x)
-
-
-@triton.jit
 def _recurrence_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, rates_ptr, state_ptr, out_ptr, slots_ptr, cu_seqlens_ptr, seq_lens_ptr,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -92,12 +85,12 @@ def _recurrence_kernel(
         k = tl.load(k_ptr + of_keys, mask=key < K, other=0.0)[:, None]
         update = tl.load(v_ptr + row * V + value, mask=value < V, other=0.0)
         if KIND == 0:
-            state = state * _exp(tl.load(decay_ptr + row), ON_GPU)
+            state = state * exponential(tl.load(decay_ptr + row), ON_GPU)
         elif KIND == 1:
-            state = state * _exp(tl.load(decay_ptr + row * K + key, mask=key < K, other=0.0), ON_GPU)[:, None]
+            state = state * exponential(tl.load(decay_ptr + row * K + key, mask=key < K, other=0.0), ON_GPU)[:, None]
         else:
             step = tl.load(decay_ptr + row * V + value, mask=value < V, other=0.0)[None, :]
-            state = state * _exp(step * rates, ON_GPU)
+            state = state * exponential(step * rates, ON_GPU)
         if DELTA:
             update = (update - _sum_keys(k * state, KEYS, WIDTH, GROUP)) * tl.load(beta_ptr + row)
         state = state + k * update[None, :]

@@ -8,15 +8,12 @@ The exponent that the mLSTM of xLSTM (Beck et al., arXiv:2405.04517) divides its
 rounding a token. The state between steps is [num_slots, 1, C] float32 (templates.states).
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates import cpu_library
 from detcompile.templates.running_max_triton import running_max_cuda
-from detcompile.templates.states import check_state_steps, dense_steps, refuse_fault
+from detcompile.templates.states import check_state_steps, dense_steps, run_on_cpu
 
 __all__ = ["reference_running_max", "running_max_cpu"]
 
@@ -45,22 +42,8 @@ def running_max_cpu(
         InvalidInput: tensors that do not fit together, or metadata that points outside the state; nothing is written.
     """
     _check(x, decay, state, state_slots, cu_seqlens, seq_lens)
-    (T, C), x, decay = x.shape, x.contiguous(), decay.contiguous()
-    out = torch.empty((T, C), dtype=torch.float32)
-    where = ctypes.c_int64()
-    fault = cpu_library.library(isa).detcompile_running_max(
-        x.data_ptr(),
-        decay.data_ptr(),
-        state.data_ptr(),
-        out.data_ptr(),
-        state_slots.data_ptr(),
-        cu_seqlens.data_ptr(),
-        seq_lens.data_ptr(),
-        (ctypes.c_int64 * 4)(T, len(state_slots), C, len(state)),
-        ctypes.byref(where),
-    )
-    refuse_fault("running_max", fault, where.value, len(state), T)
-    return out
+    (T, C), given, steps = x.shape, [x.contiguous(), decay.contiguous()], (state_slots, cu_seqlens, seq_lens)
+    return run_on_cpu("running_max", given, state, steps, torch.empty((T, C), dtype=torch.float32), [C], isa)
 
 
 def _running_max_cuda(

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from detcompile.numerics import Row, row_order
+from detcompile.templates.exponential_triton import exponential
 from detcompile.templates.row_tiles import (
     CALLERS,
     lanes_total,
@@ -33,16 +34,6 @@ SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)
 _OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
-
-
-@triton.jit
-def _exp(x, SHUFFLE: tl.constexpr):
-    """e^x as accurately as torch's; tl.exp, which the interpreter needs, rounds x * log2(e) first."""
-    if SHUFFLE:
-        y = libdevice.exp(x)
-    else:
-        y = tl.exp(x)
-    return y
 
 
 @triton.jit
@@ -71,7 +62,7 @@ def _held_kernel(
     if KIND == LOGSUMEXP:
         shift = _finite(shift)
     x = x - shift[:, None]
-    e = tl.where((column < R)[None, :], _exp(x, SHUFFLE), 0.0)
+    e = tl.where((column < R)[None, :], exponential(x, SHUFFLE), 0.0)
     weight = row_total(e, ROWS, LANES, VECTOR, SHUFFLE)
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
@@ -101,7 +92,7 @@ def _parts_kernel(
         start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
         x = tl.load((x_ptr + start * UNIT)[:, None] + column[None, :], mask=ok, other=-float("inf")).to(tl.float32)
     top = tl.max(x, 1)
-    e = tl.where(ok, _exp(x - _finite(top)[:, None], SHUFFLE), 0.0)
+    e = tl.where(ok, exponential(x - _finite(top)[:, None], SHUFFLE), 0.0)
     tl.store(top_ptr + program + tl.arange(0, 1), top)
     tl.store(sum_ptr + program + tl.arange(0, 1), row_total(e, ROWS, LANES, VECTOR, SHUFFLE))
 
@@ -115,7 +106,7 @@ def _leaf_weight(
     top = tl.load(top_ptr + chunk, mask=chunk < CHUNKS, other=-float("inf"))
     sums = tl.load(sum_ptr + chunk, mask=chunk < CHUNKS, other=0.0)
     # All -inf sum to 0, unless there is a NaN among them, which the maximum does not see.
-    weights = tl.where(top == -float("inf"), sums, sums * _exp(_finite(top) - shift, SHUFFLE))
+    weights = tl.where(top == -float("inf"), sums, sums * exponential(_finite(top) - shift, SHUFFLE))
     return lanes_total(weights, SHUFFLE)
 
 
@@ -170,7 +161,7 @@ def _merge_kernel(
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
     elif KIND == SOFTMAX:
-        e = _exp(x - shift, SHUFFLE)
+        e = exponential(x - shift, SHUFFLE)
         store_rows(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (1, W))), R)
     else:
         store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None], R)

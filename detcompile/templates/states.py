@@ -5,13 +5,17 @@ sequence whose first token is in the step starts from zeros and does not read; o
 writes nothing. The other metadata are StepInputs'.
 """
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.step import NO_SLOT
+from detcompile.templates import cpu_library
 
-__all__ = ["check_state_steps", "dense_steps", "refuse_fault"]
+__all__ = ["check_state_steps", "dense_steps", "run_on_cpu"]
 
 _FAULTS = {  # enum StateFault of states.h
     1: "cu_seqlens must start at 0 and ascend to at most T; it does not at sequence {where}",
@@ -36,13 +40,31 @@ def check_state_steps(op: str, state: Tensor, shape: tuple[int, ...], dtype: tor
             )
 
 
-def refuse_fault(op: str, fault: int, where: int, num_slots: int, T: int) -> None:
-    """Raise InvalidInput for a StateFault of the C++ kernels."""
+def run_on_cpu(
+    op: str,
+    given: Sequence[Tensor | None],
+    state: Tensor,
+    steps: Sequence[Tensor],
+    out: Tensor,
+    sizes: Sequence[int],
+    isa: str | None,
+) -> Tensor:
+    """``out`` [T, ...], filled by the C++ kernel of ``op``, which takes every operand by its address, then ``sizes``.
+
+    Raises:
+        InvalidInput: the metadata point outside the state or the step; nothing is written.
+    """
+    operands = [None if value is None else value.data_ptr() for value in (*given, state, out, *steps)]
+    sizes = (len(out), len(steps[0]), len(state), *sizes)
+    where = ctypes.c_int64()
+    kernel = getattr(cpu_library.library(isa), f"detcompile_{op}")
+    fault = kernel(*operands, (ctypes.c_int64 * len(sizes))(*sizes), cpu_library.thread_count(), ctypes.byref(where))
     if fault:
         raise InvalidInput(
-            f"detcompile::{op}: {_FAULTS[fault].format(where=where)} ({num_slots} slots, T = {T}). Build the step's "
-            "metadata as step.StepInputs describes it."
+            f"detcompile::{op}: {_FAULTS[fault].format(where=where.value)} ({len(state)} slots, T = {len(out)}). Build "
+            "the step's metadata as step.StepInputs describes it."
         )
+    return out
 
 
 def dense_steps(B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,14 +14,11 @@ The tokens of a sequence are taken one after the other, each operation rounded, 
 batch can be seen in the result. The state between steps is [num_slots, 3, C] float32 (templates.states): num, den, m.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates import cpu_library
-from detcompile.templates.states import check_state_steps, dense_steps, refuse_fault
+from detcompile.templates.states import check_state_steps, dense_steps, run_on_cpu
 from detcompile.templates.wkv_triton import wkv_cuda
 
 __all__ = ["reference_wkv", "wkv_cpu"]
@@ -55,21 +52,8 @@ def wkv_cpu(
     _check(k, v, decay, bonus, state, state_slots, cu_seqlens, seq_lens)
     T, C = v.shape
     given = [value.contiguous() for value in (k, v, decay, bonus)]
-    out = torch.empty((T, C), dtype=torch.float32)
-    where = ctypes.c_int64()
-    fault = cpu_library.library(isa).detcompile_wkv(
-        *(value.data_ptr() for value in given),
-        state.data_ptr(),
-        out.data_ptr(),
-        state_slots.data_ptr(),
-        cu_seqlens.data_ptr(),
-        seq_lens.data_ptr(),
-        (ctypes.c_int64 * 4)(T, len(state_slots), C, len(state)),
-        cpu_library.thread_count(),
-        ctypes.byref(where),
-    )
-    refuse_fault("wkv", fault, where.value, len(state), T)
-    return out
+    out, steps = torch.empty((T, C), dtype=torch.float32), (state_slots, cu_seqlens, seq_lens)
+    return run_on_cpu("wkv", given, state, steps, out, [C], isa)
 
 
 def _wkv_cuda(

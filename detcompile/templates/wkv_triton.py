@@ -7,19 +7,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
+
+from detcompile.templates.exponential_triton import exponential
 
 __all__ = ["wkv_cuda"]
 
 BLOCK = 32  # channels of a program: few, as a sequence alone has no other parallel work
-
-
-@triton.jit
-def _exp(x, ON_GPU: tl.constexpr):
-    if ON_GPU:
-        return libdevice.exp(x)
-    else:  # the interpreter has no libdevice
-        return tl.exp(x)
 
 
 @triton.jit
@@ -46,11 +39,11 @@ def _wkv_kernel(
         value = tl.load(v_ptr + place, mask=inside, other=0.0)
         raised = key + more
         top = tl.maximum(most, raised)
-        before, now = _exp(most - top, ON_GPU), _exp(raised - top, ON_GPU)
+        before, now = exponential(most - top, ON_GPU), exponential(raised - top, ON_GPU)
         tl.store(out_ptr + place, tl.div_rn(before * values + now * value, before * weights + now), mask=inside)
         fallen = most + fall
         most = tl.maximum(fallen, key)
-        before, now = _exp(fallen - most, ON_GPU), _exp(key - most, ON_GPU)
+        before, now = exponential(fallen - most, ON_GPU), exponential(key - most, ON_GPU)
         values = before * values + now * value
         weights = before * weights + now
     written = inside & (slot >= 0) & (end > first)

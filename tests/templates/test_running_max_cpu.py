@@ -73,3 +73,13 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.running_max(x[0], decay[0], state[:, :, :3], *step)
     with pytest.raises(InvalidInput, match=r"state_slots\[0\] is neither"):
         ops.running_max(x[0], decay[0], state, *step_of([(5, 0)], [1]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_stays(isa: str) -> None:
+    x, decay = falling(1, 4, C)
+    x[0, 1, 3] = decay[0, 2, 5] = torch.nan
+    found = running_max_cpu(x[0], decay[0], torch.zeros(1, 1, C), *step_of([(4, 0)], [0]), isa=isa)
+    where = torch.zeros(4, C, dtype=torch.bool)
+    where[1:, 3] = where[2:, 5] = True
+    assert torch.equal(found.isnan(), where)

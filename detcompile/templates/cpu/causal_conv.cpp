@@ -40,13 +40,14 @@ struct Convolution {
 
 }  // namespace
 
-// sizes[6]: T S C W num_slots x_stride. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[7]: T S num_slots C W x_stride dtype. Returns a StateFault, with its sequence in `where` and nothing written.
 EXPORT int64_t detcompile_causal_conv(const char* x, const float* weight, const float* bias, char* state, char* out,
                                       const int32_t* slots, const int32_t* cu_seqlens, const int32_t* seq_lens,
-                                      const int64_t* sizes, int32_t dtype, int32_t num_threads, int64_t* where) {
-  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[4]};
+                                      const int64_t* sizes, int32_t num_threads, int64_t* where) {
+  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[2]};
   if (StateFault fault = steps.check(where)) return fault;
-  Convolution conv{x, sizes[5], weight, bias, state, out, sizes[2], sizes[3], dtype};
+  int32_t dtype = static_cast<int32_t>(sizes[6]);
+  Convolution conv{x, sizes[5], weight, bias, state, out, sizes[3], sizes[4], dtype};
   int64_t vecs = (conv.C + kLanes - 1) / kLanes, tasks = steps.S * vecs;
   if (steps.T * conv.C < 16384) num_threads = 1;  // a parallel region costs more
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)

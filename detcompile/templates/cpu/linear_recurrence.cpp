@@ -75,14 +75,14 @@ struct Recurrence {
 
 }  // namespace
 
-// sizes[8]: T S H G K V num_slots kind. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[8]: T S num_slots H G K V kind. Returns a StateFault, with its sequence in `where` and nothing written.
 EXPORT int64_t detcompile_linear_recurrence(const float* q, const float* k, const float* v, const float* decay, const float* beta,
                                             const float* rates, float* state, float* out, const int32_t* slots,
                                             const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes,
                                             int32_t num_threads, int64_t* where) {
-  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[6]};
+  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[2]};
   if (StateFault fault = steps.check(where)) return fault;
-  Recurrence r{q, k, v, decay, beta, rates, state, out, sizes[2], sizes[3], sizes[4], sizes[5], sizes[7]};
+  Recurrence r{q, k, v, decay, beta, rates, state, out, sizes[3], sizes[4], sizes[5], sizes[6], sizes[7]};
   int64_t tiles = (r.V + kTileValues - 1) / kTileValues, tasks = steps.S * r.H * tiles;
   if (steps.T * r.H * r.K * r.V < 16384) num_threads = 1;  // a parallel region costs more
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)

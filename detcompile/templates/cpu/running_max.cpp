@@ -16,7 +16,7 @@ struct RunningMax {
     float* own = slot < 0 ? nullptr : state + slot * C + c;
     Vec most = steps.continues(s) ? load_some(own, left) : splat(0.0f);
     for (int64_t t = steps.first(s); t < steps.first(s) + steps.count(s); t++) {
-      most = max(most + load_some(decay + t * C + c, left), load_some(x + t * C + c, left));
+      most = max_or_nan(most + load_some(decay + t * C + c, left), load_some(x + t * C + c, left));
       store_some(out + t * C + c, most, left);
     }
     if (own && steps.count(s) > 0) store_some(own, most, left);
@@ -25,12 +25,13 @@ struct RunningMax {
 
 }  // namespace
 
-// sizes[4]: T S C num_slots. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[4]: T S num_slots C. Returns a StateFault, with its sequence in `where` and nothing written.
 EXPORT int64_t detcompile_running_max(const float* x, const float* decay, float* state, float* out, const int32_t* slots,
-                                      const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes, int64_t* where) {
-  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[3]};
+                                      const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes,
+                                      int32_t /*num_threads*/, int64_t* where) {
+  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[2]};
   if (StateFault fault = steps.check(where)) return fault;
-  RunningMax most{x, decay, state, out, sizes[2]};
+  RunningMax most{x, decay, state, out, sizes[3]};
   for (int64_t s = 0; s < steps.S; s++)  // of heads, which are few: no threads
     for (int64_t c = 0; c < most.C; c += kLanes) most.run(steps, s, c);
   int64_t used = steps.S ? cu_seqlens[steps.S] : 0;

@@ -24,6 +24,11 @@ inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_d
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline Vec fma_flushed(Vec a, Vec b, Vec c) { return fma(a, b, c); }  // under FlushSubnormals
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }  // a > b ? a : b
+inline Vec max_or_nan(Vec a, Vec b) {
+  Vec most = max(a, b);  // b where b is NaN
+  return {_mm256_blendv_ps(most.lo, a.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q)),
+          _mm256_blendv_ps(most.hi, a.hi, _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q))};
+}
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }  // a < b ? a : b
 
 inline __m256 from_bits(__m256i bits) { return _mm256_castsi256_ps(bits); }

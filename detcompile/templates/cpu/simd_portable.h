@@ -65,6 +65,9 @@ inline Vec fma_flushed(Vec a, Vec b, Vec c) {
   return lanewise([&](int i) { return fma_flushed_lane(a.v[i], b.v[i], c.v[i]); });
 }
 inline Vec max(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec max_or_nan(Vec a, Vec b) {
+  return lanewise([&](int i) { return a.v[i] > b.v[i] || a.v[i] != a.v[i] ? a.v[i] : b.v[i]; });
+}
 inline Vec min(Vec a, Vec b) { return lanewise([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Vec shift_left_23(Vec a) {
   return lanewise([&](int i) { return bit_cast<float>(bit_cast<uint32_t>(a.v[i]) << 23); });

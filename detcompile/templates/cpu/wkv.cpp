@@ -43,13 +43,13 @@ struct Average {
 
 }  // namespace
 
-// sizes[4]: T S C num_slots. Returns a StateFault, with its sequence in `where` and nothing written.
+// sizes[4]: T S num_slots C. Returns a StateFault, with its sequence in `where` and nothing written.
 EXPORT int64_t detcompile_wkv(const float* k, const float* v, const float* decay, const float* bonus, float* state, float* out,
                               const int32_t* slots, const int32_t* cu_seqlens, const int32_t* seq_lens, const int64_t* sizes,
                               int32_t num_threads, int64_t* where) {
-  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[3]};
+  StateSteps steps{slots, cu_seqlens, seq_lens, sizes[0], sizes[1], sizes[2]};
   if (StateFault fault = steps.check(where)) return fault;
-  Average average{k, v, decay, bonus, state, out, sizes[2]};
+  Average average{k, v, decay, bonus, state, out, sizes[3]};
   int64_t vecs = (average.C + kLanes - 1) / kLanes, tasks = steps.S * vecs;
   if (steps.T * average.C < 16384) num_threads = 1;  // a parallel region costs more
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)

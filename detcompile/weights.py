@@ -16,11 +16,11 @@ __all__ = ["require_weights_at", "weight_addresses", "weights_digest"]
 CHUNK_BYTES = 1 << 26
 
 
-def weights_digest(model: nn.Module, tick: Callable[[int, int], None] | None = None) -> str:
+def weights_digest(model: nn.Module, on_read: Callable[[int, int], None] | None = None) -> str:
     """sha256 over names, shapes, dtypes and bytes of every parameter and buffer.
 
     Args:
-        tick: is told the bytes read so far and of how many, once for each part in a thousand or more, and at the end.
+        on_read: is told the bytes read so far and of how many, once a part in a thousand or more, and at the end.
     """
     digest = hashlib.sha256()
     weights = sorted(_weights(model).items())
@@ -31,8 +31,8 @@ def weights_digest(model: nn.Module, tick: Callable[[int, int], None] | None = N
         for chunk in flat.split(CHUNK_BYTES):
             digest.update(chunk.cpu().numpy().data)
             done += chunk.nbytes
-            if tick is not None and (done == total or 1000 * (done - told) >= total):
-                tick(done, total)
+            if on_read is not None and (done == total or 1000 * (done - told) >= total):
+                on_read(done, total)
                 told = done
     return digest.hexdigest()
 

@@ -36,12 +36,13 @@ from detcompile.templates.attention_scores import Visible
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 
+CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_mask"
 PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
 CHUNKED_MASK = "create_chunked_causal_mask"
-MASK_KINDS = ("create_causal_mask", "create_sliding_window_causal_mask", PADDING_MASK, CHUNKED_MASK)
+MASK_KINDS = (CAUSAL_MASK, SLIDING_MASK, PADDING_MASK, CHUNKED_MASK)
 KIND_OF_LAYER = {
-    "full_attention": MASK_KINDS[0],
-    "sliding_attention": MASK_KINDS[1],
+    "full_attention": CAUSAL_MASK,
+    "sliding_attention": SLIDING_MASK,
     "linear_attention": PADDING_MASK,
     "conv": PADDING_MASK,
     "chunked_attention": CHUNKED_MASK,

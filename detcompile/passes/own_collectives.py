@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.numerics import Numerics
+from detcompile.errors import DetcompileError
+from detcompile.numerics import Numerics, matmul_order
 from detcompile.parallel import process_group
 from detcompile.passes.canonicalize import VIEWS, insert
+from detcompile.passes.certificate import place_of
 from detcompile.passes.matmuls import transposed_weight
 
 __all__ = ["pin_collectives"]
@@ -34,6 +36,10 @@ def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
     """all_reduce(mm(x, w_KN), "sum")  ->  tree_all_reduce(matmul_partial(x, w_NK, below), None, None, above)
 
     Of a group of one:  matmul(x, w_NK, None, None, radices).
+
+    Raises:
+        NumericsError: K does not split into equal leaves.
+        InvalidInput: there is no order for products of this dtype.
     """
     for reduced in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         found = _sum_of(reduced)
@@ -64,6 +70,10 @@ def _pin(graph: fx.Graph, found: _Sum, numerics: Numerics) -> None:
     w_NK = transposed_weight(graph, w_KN, found.product)
     group = found.reduced.args[2]
     size = process_group(group).size()
+    try:
+        matmul_order(size * int(w_KN.meta["val"].shape[0]), x.meta["val"].dtype, numerics.radices)
+    except DetcompileError as error:
+        raise type(error)(f"the product at {place_of(found.product)}, which all_reduce adds up: {error}") from None
     if size == 1:
         pinned = insert(graph, ours.matmul.default, (x, w_NK, None, None, list(numerics.radices)), found.product)
     else:

@@ -105,6 +105,7 @@ def is_recurrence(node: fx.Node) -> bool:
 
 def recurrence_order(node: fx.Node) -> Sequential | Row | None:
     """The order of a recurrence's sums at a token; None where it has none of more than two terms."""
+    assert is_recurrence(node), node
     given: Any = node.kwargs
     operation = node.args[0]
     if node.target in DENSE_RECURRENCES:

@@ -17,7 +17,14 @@ from detcompile.step import StepInputs
 from tests.bits import assert_bitwise_equal
 from tests.models import VOCAB_SIZE, compiled
 
-__all__ = ["MODELS", "assert_axis_holds", "assert_axis_sees_a_swap", "configuration_for", "sabotaged"]
+__all__ = [
+    "MODELS",
+    "assert_axis_holds",
+    "assert_axis_sees_a_swap",
+    "assert_every_axis_holds",
+    "configuration_for",
+    "sabotaged",
+]
 
 MODELS = [
     pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
@@ -54,6 +61,17 @@ def assert_axis_holds(axis: str, name: str, dtype: torch.dtype, device: str, max
         assert_bitwise_equal(score(model, configuration), alone, configuration.describe())
 
     property_of_the_axis()
+
+
+def assert_every_axis_holds(model: CompiledModel, length: int, seed: int) -> None:
+    """One configuration of each axis gives the logits of a target of ``length`` tokens the bytes of it alone."""
+    axes = [axis for axis in AXES if axis != "cuda_graphs" or model.device.type == "cuda"]
+    configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
+    (target,) = {configuration.rows[configuration.target] for configuration in configurations.values()}
+    alone = score(model, Configuration((target,)))
+    assert bool(alone.isfinite().all())
+    for axis, configuration in configurations.items():
+        assert_bitwise_equal(score(model, configuration), alone, f"{axis}: {configuration.describe()}")
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ In the dtypes that tests/architectures compiles too: half of them in bfloat16.
 import pytest
 import torch
 
-from detcompile.axes import AXES, Configuration, score
 from tests.architectures.test_meaning import CASES
-from tests.bits import assert_bitwise_equal
-from tests.invariance.axis import MODELS, configuration_for
+from tests.invariance.axis import MODELS, assert_every_axis_holds
 from tests.models import ARCHITECTURES, compiled
 
 OTHERS = [name for name in ARCHITECTURES if name not in {model.values[0] for model in MODELS}]
@@ -20,11 +18,5 @@ def test_every_axis_holds(name: str, device: str) -> None:
     """577 tokens are beyond a chunk of keys and the windows; 129 beyond two blocks and a window."""
     dtype = torch.bfloat16 if (name, torch.bfloat16) in CASES else torch.float32
     model = compiled(name, dtype, device)
-    axes = [axis for axis in AXES if axis != "cuda_graphs" or device == "cuda"]
     for length, seed in ((577, 1), (129, 2)):
-        configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
-        (target,) = {c.rows[c.target] for c in configurations.values()}
-        alone = score(model, Configuration((target,)))
-        assert bool(alone.isfinite().all())
-        for axis, configuration in configurations.items():
-            assert_bitwise_equal(score(model, configuration), alone, f"{axis}: {configuration.describe()}")
+        assert_every_axis_holds(model, length, seed)

@@ -4,26 +4,21 @@ Each number of ranks runs once, with everything in it, without Inductor, for tim
 by its place in the tensor, so that gpt_oss has inner features that fill whole vectors on every rank.
 """
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
-from torch._functorch.aot_autograd import make_boxed_func
 from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import Numerics
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.parallel import TensorParallel
-from detcompile.passes import lowering
 from detcompile.passes.expert_shares import shard_experts
 from detcompile.passes.experts import find_experts, pin_experts
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling_params import SamplingParams
 from tests.bits import assert_bitwise_equal
-from tests.models import random_model
+from tests.models import certified, random_model
 from tests.parallel.cases import dense_logits
 from tests.parallel.ranks import run_ranks
 
@@ -47,14 +42,9 @@ def mixtral_graph(tp: int) -> Tensor:
     return dense_logits(model, tp)
 
 
-def as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
-    return make_boxed_func(graph_module.forward)
-
-
 def served(name: str, dtype: torch.dtype, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The fingerprint; logits of a batch and of a row, and tokens drawn with their logprobs."""
-    with mock.patch.object(lowering, "compile_fx_inner", as_it_is):
-        model = detcompile.compile(mixture(name, dtype), tp=tp, max_context=256)
+    model = certified(mixture(name, dtype), tp=tp, max_context=256)
     ids = (torch.arange(74) * 7 % 150).view(2, 37)
     found = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
     params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]

@@ -4,7 +4,6 @@ Each number of ranks runs once, with everything in it, without Inductor.
 """
 
 import functools
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from torch.nn import functional
 from benchmarks.tp_error import Errors, errors_of_logits, errors_of_products
 from detcompile import Backend, Numerics
 from detcompile.parallel import tensor_parallel
-from detcompile.passes import lowering
 from tests.bits import assert_bitwise_equal
+from tests.models import without_inductor
 from tests.parallel.ranks import run_ranks
-from tests.parallel.test_experts import as_it_is
 
 SIZES = (2, 4)
 HIDDEN, INNER = 24, 80
@@ -66,7 +64,7 @@ def on_a_rank(rank: int, tp: int) -> tuple[tuple[Tensor, dict[str, int], tuple[s
         sums = own_sums(tp)
     if tp == 1:
         return sums, {}
-    with mock.patch.object(lowering, "compile_fx_inner", as_it_is):
+    with without_inductor():
         return sums, errors_of_products(tp) | {"logits": errors_of_logits(tp)}
 
 

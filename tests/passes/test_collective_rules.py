@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.nn import functional
 
-from detcompile import Backend, InvalidInput, Numerics, UncertifiedOp
+from detcompile import Backend, DetcompileError, InvalidInput, Numerics, UncertifiedOp
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.backend import cause
 from detcompile.passes.certificate import Certificate
@@ -123,6 +123,19 @@ def test_a_models_own_sum_over_one_rank_takes_the_whole_tree(what: str):
     (product,) = [entry for entry in certificate.entries if entry.op == "detcompile.matmul.default"]
     assert product.order.startswith("Tree(")
     assert "c10d" not in str(certificate)
+
+
+@pytest.mark.parametrize(
+    ("K", "dtype", "message"),
+    [(12, torch.float32, "K=12 does not split into 8 equal leaves"), (16, torch.float64, "matmul of torch.float64")],
+)
+def test_a_models_own_sum_that_has_no_tree_is_named(K: int, dtype: torch.dtype, message: str):
+    def converted(x: Tensor, w: Tensor) -> Tensor:
+        return in_place(functional.linear(x[:, :K].to(dtype), w[:, :K].to(dtype)))
+
+    place = r"the product at test_collective_rules\.py:\d+ in \w+, which all_reduce adds up"
+    with pytest.raises(DetcompileError, match=f"{place}: {message}"):
+        certificate_of(converted)
 
 
 OWN = "all_reduce.*a collective of torch.distributed"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +25,7 @@ __all__ = [
     "MARK",
     "OVERLAP",
     "assert_as_alone",
+    "assert_serves_as_alone",
     "config_of",
     "engine_configs",
     "engine_of",
@@ -190,6 +192,26 @@ def assert_as_alone(
         _assert_drawn_from(logits[len(prompt) - 1 : -1], completion, params, prompt)
         _assert_ended_in_time(completion, params)
     _assert_prompt_logprobs(logits[: len(prompt) - 1], output, params)
+
+
+def assert_serves_as_alone(
+    model: CompiledModel, configs: st.SearchStrategy[EngineConfig], prompt_lengths: tuple[int, ...]
+) -> None:
+    """Fail unless engines of drawn settings give each of these requests, one of two samples, what it gives alone."""
+
+    @settings(max_examples=6)
+    @given(config=configs, seed=st.integers(0, 10**6))
+    def serves(config: EngineConfig, seed: int) -> None:
+        engine = engine_of(model, config, max_context=120)
+        requests = {}
+        for index, length in enumerate(prompt_lengths):
+            params = SamplingParams(temperature=float(index % 2), seed=seed + index, max_tokens=12, n=1 + (index == 3))
+            requests[engine.add_request(prompt_of(length, seed + index), params)] = params
+        outputs = {output.request_id: output for output in run(engine)}
+        for request_id, params in requests.items():
+            assert_as_alone(model, outputs[request_id], params)
+
+    serves()
 
 
 def _plain_logits(model: CompiledModel, token_ids: list[int]) -> Tensor:

@@ -4,20 +4,23 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import detcompile
-from detcompile.axes import AXES, Configuration, score
 from detcompile.compiled import CompiledModel
 from detcompile.passes.capture import probe_attention
 from detcompile.passes.scans import pin_recurrences
-from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling_params import SamplingParams
-from tests.bits import assert_bitwise_equal
-from tests.invariance.axis import configuration_for
+from tests.invariance.axis import assert_every_axis_holds
 from tests.models import VOCAB_SIZE, random_model
-from tests.runtime.engine_cases import GREEDY, assert_as_alone, config_of, engine_configs, engine_of, prompt_of, run
+from tests.runtime.engine_cases import (
+    GREEDY,
+    assert_as_alone,
+    assert_serves_as_alone,
+    config_of,
+    engine_configs,
+    engine_of,
+    prompt_of,
+    run,
+)
 
 # Both scale queries by their positions; what they bound is shorter than the sequences.
 CHANGES = {
@@ -53,34 +56,13 @@ def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
 @NAMES
 @pytest.mark.parametrize(("length", "seed"), [(577, 1), (71, 2)])
 def test_every_axis_holds(name: str, length: int, seed: int, device: str) -> None:
-    model = model_of(name, device)
-    axes = [axis for axis in AXES if axis != "cuda_graphs" or device == "cuda"]
-    configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
-    (target,) = {c.rows[c.target] for c in configurations.values()}
-    alone = score(model, Configuration((target,)))
-    assert bool(alone.isfinite().all())
-    for axis, configuration in configurations.items():
-        assert_bitwise_equal(score(model, configuration), alone, f"{axis}: {configuration.describe()}")
+    assert_every_axis_holds(model_of(name, device), length, seed)
 
 
 @NAMES
 def test_the_engine_gives_each_request_what_it_gives_alone(name: str, device: str) -> None:
     """Prompts in pieces; few blocks, so that sequences lose theirs; blocks freed behind the chunks."""
-    model = model_of(name, device)
-
-    @settings(max_examples=6)
-    @given(config=engine_configs(16, 161), seed=st.integers(0, 10**6))
-    def serves(config: EngineConfig, seed: int) -> None:
-        engine = engine_of(model, config, max_context=120)
-        requests = []
-        for index, length in enumerate((1, 34, 36, 90, 17)):
-            params = SamplingParams(temperature=float(index % 2), seed=seed + index, max_tokens=12)
-            requests.append((engine.add_request(prompt_of(length, seed + index), params), params))
-        outputs = {output.request_id: output for output in run(engine)}
-        for request_id, params in requests:
-            assert_as_alone(model, outputs[request_id], params)
-
-    serves()
+    assert_serves_as_alone(model_of(name, device), engine_configs(16, 161), prompt_lengths=(1, 34, 36, 90, 17))
 
 
 def test_convolutions_in_float32_keep_their_state_in_float32() -> None:

@@ -3,11 +3,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from detcompile import NGramDrafter, SpeculationConfig
-from detcompile.axes import AXES, Configuration, score
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.numerics import Numerics
@@ -16,10 +13,18 @@ from detcompile.passes.lowering import lower
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import affordable_states, new_cache
 from detcompile.runtime.sampling_params import SamplingParams
-from tests.bits import assert_bitwise_equal
-from tests.invariance.axis import configuration_for
+from tests.invariance.axis import assert_every_axis_holds
 from tests.models import STATEFUL, VOCAB_SIZE, compiled, random_model
-from tests.runtime.engine_cases import GREEDY, assert_as_alone, config_of, engine_configs, engine_of, prompt_of, run
+from tests.runtime.engine_cases import (
+    GREEDY,
+    assert_as_alone,
+    assert_serves_as_alone,
+    config_of,
+    engine_configs,
+    engine_of,
+    prompt_of,
+    run,
+)
 
 NAMES = pytest.mark.parametrize("name", STATEFUL)
 
@@ -40,36 +45,15 @@ def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
 
 
 @NAMES
-def test_every_axis_holds(name: str, device: str) -> None:
-    model = model_of(name, device)
-    axes = [axis for axis in AXES if axis != "cuda_graphs" or device == "cuda"]
-    for length, seed in ((577, 1), (129, 2), (3, 3)):
-        configurations = {axis: configuration_for(axis, length, seed) for axis in axes}
-        (target,) = {c.rows[c.target] for c in configurations.values()}
-        alone = score(model, Configuration((target,)))
-        assert bool(alone.isfinite().all())
-        for axis, configuration in configurations.items():
-            assert_bitwise_equal(score(model, configuration), alone, f"{axis}: {configuration.describe()}")
+@pytest.mark.parametrize(("length", "seed"), [(577, 1), (129, 2), (3, 3)])
+def test_every_axis_holds(name: str, length: int, seed: int, device: str) -> None:
+    assert_every_axis_holds(model_of(name, device), length, seed)
 
 
 @NAMES
 def test_the_engine_gives_each_request_what_it_gives_alone(name: str, device: str) -> None:
     """Chunked prefills, and few seats and blocks, so that sequences lose theirs and start over."""
-    model = model_of(name, device)
-
-    @settings(max_examples=6)
-    @given(config=engine_configs(12, 161), seed=st.integers(0, 10**6))
-    def serves(config: EngineConfig, seed: int) -> None:
-        engine = engine_of(model, config, max_context=120)
-        requests = []
-        for index, length in enumerate((1, 40, 70, 5, 17)):
-            params = SamplingParams(temperature=float(index % 2), seed=seed + index, max_tokens=12, n=1 + (index == 3))
-            requests.append((engine.add_request(prompt_of(length, seed + index), params), params))
-        outputs = {output.request_id: output for output in run(engine)}
-        for request_id, params in requests:
-            assert_as_alone(model, outputs[request_id], params)
-
-    serves()
+    assert_serves_as_alone(model_of(name, device), engine_configs(12, 161), prompt_lengths=(1, 40, 70, 5, 17))
 
 
 def test_a_sequence_that_lost_its_state_starts_over(device: str) -> None:

@@ -33,7 +33,7 @@ demo: $(VENV)/.stamp-test
 
 # One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly.
 test: $(VENV)/.stamp-test
-	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	@$(VENV_PYTHON) -m ruff check $(LINTED)

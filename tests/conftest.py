@@ -4,6 +4,8 @@ Draws are derandomized, so that a run of the suite repeats itself; `pytest --hyp
 new counterexamples.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -20,13 +22,18 @@ settings.load_profile("repeat")
 TOGETHER = ("tests/architectures/", "tests/invariance/")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`; GPU machines may lack xdist, and the interpreter's processes run without it."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("models" if file.startswith(TOGETHER) else file))
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `--dist loadfile`: a worker takes a whole file, or all that are TOGETHER."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "models" if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+
+    return Files(config, log)
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -28,9 +28,9 @@ class Planted(nn.Module):
 
 
 def with_violation(violation: Callable[[Tensor], Tensor]):
-    """A Qwen3 whose first layer's hidden states [1, T, H] pass through ``violation``."""
-    model = random_model("qwen3", BF16)
-    layer = model.model.layers[0]
+    """A Qwen3 of a layer whose hidden states [1, T, H] pass through ``violation``."""
+    model = random_model("qwen3", BF16, num_hidden_layers=1)
+    (layer,) = model.model.layers
     layer.mlp = Planted(layer.mlp, violation)
     return model
 

@@ -30,7 +30,7 @@ from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.tune_speculation import Workload, advice, tune_speculation
 from detcompile.tune_speculation_command import advice_text, read_text, require_place, speedup_plot, trials_table
-from detcompile.verification import ModelSpec, available_axes, verify
+from detcompile.verification import ModelSpec, available_axes, require_axes, verify
 
 __all__ = ["app", "main"]
 
@@ -78,8 +78,10 @@ def verify_command(
 ) -> None:
     """Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails."""
     spec = ModelSpec(model, random, dtype, device, _sizes(tp_sizes))
+    chosen = axes.split(",") if axes else None
+    require_axes(chosen or ())  # before the time that compiling takes
     compiled = _compile(spec)
-    chosen = axes.split(",") if axes else available_axes(compiled.device.type)
+    chosen = chosen or available_axes(compiled.device.type)
     with _progress() as progress:
         task = progress.add_task("measuring", total=None)
         done = 0

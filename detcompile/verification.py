@@ -26,7 +26,17 @@ from detcompile.exporting import export
 from detcompile.numerics import Numerics
 from detcompile.remote_model import RemoteModel
 
-__all__ = ["EXPORT", "ModelSpec", "RESTART", "TP", "available_axes", "embedded_prompts", "prompts_for", "verify"]
+__all__ = [
+    "EXPORT",
+    "ModelSpec",
+    "RESTART",
+    "TP",
+    "available_axes",
+    "embedded_prompts",
+    "prompts_for",
+    "require_axes",
+    "verify",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 RESTART = "restart"  # the one axis that needs another process
@@ -68,6 +78,15 @@ def available_axes(device_type: str) -> list[str]:
     return [*axes, RESTART]
 
 
+def require_axes(axes: Sequence[str], device_type: str | None = None) -> None:
+    """Raise InvalidInput for an axis that does not exist on this type of device, or on any."""
+    known = [*available_axes(device_type or "cuda"), EXPORT, TP]
+    for axis in axes:
+        if axis not in known:
+            where = "" if device_type is None else f" on {device_type}"
+            raise InvalidInput(f"no axis {axis!r}{where}; there are {', '.join(known)}")
+
+
 def prompts_for(model: CompiledModel, spec: ModelSpec, seed: int) -> list[Tokens]:
     """Real prompts for the embedded model, random tokens for any other; targets first."""
     lengths = [min(length, model.max_context - 1) for length in PROMPT_LENGTHS]
@@ -103,10 +122,7 @@ def verify(
         UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks; EXPORT of a model
             that came from an archive.
     """
-    known = [*available_axes(model.device.type), EXPORT, TP]
-    for axis in axes:
-        if axis not in known:
-            raise InvalidInput(f"no axis {axis!r} on {model.device.type}; there are {', '.join(known)}")
+    require_axes(axes, model.device.type)
     prompts = prompts_for(model, spec, seed)
     results = {}
     for axis in axes:

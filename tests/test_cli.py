@@ -1,5 +1,6 @@
 """The command line as a user runs it: results, logs and exit codes."""
 
+import io
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from detcompile.axes import AXES
+from detcompile.cli import main
 from detcompile.errors import InvalidInput
 from detcompile.generate_command import read_prompts, with_own_seeds
 from detcompile.runtime.sampling_params import SamplingParams
@@ -197,9 +199,15 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("generate", "tiny", "x", "--logprobs", "1"), "add --json"),
     ],
 )
-def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert not done.stdout.strip()
+def test_bad_input_ends_with_a_message_and_code_2(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["detcompile", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    done = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said in " ".join(done.err.split())
+    assert "Traceback" not in done.err
+    assert not done.out.strip()

@@ -10,14 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from detcompile import cli
 from detcompile.axes import AXES
-from detcompile.cli import main
 from detcompile.errors import InvalidInput
 from detcompile.generate_command import read_prompts, with_own_seeds
 from detcompile.runtime.sampling_params import SamplingParams
-from tests.models import ARCHITECTURES
+from tests.models import ARCHITECTURES, compiled
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 
@@ -32,6 +33,21 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """As ``run``, in this process."""
+    monkeypatch.setattr(sys, "argv", ["detcompile", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    said = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+
+
 @pytest.fixture(scope="module")
 def answered() -> subprocess.CompletedProcess[str]:
     """Three prompts and one that is too long, a line each, on standard input."""
@@ -39,8 +55,11 @@ def answered() -> subprocess.CompletedProcess[str]:
     return run("generate", "tiny", *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
 
 
-def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
-    done = run("verify", "tiny", "--json", "--configurations", "3", "--device", "cpu")
+def test_verify_prints_one_json_object_and_every_axis_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny", torch.bfloat16))
+    done = run_here(monkeypatch, capsys, "verify", "tiny", "--json", "--configurations", "3", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["fingerprint"]) == 64
@@ -157,8 +176,12 @@ def test_generate_streams_a_prompt_into_a_terminal() -> None:
     assert "24 tokens (length); seed" in said
 
 
-def test_texts_of_several_answers_have_headings() -> None:
-    done = run("generate", "tiny", PROMPTS[1], *SAMPLED, "--n", "2", "--seed", "1", "--stop", "\n\n")
+def test_texts_of_several_answers_have_headings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny", torch.bfloat16))
+    options = (*SAMPLED, "--n", "2", "--seed", "1", "--stop", "\n\n")
+    done = run_here(monkeypatch, capsys, "generate", "tiny", PROMPTS[1], *options)
     assert done.returncode == 0, done.stderr
     assert "== 1, sample 0: 'import json'" in done.stdout and "== 1, sample 1: 'import json'" in done.stdout
     assert "seed 1" in done.stderr
@@ -202,12 +225,8 @@ def test_no_two_prompts_share_a_seed() -> None:
 def test_bad_input_ends_with_a_message_and_code_2(
     arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["detcompile", *arguments])
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(SystemExit) as ended:
-        main()
-    done = capsys.readouterr()
-    assert ended.value.code == 2
-    assert said in " ".join(done.err.split())
-    assert "Traceback" not in done.err
-    assert not done.out.strip()
+    done = run_here(monkeypatch, capsys, *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not done.stdout.strip()

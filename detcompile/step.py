@@ -1,6 +1,6 @@
 """StepInputs: every tensor one forward step reads. The only type that passes and runtime share.
 
-Legend: T tokens of this step, S sequences, R rows whose logits are wanted.
+Legend: T tokens of this step, S sequences, R rows whose logits are wanted, C sequences that one token may belong to.
 """
 
 import itertools
@@ -35,10 +35,11 @@ class StepInputs(NamedTuple):
     The tokens of sequence s are rows ``cu_seqlens[s]:cu_seqlens[s + 1]``; they are the LAST tokens of that sequence,
     which holds ``seq_lens[s]`` keys once this step has written its own. For the layers of KV group g, key p of sequence
     s lives in slot ``block_tables[g][s, p // block_size] * block_size + p % block_size``. Rows past ``cu_seqlens[S]``
-    are padding.
+    are padding. Token t is written to slots t, T + t, … of a slot mapping: C is above 1 where branches of a draft tree
+    share tokens, which are computed in one of them.
     """
 
-    slot_mappings: tuple[Tensor, ...]  # one a KV group: [T] int64, PADDING_SLOT writes nowhere
+    slot_mappings: tuple[Tensor, ...]  # one a KV group: [C * T] int64, PADDING_SLOT writes nowhere
     cu_seqlens: Tensor  # [S + 1] int32, ascending from 0
     seq_lens: Tensor  # [S] int32, keys of each sequence after this step's writes
     block_tables: tuple[Tensor, ...]  # one a KV group: [S, max_blocks] int32

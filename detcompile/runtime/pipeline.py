@@ -16,10 +16,11 @@ from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import MOST_SEQUENCES
 from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.speculation import Speculator, Verification
+from detcompile.runtime.speculation import Speculator
 from detcompile.runtime.speculation_switch import Load
 from detcompile.runtime.step_builder import BlockTables, StepEntry
 from detcompile.runtime.step_work import Draw, build_work, lay_out
+from detcompile.runtime.tree_verification import Verification
 from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
 
 __all__ = ["Ledger", "Pipeline"]
@@ -148,12 +149,13 @@ class Pipeline:
             config = self._scheduler.config
             rows_left = min(config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
             drafted = self._speculator.draft(plan.entries, min(config.max_num_batched_tokens - num_tokens, rows_left))
-        entries, draws = lay_out(plan.entries, drafted)
+        entries, shared, draws = lay_out(plan.entries, drafted)
         prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
         pending = {} if before is None else {draw.sequence: row for row, draw in enumerate(before.draws)}
         copies = [pair for verification in drafted.values() for pair in verification.copies]
         size = self._scheduler.blocks.pool.block_size
-        launched = self._worker.launch(build_work(entries, draws, prompts, self._tables, size, pending, copies))
+        work = build_work(entries, draws, prompts, self._tables, size, pending, copies, shared)
+        launched = self._worker.launch(work)
         for draw in draws:
             draw.sequence.num_pending += not draw.path
         host_seconds = time.perf_counter() - started

@@ -170,7 +170,7 @@ class Runner:
         pending = t["pending"]
         input_ids = torch.where(pending == NOT_PENDING, t["input_ids"], self.sampled[pending.clamp_min(0)])
         step = StepInputs(
-            slot_mappings=t["slot_mappings"].unbind(),
+            slot_mappings=t["slot_mappings"].flatten(1).unbind(),
             cu_seqlens=t["cu_seqlens"],
             seq_lens=t["seq_lens"],
             block_tables=t["block_tables"].unbind(),

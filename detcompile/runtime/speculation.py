@@ -1,9 +1,6 @@
 """Speculation: verify a tree of guesses in the forward that decodes, and keep what plain decoding would have drawn.
 
-A branch of the tree runs as a sequence of its own, whose keys stand at their logical positions: the sequence's blocks
-before the newest token's, then blocks of the branch. The first branch writes into the sequence's own blocks. So each
-node's logits have the bits of plain decoding, whatever other nodes there are: nothing about attention changes. A node
-that several branches pass through is computed in each.
+How a tree becomes a part of the forward is runtime/tree_verification.py's.
 
 Acceptance is exact: at each node the target draws its own token, with the noise of that position; a guess is right if
 it is that token. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, give the
@@ -15,12 +12,11 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_statistics import DraftStatistics
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.drafters import Drafter, NGramDrafter
@@ -28,8 +24,9 @@ from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
 from detcompile.runtime.step_builder import StepEntry
+from detcompile.runtime.tree_verification import Branch, Verification, num_common
 
-__all__ = ["AcceptanceName", "Branch", "SpeculationConfig", "Speculator", "SwitchName", "Verification"]
+__all__ = ["AcceptanceName", "SpeculationConfig", "Speculator", "SwitchName"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,54 +66,6 @@ class SpeculationConfig:
         for name, known in (("acceptance", get_args(AcceptanceName)), ("switch", get_args(SwitchName))):
             if getattr(self, name) not in known:
                 raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)!r}: one of {', '.join(known)}")
-
-
-class Branch(NamedTuple):
-    """One path from the newest token to a leaf."""
-
-    leaf: Path
-    stand_in: Sequence  # the sequence's tokens with the path behind them, in the branch's blocks
-
-
-class Verification(NamedTuple):
-    """A sequence's tree in one step."""
-
-    sequence: Sequence
-    tree: DraftTree
-    branches: tuple[Branch, ...]  # the first is in the sequence's own blocks
-    start: int  # index of the newest token, the root
-    copies: tuple[tuple[int, int], ...]  # (from, to) blocks: what stands before the root in its block
-    rejects: bool = False  # by rejection sampling; otherwise a guess is right if it is what the target draws
-
-    def entries(self) -> list[StepEntry]:
-        """The step's part of each branch: the root and the nodes of its path."""
-        return [StepEntry(b.stand_in, self.start, 1 + len(b.leaf)) for b in self.branches]
-
-    def rows(self) -> dict[Path, tuple[Sequence, int]]:
-        """Where each node's logits are: the stand-in of a branch through it, and its offset in that entry."""
-        found: dict[Path, tuple[Sequence, int]] = {}
-        for leaf, stand_in in self.branches:
-            for depth in range(len(leaf) + 1):
-                found.setdefault(leaf[:depth], (stand_in, depth))
-        return found
-
-    def proposals(self, path: Path) -> Proposals | None:
-        """The guesses for what follows a node, if they are to be accepted or rejected there."""
-        children = self.tree.children(path)
-        if not self.rejects or not children:
-            return None
-        tokens = tuple(self.tree.tokens[child] for child in children)
-        return Proposals(tokens, tuple(self.tree.distributions.get(child) for child in children))
-
-    def slots(self, path: Path, block_size: int) -> list[list[int]]:
-        """Where the KV cache holds the root and the nodes down to ``path``: slots of each group."""
-        tables = self.through(path).stand_in.block_tables
-        places = range(self.start, self.start + 1 + len(path))
-        return [[table[p // block_size] * block_size + p % block_size for p in places] for table in tables]
-
-    def through(self, path: Path) -> Branch:
-        """The first branch through a node."""
-        return next(branch for branch in self.branches if branch.leaf[: len(path)] == path)
 
 
 class Speculator:
@@ -243,8 +192,10 @@ class Speculator:
         """Branches that the pool and the budget have room for, the first guesses first."""
         sequence, spent = entry.sequence, 0
         branches: list[Branch] = []
+        before: Path = ()
         for leaf in tree.branches():
-            spent += 1 + len(leaf)
+            first = 1 + num_common(leaf, before) if branches else 0
+            spent += 1 + len(leaf) - first
             end = entry.start + 1 + len(leaf)
             if spent - 1 > budget:
                 break
@@ -254,7 +205,8 @@ class Speculator:
                 tables = self._blocks.branch(sequence, entry.start, end)
             if tables is None:
                 break
-            branches.append(Branch(leaf, _stand_in(sequence, tree.along(leaf), tables)))
+            branches.append(Branch(leaf, _stand_in(sequence, tree.along(leaf), tables), first))
+            before = leaf
         if not branches:
             return None
         kept = {branch.leaf[:depth] for branch in branches for depth in range(1, len(branch.leaf) + 1)}

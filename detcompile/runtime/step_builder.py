@@ -1,8 +1,10 @@
 """From sequences to the arrays of one step, on the host.
 
-Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width of the block tables.
+Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width of the block tables, C sequences that a
+token may belong to.
 """
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -12,11 +14,12 @@ from numpy.typing import NDArray
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
-from detcompile.step import NO_SLOT
+from detcompile.step import NO_SLOT, PADDING_SLOT
 
 __all__ = [
     "BlockTables",
     "NOT_PENDING",
+    "SharedToken",
     "StepArrays",
     "StepEntry",
     "block_tables",
@@ -36,6 +39,15 @@ class StepEntry(NamedTuple):
     num_tokens: int
 
 
+class SharedToken(NamedTuple):
+    """A token of one entry that is another's too: written into the blocks of both, computed once."""
+
+    entry: int
+    offset: int  # of the token in its entry
+    other: int  # entry
+    place: int  # index in the other's sequence
+
+
 class StepArrays(NamedTuple):
     """A step as the host knows it; what it holds can be sent to another process."""
 
@@ -43,7 +55,7 @@ class StepArrays(NamedTuple):
     position_ids: NDArray[np.int64]  # [T]
     pending: NDArray[np.int64]  # [T]: row of the previous step's sampled tokens that is this token, or NOT_PENDING
     logits_to_keep: NDArray[np.int64]  # [R] indices of packed tokens
-    slot_mappings: NDArray[np.int64]  # [G, T]
+    slot_mappings: NDArray[np.int64]  # [G, C, T], as StepInputs has them
     cu_seqlens: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
     block_tables: NDArray[np.int32]  # [G, S, W]
@@ -117,13 +129,18 @@ def block_tables(sequences: SequenceOf[Sequence], num_groups: int) -> NDArray[np
 
 
 def build_arrays(
-    entries: SequenceOf[StepEntry], tables: NDArray[np.int32], block_size: int, pending: dict[Sequence, int]
+    entries: SequenceOf[StepEntry],
+    tables: NDArray[np.int32],
+    block_size: int,
+    pending: dict[Sequence, int],
+    shared: SequenceOf[SharedToken] = (),
 ) -> StepArrays:
     """Pack the entries, in their order; logits of the last token of each.
 
     Args:
         tables: [G, S, W], blocks of each entry's sequence.
         pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
+        shared: tokens of an entry that stand before another's.
     """
     starts = np.array([entry.start for entry in entries], np.int64)
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
@@ -131,7 +148,9 @@ def build_arrays(
     np.cumsum(counts, out=cu_seqlens[1:])
     row = np.repeat(np.arange(len(entries)), counts)
     place = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row]  # index in its own sequence
-    slots = tables[:, row, place // block_size].astype(np.int64) * block_size + place % block_size
+    slots = _slots(tables, row, place, block_size)[:, None]
+    if shared:
+        slots = np.concatenate([slots, _shared_slots(shared, cu_seqlens, tables, block_size)], 1)
     input_ids, pending_rows = _input_ids(entries, cu_seqlens, pending)
     return StepArrays(
         input_ids=input_ids,
@@ -163,12 +182,35 @@ def pending_arrays(
         position_ids=positions,
         pending=np.array(pending, np.int64),
         logits_to_keep=each[:-1].astype(np.int64),
-        slot_mappings=tables[:, each[:-1], blocks].astype(np.int64) * size + places,
+        slot_mappings=(tables[:, each[:-1], blocks].astype(np.int64) * size + places)[:, None],
         cu_seqlens=each,
         seq_lens=(positions + 1).astype(np.int32),
         block_tables=tables,
         state_slots=np.full(count, NO_SLOT, np.int32),  # who drafts carries no state
     )
+
+
+def _slots(
+    tables: NDArray[np.int32], rows: NDArray[np.int64], places: NDArray[np.int64], block_size: int
+) -> NDArray[np.int64]:
+    """[G, n]: where place i of the sequence in row i of the tables lives."""
+    return tables[:, rows, places // block_size].astype(np.int64) * block_size + places % block_size
+
+
+def _shared_slots(
+    shared: SequenceOf[SharedToken], cu_seqlens: NDArray[np.int64], tables: NDArray[np.int32], block_size: int
+) -> NDArray[np.int64]:
+    """[G, C - 1, T]: further slots of the tokens that several entries share."""
+    entries, offsets, others, places = np.array(shared, np.int64).T
+    tokens = cu_seqlens[entries] + offsets
+    seen: Counter[int] = Counter()
+    copies = []
+    for token in tokens.tolist():
+        copies.append(seen[token])
+        seen[token] += 1
+    found = np.full((tables.shape[0], max(seen.values()), int(cu_seqlens[-1])), PADDING_SLOT, np.int64)
+    found[:, copies, tokens] = _slots(tables, others, places, block_size)
+    return found
 
 
 def _input_ids(

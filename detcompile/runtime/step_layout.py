@@ -18,6 +18,7 @@ __all__ = ["MIXED_BUCKETS", "StepBuffer", "StepLayout", "TOKEN_BUCKETS", "mixed_
 TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
 MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
 FEWEST_MIXED = 8  # sequences
+FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
 
@@ -30,6 +31,7 @@ class StepLayout(NamedTuple):
     rows: int
     blocks: int
     groups: int
+    copies: int = 1
 
     def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
         """dtype and shape of each array of StepArrays."""
@@ -38,7 +40,7 @@ class StepLayout(NamedTuple):
             "position_ids": (np.int64, (self.tokens,)),
             "pending": (np.int64, (self.tokens,)),
             "logits_to_keep": (np.int64, (self.rows,)),
-            "slot_mappings": (np.int64, (self.groups, self.tokens)),
+            "slot_mappings": (np.int64, (self.groups, self.copies, self.tokens)),
             "cu_seqlens": (np.int32, (self.sequences + 1,)),
             "seq_lens": (np.int32, (self.sequences,)),
             "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
@@ -49,19 +51,21 @@ class StepLayout(NamedTuple):
     def of(cls, arrays: StepArrays) -> "StepLayout":
         """Without padding."""
         groups, sequences, blocks = arrays.block_tables.shape
-        return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups)
+        copies = arrays.slot_mappings.shape[1]
+        return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups, copies)
 
     def padded(self, block_size: int) -> "StepLayout":
         """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
         blocks = 1 << (max(self.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
+        copies = 1 if self.copies == 1 else max(FEWEST_COPIES, 1 << (self.copies - 1).bit_length())
         if self.tokens == self.sequences == self.rows:
             bucket = _bucket(self.tokens, TOKEN_BUCKETS)
-            return self._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks)
+            return self._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks, copies=copies)
         if self.tokens > MIXED_BUCKETS[-1] or self.rows > self.tokens:
             return self._replace(blocks=blocks)
         tokens = _bucket(self.tokens, MIXED_BUCKETS)
         sequences = min(tokens, 1 << (max(self.sequences, self.rows, FEWEST_MIXED) - 1).bit_length())
-        return self._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks)
+        return self._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks, copies=copies)
 
 
 class StepBuffer:

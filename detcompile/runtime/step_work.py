@@ -10,8 +10,8 @@ from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.sampling import SampleRow
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.speculation import Verification
-from detcompile.runtime.step_builder import BlockTables, StepEntry, build_arrays
+from detcompile.runtime.step_builder import BlockTables, SharedToken, StepEntry, build_arrays
+from detcompile.runtime.tree_verification import Verification
 from detcompile.runtime.worker import PromptRows, StepWork
 
 __all__ = ["Draw", "build_work", "lay_out"]
@@ -29,14 +29,16 @@ class Draw(NamedTuple):
 
 def lay_out(
     entries: SequenceOf[StepEntry], drafted: Mapping[Sequence, Verification]
-) -> tuple[list[StepEntry], list[Draw]]:
-    """The entries with branches in the place of drafted sequences, and every token that the step draws."""
+) -> tuple[list[StepEntry], list[SharedToken], list[Draw]]:
+    """The entries with branches in the place of drafted sequences, what these share, and every token to draw."""
     laid_out: list[StepEntry] = []
+    shared: list[SharedToken] = []
     draws: list[Draw] = []
     for entry in entries:
         sequence, start, num_tokens = entry
         verification = drafted.get(sequence)
         if verification is not None:
+            shared += verification.shared(len(laid_out))
             laid_out += verification.entries()
             draws += [
                 Draw(sequence, *place, path, verification.proposals(path))
@@ -46,7 +48,7 @@ def lay_out(
         laid_out.append(entry)
         if start + num_tokens == sequence.num_tokens:
             draws.append(Draw(sequence, sequence, num_tokens - 1))
-    return laid_out, draws
+    return laid_out, shared, draws
 
 
 def build_work(
@@ -57,6 +59,7 @@ def build_work(
     block_size: int,
     pending: dict[Sequence, int],
     copies: SequenceOf[tuple[int, int]] = (),
+    shared: SequenceOf[SharedToken] = (),
 ) -> StepWork:
     """The arrays of a step; its rows of logits are those of ``draws`` and then all of ``prompts``.
 
@@ -65,10 +68,11 @@ def build_work(
         prompts: entries whose prompt logprobs are wanted.
         pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
         copies: (from, to) blocks that are copied first.
+        shared: tokens of an entry that stand before another's.
     """
     sequences = [entry.sequence for entry in entries]
     width = max(len(table) for sequence in sequences for table in sequence.block_tables)
-    arrays = build_arrays(entries, tables.rows(sequences, width), block_size, pending)
+    arrays = build_arrays(entries, tables.rows(sequences, width), block_size, pending, shared)
     if prompts or [draw.carrier for draw in draws] != sequences:
         first = dict(zip(sequences, arrays.cu_seqlens[:-1].tolist()))
         kept = [first[draw.carrier] + draw.offset for draw in draws]

@@ -16,7 +16,7 @@ from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step_layout import TOKEN_BUCKETS, mixed_layouts, table_widths
-from detcompile.step import NO_SLOT
+from detcompile.step import NO_SLOT, PADDING_SLOT
 
 __all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker"]
 
@@ -165,7 +165,7 @@ def idle_arrays(num_tokens: int, num_sequences: int, num_groups: int, width: int
         position_ids=zeros,
         pending=np.full(num_tokens, NOT_PENDING),
         logits_to_keep=cu_seqlens[1:] - 1,
-        slot_mappings=np.full((num_groups, num_tokens), -1),
+        slot_mappings=np.full((num_groups, 1, num_tokens), PADDING_SLOT),
         cu_seqlens=cu_seqlens.astype(np.int32),
         seq_lens=counts.astype(np.int32),
         block_tables=np.zeros((num_groups, num_sequences, max(width, -(-int(counts.max()) // 16))), np.int32),

@@ -29,7 +29,7 @@ from detcompile.templates import cpu_library
 from detcompile.templates.attention_scores import Scores, Visible
 from detcompile.templates.attention_triton import dense_attention_cuda, paged_attention_cuda
 
-__all__ = ["dense_attention_cpu", "paged_attention_cpu", "reference_attention"]
+__all__ = ["dense_attention_cpu", "holds_copies", "paged_attention_cpu", "reference_attention"]
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -76,7 +76,7 @@ def paged_attention_cpu(
     *,
     isa: str | None = None,
 ) -> Tensor:
-    """Writes k, v into the caches at slot_mapping, then attends from the caches. The metadata is StepInputs'.
+    """Writes k, v into the caches at slot_mapping [C T], then attends from the caches. The metadata is StepInputs'.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], caches [num_blocks, block_size, Hkv, D | Dv] -> [T, Hq, Dv], q.dtype.
     Rows past cu_seqlens[S] are padding and get zeros.
@@ -99,7 +99,7 @@ def paged_attention_cpu(
     S, max_blocks = block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
     given, limits = _CpuScores(scores), (sliding_window, kv_chunk, attention_chunk)
-    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, given.extent)
+    sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, given.extent, len(slot_mapping))
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
         q.data_ptr(),
@@ -113,7 +113,7 @@ def paged_attention_cpu(
         block_table.data_ptr(),
         out.data_ptr(),
         (ctypes.c_int64 * 12)(*strides),
-        (ctypes.c_int64 * 13)(*sizes),
+        (ctypes.c_int64 * 14)(*sizes),
         given.scalars,
         given.slopes,
         given.sinks,
@@ -262,6 +262,12 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def holds_copies(slot_mapping: Tensor, T: int) -> bool:
+    """Whether a slot mapping has one or more places for each of T tokens."""
+    count = slot_mapping.numel()
+    return slot_mapping.dim() == 1 and (count == T or (T > 0 and count > 0 and count % T == 0))
+
+
 def _unit_last_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -293,8 +299,9 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, k_shape: tuple[int, ...], v_
 
 def _check_metadata(slot_mapping: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, T: int) -> None:
     S = block_table.shape[0]
+    slots = tuple(slot_mapping.shape) if holds_copies(slot_mapping, T) else (T,)
     for name, tensor, dtype, shape in (
-        ("slot_mapping", slot_mapping, torch.int64, (T,)),
+        ("slot_mapping", slot_mapping, torch.int64, slots),
         ("cu_seqlens", cu_seqlens, torch.int32, (S + 1,)),
         ("seq_lens", seq_lens, torch.int32, (S,)),
         ("block_table", block_table, torch.int32, tuple(block_table.shape)),

@@ -320,18 +320,20 @@ def merge_kernel(
 
 @triton.jit
 def write_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_token, k_head, v_token, v_head,
-    k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, T, k_token, k_head, v_token, v_head,
+    k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head, COPIED: tl.constexpr,
     HEADS: tl.constexpr, HEADS_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
     DVP: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: its K and V rows go to slots[t]; a negative slot takes none."""
+    """One slot a program, which takes the K and V rows of token ``slot's index % T``; a negative slot takes none."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot < 0:
         return
+    if COPIED:
+        t = t % T
     h = tl.arange(0, HEADS_P)[:, None]
     d = tl.arange(0, DP)[None, :]
     dv = tl.arange(0, DVP)[None, :]

@@ -332,10 +332,11 @@ def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappi
     k, v = _unit_rows(k), _unit_rows(v)
     T, heads, D = k.shape
     DV = v.shape[-1]
-    attention_kernels.write_kv_kernel[(T,)](
-        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], HEADS=heads, HEADS_P=triton.next_power_of_2(heads), D=D, DV=DV, DP=_padded(D),
-        DVP=_padded(DV), PAGE=k_cache.shape[1], num_warps=4, **launch_options(k.device),
+    count = len(slot_mapping)
+    attention_kernels.write_kv_kernel[(count,)](
+        k, v, k_cache, v_cache, slot_mapping, T, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+        *v_cache.stride()[:3], COPIED=count > T, HEADS=heads, HEADS_P=triton.next_power_of_2(heads), D=D, DV=DV,
+        DP=_padded(D), DVP=_padded(DV), PAGE=k_cache.shape[1], num_warps=4, **launch_options(k.device),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.step import PADDING_SLOT
-from detcompile.templates.attention import paged_attention_cpu
+from detcompile.templates.attention import holds_copies, paged_attention_cpu
 from detcompile.templates.attention_triton import paged_attention_cuda
 from detcompile.templates.norms import rms_norm_cpu
 from detcompile.templates.rope_triton import rope_cache_cuda
@@ -50,7 +50,7 @@ def rope_cache_cpu(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [T].
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
 
     eps None: no norm. A negative slot takes nothing.
 
@@ -62,10 +62,10 @@ def rope_cache_cpu(
     for x, weight in ((q, q_weight), (k, k_weight)):
         n = x if eps is None else rms_norm_cpu(x, weight, eps, round_before_weight)
         heads.append(_rotated(n, cos[:, None], sin[:, None]))
-    kept = slot_mapping != PADDING_SLOT
-    slots = slot_mapping[kept]
+    (kept,) = torch.where(slot_mapping != PADDING_SLOT)
+    slots, tokens = slot_mapping[kept], kept % max(1, len(q))
     for cache, rows in ((k_cache, heads[1]), (v_cache, v)):
-        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[kept].to(cache.dtype)
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[tokens].to(cache.dtype)
     return heads[0].contiguous()
 
 
@@ -144,12 +144,12 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
     T, E = q.shape[0], cos.shape[-1]
-    fits = len(k) == len(v) == T and cos.shape == sin.shape == (T, E) and slots.shape == (T,)
+    fits = len(k) == len(v) == T and cos.shape == sin.shape == (T, E) and holds_copies(slots, T)
     if not fits or E % 2 or q.shape[2] < E or q.shape[2] != k.shape[2]:
         raise InvalidInput(
             f"detcompile::rope_cache: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, cos "
-            f"{tuple(cos.shape)} and slot_mapping {tuple(slots.shape)} do not fit: one row a token, an even number of "
-            "rotated features."
+            f"{tuple(cos.shape)} and slot_mapping {tuple(slots.shape)} do not fit: one row a token, "
+            "its slots in T, 2 T, … places, an even number of rotated features."
         )
     if k_cache.shape[2:] != k.shape[1:] or v_cache.shape[2:] != v.shape[1:] or k_cache.shape[:2] != v_cache.shape[:2]:
         raise InvalidInput(

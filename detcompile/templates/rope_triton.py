@@ -70,23 +70,31 @@ def _rotated(
 
 
 @triton.jit
-def _slots(slots_ptr, cache_ptr, token, head, ok, page_stride, slot_stride, head_stride, PAGE: tl.constexpr):
+def _token(place, T, COPIED: tl.constexpr):
+    """Whose key and value a place of the slot mapping takes."""
+    return place % T if COPIED else place
+
+
+@triton.jit
+def _slots(slots_ptr, cache_ptr, place, head, ok, page_stride, slot_stride, head_stride, PAGE: tl.constexpr):
     """Pointers [ROWS] to the heads' places in the cache, and which of them there are."""
-    slot = tl.load(slots_ptr + token, mask=ok, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + place, mask=ok, other=-1).to(tl.int64)
     pointers = cache_ptr + slot // PAGE * page_stride + slot % PAGE * slot_stride + head * head_stride
     return pointers, ok & (slot >= 0)
 
 
 @triton.jit(
-    do_not_specialize=["T", "q_tiles", "k_tiles", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"]
+    do_not_specialize=[
+        *("T", "num_slots", "q_tiles", "k_tiles"), *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")
+    ]
 )
 def _rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    T, q_tiles, k_tiles, q_token, q_head, k_token, k_head, v_token, v_head,
+    T, num_slots, q_tiles, k_tiles, q_token, q_head, k_token, k_head, v_token, v_head,
     k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, UNIT: tl.constexpr,
-    V_UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, COPIED: tl.constexpr,
+    UNIT: tl.constexpr, V_UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,
     LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -105,10 +113,10 @@ def _rope_cache_kernel(
         tl.store(q_to[:, None] + column[None, :], q_turned, mask=q_ok[:, None] & (column < D)[None, :])
     elif program < q_tiles + k_tiles:
         k_row = (program - q_tiles) * ROWS + index
-        k_ok = k_row // HK < T
+        k_ok = k_row // HK < num_slots
         k_turned = _rotated(
-            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_row // HK, k_row % HK, k_ok, k_token, k_head, eps, UNIT, D, E,
-            HAS_NORM, HAS_WEIGHT, ROUND_FIRST, ROWS, W, LANES, VECTOR, SHUFFLE,
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, _token(k_row // HK, T, COPIED), k_row % HK, k_ok, k_token, k_head,
+            eps, UNIT, D, E, HAS_NORM, HAS_WEIGHT, ROUND_FIRST, ROWS, W, LANES, VECTOR, SHUFFLE,
         )  # fmt: skip
         k_to, k_there = _slots(
             slots_ptr, k_cache_ptr, k_row // HK, k_row % HK, k_ok, k_page, k_slot, k_slot_head, PAGE
@@ -117,9 +125,9 @@ def _rope_cache_kernel(
         tl.store(k_to[:, None] + column[None, :], k_turned.to(k_cache_ptr.dtype.element_ty), mask=k_mask)
     else:
         v_row = (program - q_tiles - k_tiles) * ROWS + index
-        v_ok = v_row // HK < T
+        v_ok = v_row // HK < num_slots
         feature = tl.arange(0, WV)
-        copied = _heads(v_ptr, v_row // HK, v_row % HK, v_ok, feature, v_token, v_head, V_UNIT, DV)
+        copied = _heads(v_ptr, _token(v_row // HK, T, COPIED), v_row % HK, v_ok, feature, v_token, v_head, V_UNIT, DV)
         v_to, v_there = _slots(
             slots_ptr, v_cache_ptr, v_row // HK, v_row % HK, v_ok, v_page, v_slot, v_slot_head, PAGE
         )  # fmt: skip
@@ -141,7 +149,7 @@ def rope_cache_cuda(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [T].
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
 
     Raises:
         InvalidInput: dtypes that differ, or heads of more than MOST_FEATURES.
@@ -163,15 +171,17 @@ def rope_cache_cuda(
     v, *v_strides = _head_strides(v, v_unit)
     cos, sin = (_aligned_rows(table) for table in (cos, sin))
     weights = [out if weight is None else aligned(weight) for weight in (q_weight, k_weight)]
-    q_tiles, kv_tiles = triton.cdiv(T * HQ, plan.rows), triton.cdiv(T * HK, plan.rows)
+    num_slots = len(slot_mapping)
+    q_tiles, kv_tiles = triton.cdiv(T * HQ, plan.rows), triton.cdiv(num_slots * HK, plan.rows)
     _rope_cache_kernel[(q_tiles + 2 * kv_tiles,)](
-        q, k, v, cos, sin, *weights, out, k_cache, v_cache, slot_mapping, T, q_tiles, kv_tiles,
+        q, k, v, cos, sin, *weights, out, k_cache, v_cache, slot_mapping, T, num_slots, q_tiles, kv_tiles,
         *q_strides, *k_strides, *v_strides, *k_cache.stride()[:3], *v_cache.stride()[:3],
         0.0 if eps is None else eps,
         HQ=HQ, HK=HK, D=D, DV=DV, E=cos.shape[1], PAGE=k_cache.shape[1], HAS_NORM=eps is not None,
-        HAS_WEIGHT=q_weight is not None, ROUND_FIRST=round_before_weight, UNIT=order.vector, V_UNIT=v_unit,
-        ROWS=plan.rows, W=plan.width, WV=triton.next_power_of_2(DV), LANES=order.lanes, VECTOR=order.vector,
-        SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False, **launch_options(q.device),
+        HAS_WEIGHT=q_weight is not None, ROUND_FIRST=round_before_weight, COPIED=num_slots > T, UNIT=order.vector,
+        V_UNIT=v_unit, ROWS=plan.rows, W=plan.width, WV=triton.next_power_of_2(DV), LANES=order.lanes,
+        VECTOR=order.vector, SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
+        **launch_options(q.device),
     )  # fmt: skip
     return out
 

@@ -43,7 +43,7 @@ def forward(input_ids, position_ids, step, logits_to_keep):
     values = step.v_caches[0].view(-1, DIM)
     for t, slot in enumerate(step.slot_mappings[0].tolist()):
         if slot != PADDING_SLOT:
-            keys[slot], values[slot] = hidden[t], -hidden[t]
+            keys[slot], values[slot] = hidden[t % len(hidden)], -hidden[t % len(hidden)]
     attended = torch.zeros_like(hidden)
     cu_seqlens, seq_lens = step.cu_seqlens.tolist(), step.seq_lens.tolist()
     for s, num_keys in enumerate(seq_lens):
@@ -102,12 +102,12 @@ def steps(draw):
     return cache, build_step(plan, blocks, all_logits=draw(st.booleans()))
 
 
-MORE = st.tuples(*[st.integers(0, 9)] * 3, st.integers(0, 5))
+MORE = st.tuples(*[st.integers(0, 9)] * 3, st.integers(0, 5), st.integers(0, 2))
 
 
 def padded_layout(arrays, more):
     exact = StepLayout.of(arrays)
-    return StepLayout(*(size + extra for size, extra in zip(exact, more)), exact.groups)
+    return StepLayout(*(size + extra for size, extra in zip(exact[:4], more)), exact.groups, exact.copies + more[4])
 
 
 @given(case=steps(), more=MORE)
@@ -132,7 +132,7 @@ def test_the_content_of_a_padded_step(case, more):
     buffer.fill(arrays)
     found = buffer.tensors()
     num_tokens, num_sequences = len(arrays.input_ids), len(arrays.seq_lens)
-    assert (found["slot_mappings"][:, num_tokens:] == PADDING_SLOT).all()
+    assert (found["slot_mappings"][:, :, num_tokens:] == PADDING_SLOT).all()
     assert (found["pending"][num_tokens:] == NOT_PENDING).all()
     assert (found["cu_seqlens"][num_sequences:] == num_tokens).all()
     assert (found["seq_lens"][num_sequences:] == 0).all()
@@ -152,7 +152,7 @@ def test_wrong_padding_is_seen(wrong):
     buffer = StepBuffer(StepLayout(4, 1, 3, 1, 1), torch.device("cpu"))
     buffer.fill(arrays)
     if wrong == "slot":
-        buffer.tensors()["slot_mappings"][0, 3] = arrays.slot_mappings[0, 0]
+        buffer.tensors()["slot_mappings"][0, 0, 3] = arrays.slot_mappings[0, 0, 0]
     else:
         buffer.tensors()["cu_seqlens"][1:] = 4
     assert not torch.equal(runner._forward(buffer)[:3], expected)

@@ -12,6 +12,7 @@ from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import (
     NOT_PENDING,
     BlockTables,
+    SharedToken,
     StepEntry,
     build_arrays,
     build_step,
@@ -64,7 +65,7 @@ def test_every_token_is_where_the_slow_construction_puts_it(plan, block_size, or
                 assert step.input_ids[row] == 1000 * i + t
                 assert step.position_ids[row] == (7 * t if i == 0 else t)
                 for group in range(num_groups):
-                    slot = step.slot_mappings[group, row]
+                    slot = step.slot_mappings[group, 0, row]
                     assert slot not in content, "a slot with a live key is written again"
                     content[slot] = (group, 1000 * i + t)
                 row += 1
@@ -75,7 +76,7 @@ def test_every_token_is_where_the_slow_construction_puts_it(plan, block_size, or
                 for group in range(num_groups):
                     block = step.block_tables[group, place, p // block_size]
                     assert content[block * block_size + p % block_size] == (group, 1000 * i + p)
-        assert step.cu_seqlens[-1] == row == len(step.input_ids) == step.slot_mappings.shape[1]
+        assert step.cu_seqlens[-1] == row == len(step.input_ids) == step.slot_mappings.shape[2]
         assert step.logits_to_keep.tolist() == (list(range(row)) if all_logits else last_rows)
         assert (step.pending == NOT_PENDING).all()
     blocks.check(s for s in sequences if s.block_tables)
@@ -92,7 +93,7 @@ def test_dtypes_and_shapes_are_those_of_step_arrays():
         (step.position_ids, np.int64, (21,)),
         (step.pending, np.int64, (21,)),
         (step.logits_to_keep, np.int64, (2,)),
-        (step.slot_mappings, np.int64, (1, 21)),
+        (step.slot_mappings, np.int64, (1, 1, 21)),
         (step.cu_seqlens, np.int32, (3,)),
         (step.seq_lens, np.int32, (2,)),
         (step.block_tables, np.int32, (1, 2, 2)),
@@ -129,7 +130,17 @@ def test_a_pending_token_points_at_the_row_that_drew_it():
     assert step.input_ids[:2].tolist() == [2, 3]
     assert step.pending.tolist() == [NOT_PENDING, NOT_PENDING, 7]
     assert step.position_ids.tolist() == [1, 2, 2]
-    assert step.slot_mappings.tolist() == [[17, 18, 34]]
+    assert step.slot_mappings.tolist() == [[[17, 18, 34]]]
+
+
+def test_a_token_that_several_entries_share_is_written_into_the_blocks_of_each():
+    sequences = [Sequence([1, 2, 3]), Sequence([1, 2, 4]), Sequence([1, 2, 4, 5])]
+    entries = [StepEntry(sequences[0], 0, 3), StepEntry(sequences[1], 2, 1), StepEntry(sequences[2], 3, 1)]
+    shared = [SharedToken(0, offset, other, offset) for other in (1, 2) for offset in (0, 1)]
+    shared.append(SharedToken(1, 0, 2, 2))
+    step = build_arrays(entries, np.array([[[1], [2], [3]]], np.int32), 16, {}, shared)
+    assert step.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert step.slot_mappings.tolist() == [[[16, 17, 18, 34, 51], [32, 33, -1, 50, -1], [48, 49, -1, -1, -1]]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30))

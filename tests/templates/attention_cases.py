@@ -1,6 +1,7 @@
 """What the tests of the attention kernels share: sequences, ways to attend to them, and features of the scores."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,18 @@ from detcompile.templates.attention_triton import AttentionSchedule, dense_atten
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED
 
-__all__ = ["CHUNK", "FEATURES", "PLAIN", "SCHEDULES", "Sequence", "dense", "features", "paged", "sequence"]
+__all__ = [
+    "CHUNK",
+    "FEATURES",
+    "PLAIN",
+    "SCHEDULES",
+    "Sequence",
+    "assert_shared_tokens_are_those_of_each",
+    "dense",
+    "features",
+    "paged",
+    "sequence",
+]
 
 CHUNK = 64 if INTERPRETED else 512
 PLAIN = AttentionSchedule(16, 4, 1)
@@ -95,6 +107,46 @@ FEATURES: dict[str, dict[str, Any]] = {
     "negative scale and sinks": {"scale": -0.3, "sinks": True},
     "all": {"softcap": 2.0, "sinks": True, "alibi_slopes": True},
 }
+
+
+def assert_shared_tokens_are_those_of_each(attend: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
+    """Fail unless a token that is computed in one sequence, and written into another's blocks too, is the other's.
+
+    Sequences of 9 and 8 tokens, 5 of each in their caches; the next 2 they share.
+    """
+    page, cached, common, lengths = 16, 5, 2, (9, 8)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(lengths[0] + 1, heads, 32, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    rows = [torch.arange(lengths[0]), torch.tensor([*range(cached + common), lengths[0]])]  # of what was drawn
+    metadata = {"dtype": torch.int32, "device": device}
+    order = (0.2, 0, CHUNK)
+
+    def caches() -> list[Tensor]:
+        pair = [torch.full((2, page, 2, 32), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+        for s in range(2):
+            for cache, values in zip(pair, drawn[1:], strict=True):
+                cache[s, :cached] = values[rows[s][:cached]].to(device)
+        return pair
+
+    def step(parts: list[tuple[int, int]], copies: list[list[int]], pair: list[Tensor]) -> Tensor:
+        """Tokens of sequence s from index ``start`` on, for each (s, start)."""
+        chosen = torch.cat([rows[s][start:] for s, start in parts])
+        q, k, v = (values[chosen].to(device) for values in drawn)
+        places = [s * page + p for s, start in parts for p in range(start, lengths[s])]
+        slots = torch.tensor([*places, *(slot for copy in copies for slot in copy)], device=device)
+        ends = np.cumsum([0, *(lengths[s] - start for s, start in parts)]).tolist()
+        cu, lens, table = ends, [lengths[s] for s, _ in parts], [[s] for s, _ in parts]
+        return attend(q, k, v, *pair, slots, *(torch.tensor(x, **metadata) for x in (cu, lens, table)), *order)
+
+    apart, shared = caches(), caches()
+    expected = [step([(s, cached)], [], apart) for s in range(2)]
+    further = [-1] * 5
+    further[:common] = [page + cached, page + cached + 1]
+    found = step([(0, cached), (1, cached + common)], [further, [-1] * 5], shared)
+    assert_bitwise_equal(found[:4], expected[0], "the sequence that computes them")
+    assert_bitwise_equal(found[4:], expected[1][common:], "the one that they are written for")
+    for ours, theirs in zip(shared, apart, strict=True):
+        assert_bitwise_equal(ours, theirs, "caches")
 
 
 def features(name: str, heads: int, device: str = "cpu") -> dict[str, Any]:

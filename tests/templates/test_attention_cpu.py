@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.templates.attention import dense_attention_cpu, paged_attention_cpu, reference_attention
 from tests.bits import assert_bitwise_equal
+from tests.templates.attention_cases import assert_shared_tokens_are_those_of_each
 from tests.templates.cases import DTYPES, ISAS, KINDS, PagedCache, assert_as_accurate, normal, sample
 
 # tokens, query heads, key heads, D, Dv
@@ -234,3 +235,8 @@ def test_the_ops_and_their_fakes_agree():
     torch.library.opcheck(torch.ops.detcompile.paged_attention.default, tuple(_step().values()))
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 6)
     torch.library.opcheck(torch.ops.detcompile.dense_attention.default, (q, k, v, 0.3, 0, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_may_be_written_for_several_sequences(dtype):
+    assert_shared_tokens_are_those_of_each(paged_attention_cpu, dtype, "cpu")

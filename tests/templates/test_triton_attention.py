@@ -1,5 +1,6 @@
 """Attention kernels: decode, any prefill, any page, split or not, dense or paged have the same bytes."""
 
+import functools
 import math
 
 import numpy as np
@@ -22,7 +23,16 @@ from detcompile.templates.attention_triton import (
 )
 from detcompile.templates.tuning import Tuner
 from tests.bits import assert_bitwise_equal
-from tests.templates.attention_cases import CHUNK, SCHEDULES, Sequence, dense, paged, sequence
+from tests.templates.attention_cases import (
+    CHUNK,
+    PLAIN,
+    SCHEDULES,
+    Sequence,
+    assert_shared_tokens_are_those_of_each,
+    dense,
+    paged,
+    sequence,
+)
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
@@ -59,6 +69,11 @@ def test_every_way_to_compute_a_token_gives_its_bytes(
         edges = [0, CHUNK - 1, CHUNK, CHUNK + 1] if INTERPRETED else [0, 63, 64, CHUNK - 1, CHUNK, CHUNK + 1, n - 1]
         for edge, out in zip(edges, paged([(a, edge, edge + 1) for edge in edges], 32, window, schedule)):
             assert_bitwise_equal(out, whole[edge : edge + 1], f"{schedule} decode of token {edge}")
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+def test_a_token_may_be_written_for_several_sequences(dtype: torch.dtype) -> None:
+    assert_shared_tokens_are_those_of_each(functools.partial(paged_attention_cuda, schedule=PLAIN), dtype, DEVICE)
 
 
 @pytest.mark.parametrize("window", [0, 70])

@@ -35,9 +35,10 @@ def separate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, norm: t
 
 @pytest.mark.parametrize("norm", [(None, False), (1e-6, True), (1e-6, False)], ids=["no norm", "llama's", "gemma's"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bytes_are_those_of_separate_operations(
-    shape: tuple[int, ...], dtype: torch.dtype, norm: tuple[float | None, bool]
+    shape: tuple[int, ...], copies: int, dtype: torch.dtype, norm: tuple[float | None, bool]
 ) -> None:
     T, HQ, HK, D, DV, E = shape
     qkv = draw(T, HQ * D + HK * D + HK * DV, dtype=dtype, seed=1)
@@ -47,15 +48,15 @@ def test_the_bytes_are_those_of_separate_operations(
     weights = [None if norm[0] is None else draw(D, dtype=torch.float32, seed=seed) for seed in (4, 5)]
     page = 4
     caches = [torch.full((T + 1, page, HK, width), torch.nan, dtype=dtype, device=DEVICE) for width in (D, DV)]
-    slots = torch.randperm((T + 1) * page, generator=torch.Generator().manual_seed(6))[:T].to(DEVICE)
+    slots = torch.randperm((T + 1) * page, generator=torch.Generator().manual_seed(6))[: copies * T].to(DEVICE)
     slots[T // 2] = -1
     out = rope_cache_cuda(q, k, v, cos, sin, *weights, *norm, *caches, slots)
     assert_bitwise_equal(out, separate(q, cos, sin, weights[0], norm), "q")
     expected = [torch.full_like(cache, torch.nan) for cache in caches]
     for cache, rows in zip(expected, (separate(k, cos, sin, weights[1], norm), v), strict=True):
-        for token, slot in enumerate(slots.tolist()):
+        for place, slot in enumerate(slots.tolist()):
             if slot >= 0:
-                cache[slot // page, slot % page] = rows[token]
+                cache[slot // page, slot % page] = rows[place % T]
     for cache, wanted, name in zip(caches, expected, ("keys", "values"), strict=True):
         assert_bitwise_equal(cache, wanted, name)
     one = rope_cache_cuda(q[-1:], k[-1:], v[-1:], cos[-1:], sin[-1:], *weights, *norm, *caches, slots[-1:])

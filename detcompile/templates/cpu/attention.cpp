@@ -10,12 +10,12 @@ enum Fault : int64_t { kFine = 0, kBadSlot = 1, kBadCuSeqlens = 2, kBadSeqLen = 
 
 struct Metadata {
   const int64_t* slot_mapping; const int32_t* cu_seqlens; const int32_t* seq_lens; const int32_t* block_table;
-  int64_t T, S, max_blocks, num_blocks, block_size;
+  int64_t T, S, max_blocks, num_blocks, block_size, num_slots;  // a multiple of T
   Visible visible;
 
   // `where` gets the index of the offending token or sequence
   Fault check(int64_t* where) const {
-    for (*where = 0; *where < T; ++*where)
+    for (*where = 0; *where < num_slots; ++*where)
       if (slot_mapping[*where] < -1 || slot_mapping[*where] >= num_blocks * block_size) return kBadSlot;
     if (cu_seqlens[0] != 0) return *where = 0, kBadCuSeqlens;
     for (*where = 0; *where < S; ++*where) {
@@ -34,8 +34,8 @@ struct Metadata {
 void write_cache(const Metadata& meta, const char* source, int32_t dtype, const int64_t* strides, char* cache, int32_t cache_dtype,
                  const int64_t* cache_strides, int64_t heads, int64_t width, int32_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-  for (int64_t t = 0; t < meta.T; t++) {
-    int64_t slot = meta.slot_mapping[t];
+  for (int64_t place = 0; place < meta.num_slots; place++) {
+    int64_t slot = meta.slot_mapping[place], t = place % meta.T;
     if (slot < 0) continue;
     int64_t target = slot / meta.block_size * cache_strides[0] + slot % meta.block_size * cache_strides[1];
     for (int64_t head = 0; head < heads; head++)
@@ -65,8 +65,8 @@ EXPORT void detcompile_dense_attention(const char* q, const char* k, const char*
 }
 
 // q [T, Hq, D], k v [T, Hkv, D | Dv], caches [num_blocks, block_size, Hkv, D | Dv]; strides[12]: token and head of q, k, v;
-// block, key and head of the caches. sizes[13]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk attention_chunk
-// extent. relative [T, Hq, extent] contiguous, or null.
+// block, key and head of the caches. sizes[14]: T S Hq Hkv D Dv num_blocks block_size max_blocks window chunk attention_chunk
+// extent num_slots. relative [T, Hq, extent] contiguous, or null.
 // out [T, Hq, Dv] contiguous. scalars[3]: the first three fields of Scores. Returns a Fault, with its place in `where` and nothing written.
 EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const char* v, char* k_cache, char* v_cache,
                                           const int64_t* slot_mapping, const int32_t* cu_seqlens, const int32_t* seq_lens,
@@ -74,9 +74,9 @@ EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const ch
                                           const float* scalars, const float* slopes, const float* sinks, const float* relative,
                                           int32_t dtype, int32_t cache_dtype, int32_t num_threads, int64_t* where) {
   int64_t T = sizes[0], S = sizes[1], Hq = sizes[2], Hkv = sizes[3], D = sizes[4], Dv = sizes[5];
-  Metadata meta{slot_mapping, cu_seqlens, seq_lens, block_table, T, S, sizes[8], sizes[6], sizes[7], {sizes[9], sizes[11]}};
+  Metadata meta{slot_mapping, cu_seqlens, seq_lens, block_table, T, S, sizes[8], sizes[6], sizes[7], sizes[13], {sizes[9], sizes[11]}};
   if (Fault fault = meta.check(where)) return fault;
-  int32_t write_threads = T * Hkv * (D + Dv) < 65536 ? 1 : num_threads;  // a parallel region costs more
+  int32_t write_threads = meta.num_slots * Hkv * (D + Dv) < 65536 ? 1 : num_threads;  // a parallel region costs more
   write_cache(meta, k, dtype, strides + 2, k_cache, cache_dtype, strides + 6, Hkv, D, write_threads);
   write_cache(meta, v, dtype, strides + 4, v_cache, cache_dtype, strides + 9, Hkv, Dv, write_threads);
   Heads h{Hq, Hkv, D, Dv, strides[0], strides[1], Hq * Dv, Dv, strides[7], strides[8], strides[6], strides[10], strides[11],

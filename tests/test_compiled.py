@@ -5,7 +5,7 @@ import torch
 
 import detcompile
 from detcompile import InvalidInput, Numerics
-from tests.models import VOCAB_SIZE, compiled, random_model
+from tests.models import VOCAB_SIZE, certified, compiled, random_model
 
 PROMPT = torch.tensor([[5, 17, 3, 99, 42, 7, 7, 31, 64, 2]])
 
@@ -87,7 +87,7 @@ def test_compile_refuses_what_it_cannot_do() -> None:
     with pytest.raises(InvalidInput, match="embed_positions has 2048 rows"):
         detcompile.compile(random_model("gptj", torch.float32), max_context=4096)
     model = random_model("gpt2", torch.float32, n_layer=1)
-    detcompile.compile(model)
+    certified(model)
     with pytest.raises(InvalidInput, match="load it again"):
         detcompile.compile(model, numerics=Numerics(tp_sizes=(1,)))
     with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
@@ -95,7 +95,7 @@ def test_compile_refuses_what_it_cannot_do() -> None:
 
 
 def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:
-    model = detcompile.compile(random_model("qwen3", torch.float32))
+    model = certified(random_model("qwen3", torch.float32, num_hidden_layers=1))
     up = model.model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         up.mul_(2)  # in place, before the fingerprint is read: seen
@@ -105,25 +105,25 @@ def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:
 
 
 def test_the_fingerprint_holds_what_the_contract_fixes() -> None:
-    base = compiled("qwen3", torch.float32)
-    again = detcompile.compile(random_model("qwen3", torch.float32))
-    assert again.fingerprint == base.fingerprint
-    changed = random_model("qwen3", torch.float32)
+    base, again, changed, same = (random_model("qwen3", torch.float32, num_hidden_layers=1) for _ in range(4))
+    base = certified(base)
+    assert certified(again).fingerprint == base.fingerprint
     with torch.no_grad():
-        changed.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+        changed.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
     others = {
-        "one weight": detcompile.compile(changed),
-        "numerics": compiled("qwen3", torch.float32, "cpu", (1, 2)),
-        "dtype": compiled("qwen3", torch.bfloat16),
-        "context": detcompile.compile(random_model("qwen3", torch.float32), max_context=512),
+        "one weight": certified(changed),
+        "numerics": certified(same, numerics=Numerics(tp_sizes=(1, 2))),
+        "dtype": certified(random_model("qwen3", torch.bfloat16, num_hidden_layers=1)),
+        "context": certified(random_model("qwen3", torch.float32, num_hidden_layers=1), max_context=512),
     }
     prints = {base.fingerprint, *(model.fingerprint for model in others.values())}
     assert len(prints) == 1 + len(others)
 
 
 def test_one_graph_serves_every_token_count_and_many_models() -> None:
-    """Dynamo keeps few graphs for a code object: ten models in one process each keep their own."""
-    models = [detcompile.compile(random_model("gpt2", torch.bfloat16, n_layer=1)) for _ in range(10)]
+    """Dynamo keeps few graphs for a code object: more models in one process than it would keep each have their own."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        models = [certified(random_model("gpt2", torch.bfloat16, n_layer=1)) for _ in range(4)]
     for model in (models[0], models[-1]):
         for length in (1, 2, 70):
             assert model(torch.zeros(1, length, dtype=torch.long)).logits.shape == (1, length, VOCAB_SIZE)

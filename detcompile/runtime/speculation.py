@@ -24,7 +24,7 @@ from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
 from detcompile.runtime.step_builder import StepEntry
-from detcompile.runtime.tree_verification import Branch, Verification, num_common
+from detcompile.runtime.tree_verification import Branch, Verification, tree_layout
 
 __all__ = ["AcceptanceName", "SpeculationConfig", "Speculator", "SwitchName"]
 
@@ -128,7 +128,7 @@ class Speculator:
             verification = self._lay_out(entry, tree.pruned(self.config.max_nodes, depth), budget)
             if verification is not None:
                 found[entry.sequence] = verification
-                budget -= sum(e.num_tokens for e in verification.entries()) - 1
+                budget -= len(verification.tree)
         return found
 
     def draft_ahead(self) -> None:
@@ -190,11 +190,11 @@ class Speculator:
 
     def _lay_out(self, entry: StepEntry, tree: DraftTree, budget: int) -> Verification | None:
         """Branches that the pool and the budget have room for, the first guesses first."""
-        sequence, spent = entry.sequence, 0
+        sequence, spent, layout = entry.sequence, 0, tree_layout(tuple(tree.tokens))
+        if not tree.tokens:
+            return None
         branches: list[Branch] = []
-        before: Path = ()
-        for leaf in tree.branches():
-            first = 1 + num_common(leaf, before) if branches else 0
+        for leaf, first in zip(layout.leaves, layout.firsts):
             spent += 1 + len(leaf) - first
             end = entry.start + 1 + len(leaf)
             if spent - 1 > budget:
@@ -205,15 +205,15 @@ class Speculator:
                 tables = self._blocks.branch(sequence, entry.start, end)
             if tables is None:
                 break
-            branches.append(Branch(leaf, _stand_in(sequence, tree.along(leaf), tables), first))
-            before = leaf
+            branches.append(_branch(entry, tree, leaf, first, tables))
         if not branches:
             return None
-        kept = {branch.leaf[:depth] for branch in branches for depth in range(1, len(branch.leaf) + 1)}
-        if len(kept) < len(tree):
-            tree = tree.only(kept)
+        if len(branches) < len(layout.leaves):
+            tree = tree.only(path for path in tree.tokens if layout.places[path][0] < len(branches))
+            layout = tree_layout(tuple(tree.tokens))
         rejects = self.config.acceptance == "rejection" and not sequence.sampling.greedy
-        return Verification(sequence, tree, tuple(branches), entry.start, self._copies(entry, branches), rejects)
+        copies = self._copies(entry, branches)
+        return Verification(sequence, tree, layout, tuple(branches), entry.start, copies, rejects)
 
     def _copies(self, entry: StepEntry, branches: SequenceOf[Branch]) -> tuple[tuple[int, int], ...]:
         first, inside = divmod(entry.start, self._blocks.pool.block_size)
@@ -234,15 +234,11 @@ def _fit(entry: StepEntry) -> bool:
     )
 
 
-def _stand_in(sequence: Sequence, drafts: list[int], tables: list[list[int]]) -> Sequence:
-    return Sequence(
-        sequence.token_ids + drafts,
-        sequence.sampling,
-        None if sequence.position_ids is None else _extended(sequence.position_ids, len(drafts)),
-        sample_index=sequence.sample_index,
-        block_tables=tables,
-    )
-
-
-def _extended(positions: list[int], more: int) -> list[int]:
-    return positions + [positions[-1] + 1 + index for index in range(more)]
+def _branch(entry: StepEntry, tree: DraftTree, leaf: Path, first: int, tables: list[list[int]]) -> Branch:
+    sequence, start, _ = entry[:3]
+    nodes = [sequence.token_ids[start], *tree.along(leaf)][first:]
+    positions = None
+    if sequence.position_ids is not None:
+        positions = [sequence.position_ids[start] + depth for depth in range(first, len(leaf) + 1)]
+    stand_in = Sequence(nodes, sequence.sampling, positions, sample_index=sequence.sample_index, block_tables=tables)
+    return Branch(leaf, stand_in, StepEntry(stand_in, start + first, len(nodes), start + first))

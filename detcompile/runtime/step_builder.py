@@ -37,6 +37,7 @@ class StepEntry(NamedTuple):
     sequence: Sequence
     start: int
     num_tokens: int
+    held_from: int = 0  # index of the first token that the sequence holds: a branch of drafts holds its own alone
 
 
 class SharedToken(NamedTuple):
@@ -218,8 +219,8 @@ def _input_ids(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     known: list[int] = []
     rows = np.full(cu_seqlens[-1], NOT_PENDING, np.int64)
-    for index, (sequence, start, n) in enumerate(entries):
-        tokens = sequence.token_ids[start : start + n]
+    for index, (sequence, start, n, held_from) in enumerate(entries):
+        tokens = sequence.token_ids[start - held_from : start - held_from + n]
         if len(tokens) < n:
             assert len(tokens) == n - 1, "only the newest token of a sequence may be pending"
             rows[cu_seqlens[index + 1] - 1] = pending[sequence]
@@ -232,9 +233,9 @@ def _position_ids(entries: SequenceOf[StepEntry], place: NDArray[np.int64]) -> N
     if all(entry.sequence.position_ids is None for entry in entries):
         return place
     positions: list[int] = []
-    for sequence, start, n in entries:
-        stop = start + n
-        positions += range(start, stop) if sequence.position_ids is None else sequence.position_ids[start:stop]
+    for sequence, start, n, held_from in entries:
+        known = sequence.position_ids
+        positions += range(start, start + n) if known is None else known[start - held_from : start - held_from + n]
     return np.array(positions, np.int64)
 
 

@@ -35,14 +35,14 @@ def lay_out(
     shared: list[SharedToken] = []
     draws: list[Draw] = []
     for entry in entries:
-        sequence, start, num_tokens = entry
+        sequence, start, num_tokens = entry[:3]
         verification = drafted.get(sequence)
         if verification is not None:
             shared += verification.shared(len(laid_out))
-            laid_out += verification.entries()
+            laid_out += [branch.entry for branch in verification.branches]
             draws += [
-                Draw(sequence, *place, path, verification.proposals(path))
-                for path, place in verification.rows().items()
+                Draw(sequence, carrier, offset, path, verification.proposals(path))
+                for path, carrier, offset in verification.rows()
             ]
             continue
         laid_out.append(entry)
@@ -76,7 +76,7 @@ def build_work(
     if prompts or [draw.carrier for draw in draws] != sequences:
         first = dict(zip(sequences, arrays.cu_seqlens[:-1].tolist()))
         kept = [first[draw.carrier] + draw.offset for draw in draws]
-        for sequence, _, num_tokens in prompts:
+        for sequence, _, num_tokens, _ in prompts:
             kept += range(first[sequence], first[sequence] + num_tokens)
         arrays = arrays._replace(logits_to_keep=np.array(kept or [0], np.int64))  # a graph gives one row at least
     return StepWork(arrays, _sample_rows(draws), _prompt_rows(prompts, len(draws)), tuple(copies))
@@ -105,7 +105,7 @@ def _sample_rows(draws: SequenceOf[Draw]) -> tuple[SampleRow, ...]:
 
 def _prompt_rows(entries: SequenceOf[StepEntry], start: int) -> tuple[PromptRows, ...]:
     rows = []
-    for sequence, first, num_tokens in entries:
+    for sequence, first, num_tokens, _ in entries:
         most = min(num_tokens, sequence.num_prompt_tokens - 1 - first)
         targets = tuple(sequence.token_ids[first + 1 : first + 1 + most])
         rows.append(PromptRows(start, targets, sequence.sampling.prompt_logprobs or 0))

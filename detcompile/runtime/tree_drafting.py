@@ -89,8 +89,8 @@ class TreeDrafting:
         tables = self._blocks.branch(copy, start, start + len(path))
         if tables is None:
             return None
-        stand_in = Sequence(copy.token_ids + drafts, copy.sampling, sample_index=copy.sample_index, block_tables=tables)
-        return _Node(sequence, copy, path, StepEntry(stand_in, start, len(path)))
+        stand_in = Sequence(drafts, copy.sampling, sample_index=copy.sample_index, block_tables=tables)
+        return _Node(sequence, copy, path, StepEntry(stand_in, start, len(path), start))
 
     def _run(self, nodes: list[_Node]) -> list[list[tuple[int, float]]]:
         """Candidates of each node, (token, probability), in their order."""
@@ -114,7 +114,7 @@ class TreeDrafting:
         size = self._blocks.pool.block_size
         pairs = [
             (own[start // size], theirs[start // size])
-            for _, copy, path, (stand_in, start, _) in nodes
+            for _, copy, path, (stand_in, start, _, _) in nodes
             if path and start % size
             for own, theirs in zip(copy.block_tables, stand_in.block_tables, strict=True)
         ]
@@ -132,7 +132,7 @@ class TreeDrafting:
 
 
 def _row(node: _Node) -> SampleRow:
-    sequence, _, path, (carrier, start, count) = node
+    sequence, _, path, (carrier, start, count, _) = node
     return SampleRow(
         carrier.sampling, start + count, sequence.num_generated + len(path), sample_index=carrier.sample_index
     )

@@ -7,7 +7,7 @@ several branches pass through is computed in the first of them, and its key and 
 each.
 """
 
-from collections.abc import Sequence as SequenceOf
+import functools
 from typing import NamedTuple
 
 from detcompile.runtime.acceptance import Proposals
@@ -15,15 +15,24 @@ from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import SharedToken, StepEntry
 
-__all__ = ["Branch", "Verification", "num_common"]
+__all__ = ["Branch", "TreeLayout", "Verification", "tree_layout"]
+
+
+class TreeLayout(NamedTuple):
+    """What a step computes of a tree of this shape, whatever its tokens and its sequence are."""
+
+    leaves: tuple[Path, ...]  # one a branch, that of the first guesses first
+    firsts: tuple[int, ...]  # depth of the first node of each branch that no branch before it computes; the root's is 0
+    places: dict[Path, tuple[int, int]]  # branch that computes a node, and which of its nodes it is
+    shared: tuple[tuple[int, int, int, int], ...]  # place of a node, a later branch through it, and the node's depth
 
 
 class Branch(NamedTuple):
     """One path from the newest token to a leaf."""
 
     leaf: Path
-    stand_in: Sequence  # the sequence's tokens with the path behind them, in the branch's blocks
-    first: int = 0  # depth of the first node that no branch before it computes; the root's is 0
+    stand_in: Sequence  # in whose blocks the path is
+    entry: StepEntry  # the nodes that no branch before it computes
 
 
 class Verification(NamedTuple):
@@ -31,33 +40,23 @@ class Verification(NamedTuple):
 
     sequence: Sequence
     tree: DraftTree
+    layout: TreeLayout
     branches: tuple[Branch, ...]  # the first is in the sequence's own blocks
     start: int  # index of the newest token, the root
     copies: tuple[tuple[int, int], ...]  # (from, to) blocks: what stands before the root in its block
     rejects: bool = False  # by rejection sampling; otherwise a guess is right if it is what the target draws
 
-    def entries(self) -> list[StepEntry]:
-        """The step's part of each branch: the root and the nodes of its path that no branch before it has."""
-        return [StepEntry(b.stand_in, self.start + b.first, 1 + len(b.leaf) - b.first) for b in self.branches]
-
     def shared(self, index: int) -> list[SharedToken]:
         """The nodes of each branch that one before it computes; the first branch is entry ``index`` of the step."""
-        order = {branch.leaf: place for place, branch in enumerate(self.branches)}
-        found = []
-        for place, (leaf, _, first) in enumerate(self.branches):
-            for depth in range(first):
-                owner = self.through(leaf[:depth])
-                entry, offset = index + order[owner.leaf], depth - owner.first
-                found.append(SharedToken(entry, offset, index + place, self.start + depth))
-        return found
+        return [
+            SharedToken(index + branch, offset, index + other, self.start + depth)
+            for branch, offset, other, depth in self.layout.shared
+        ]
 
-    def rows(self) -> dict[Path, tuple[Sequence, int]]:
+    def rows(self) -> list[tuple[Path, Sequence, int]]:
         """Where each node's logits are: the stand-in of the branch that computes it, and its offset in that entry."""
-        return {
-            leaf[:depth]: (stand_in, depth - first)
-            for leaf, stand_in, first in self.branches
-            for depth in range(first, len(leaf) + 1)
-        }
+        places = self.layout.places.items()
+        return [(path, self.branches[branch].stand_in, offset) for path, (branch, offset) in places]
 
     def proposals(self, path: Path) -> Proposals | None:
         """The guesses for what follows a node, if they are to be accepted or rejected there."""
@@ -75,10 +74,20 @@ class Verification(NamedTuple):
 
     def through(self, path: Path) -> Branch:
         """The first branch through a node."""
-        return next(branch for branch in self.branches if branch.leaf[: len(path)] == path)
+        return self.branches[self.layout.places[path][0]]
 
 
-def num_common(left: SequenceOf[int], right: SequenceOf[int]) -> int:
-    """Indices that two paths begin with alike."""
-    pairs = zip(left, right)
-    return next((depth for depth, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+@functools.lru_cache(maxsize=256)
+def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
+    """The layout of a tree of these nodes, each behind its parent."""
+    parents = {path[:-1] for path in paths}
+    leaves = tuple(sorted(path for path in paths if path not in parents))
+    places: dict[Path, tuple[int, int]] = {}
+    firsts: list[int] = []
+    shared: list[tuple[int, int, int, int]] = []
+    for branch, leaf in enumerate(leaves):
+        first = next(depth for depth in range(len(leaf) + 1) if leaf[:depth] not in places)
+        shared += [(*places[leaf[:depth]], branch, depth) for depth in range(first)]
+        places |= {leaf[:depth]: (branch, depth - first) for depth in range(first, len(leaf) + 1)}
+        firsts.append(first)
+    return TreeLayout(leaves, tuple(firsts), places, tuple(shared))

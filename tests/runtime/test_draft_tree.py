@@ -90,10 +90,11 @@ def test_each_path_has_slots_at_its_logical_positions():
     for path in verification.tree.tokens:
         (slots,) = verification.slots(path, 16)
         assert [slot % 16 for slot in slots] == [1 + depth for depth in range(len(path) + 1)]
-    entries, shared = verification.entries(), verification.shared(3)
+    entries, shared = [branch.entry for branch in verification.branches], verification.shared(3)
     assert [(entry.start, entry.num_tokens) for entry in entries] == [(17, 4), (19, 1), (18, 1)], "each node once"
     places = {(): (0, 0), (0,): (0, 1), (0, 0): (0, 2), (0, 0, 0): (0, 3), (0, 1): (1, 0), (1,): (2, 0)}
-    assert verification.rows() == {path: (entries[i].sequence, offset) for path, (i, offset) in places.items()}
+    rows = {path: (carrier, offset) for path, carrier, offset in verification.rows()}
+    assert rows == {path: (entries[i].sequence, offset) for path, (i, offset) in places.items()}
     assert [tuple(token) for token in shared] == [(3, 0, 4, 17), (3, 1, 4, 18), (3, 0, 5, 17)]
     taken = [tuple(verification.slots(leaf, 16)[0]) for leaf in verification.tree.branches()]
     assert len({slots[0] // 16 for slots in taken}) == 3, "each branch has a block of its own"

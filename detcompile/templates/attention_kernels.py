@@ -318,7 +318,7 @@ def merge_kernel(
     tl.store(out_row + dv[None, :], _quotient(O, L, out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def write_kv_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, T, k_token, k_head, v_token, v_head,
     k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head, COPIED: tl.constexpr,

@@ -45,7 +45,7 @@ class StepCost(NamedTuple):
         """Seconds of a planned step, and the keys that its decodes read."""
         num_tokens = decode_keys = 0
         pairs = 0.0
-        for sequence, start, count in entries:
+        for sequence, start, count, _ in entries:
             num_tokens += count
             if start >= sequence.num_prompt_tokens:
                 decode_keys += start + count
@@ -190,13 +190,13 @@ def _finish(
     entries: Iterable[StepEntry], scheduler: Scheduler, served: dict[Sequence, _Served], now: float, step: int
 ) -> None:
     """Tokens of the sequences whose last known token was computed; the ended ones leave."""
-    for sequence, start, count in entries:
+    for sequence, start, count, _ in entries:
         if start + count == sequence.num_tokens:
             request = served[sequence]
             request.times.append(now)
             request.steps.append(step)
             sequence.append(END if len(request.times) == request.arrival.num_output else 0)
-    for sequence, _, _ in entries:
+    for sequence, _, _, _ in entries:
         scheduler.blocks.settle(sequence)
         if sequence.finish_reason is not None:
             scheduler.remove(sequence)

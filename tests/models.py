@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, Numerics
+from detcompile.api import EMBEDDED
 from detcompile.passes import lowering
 
 __all__ = ["ARCHITECTURES", "STATEFUL", "VOCAB_SIZE", "certified", "compiled", "random_model", "without_inductor"]
@@ -86,10 +87,10 @@ def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: 
 def compiled(
     name: str, dtype: torch.dtype, device: str = "cpu", tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
 ) -> CompiledModel:
-    """``random_model`` compiled, once a process; "tiny" is the embedded model."""
+    """``random_model`` compiled, once a process; "tiny" is the embedded model, "tiny-draft" its draft model."""
     numerics = Numerics(tp_sizes=tp_sizes)
-    if name == "tiny":
-        return detcompile.compile(detcompile.load_model("tiny", dtype=dtype, device=device), numerics=numerics)
+    if name in EMBEDDED:
+        return detcompile.compile(detcompile.load_model(name, dtype=dtype, device=device), numerics=numerics)
     return detcompile.compile(random_model(name, dtype, device), numerics=numerics, max_context=MAX_CONTEXT)
 
 

@@ -21,6 +21,7 @@ from detcompile.runtime.sampling_params import SamplingParams
 from tests.models import ARCHITECTURES, compiled
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
+MODEL = "tiny-draft"  # as "tiny", and sooner compiled
 
 
 PROMPTS = ["def mean(values):", "import json", "class Point:"]
@@ -52,14 +53,14 @@ def run_here(
 def answered() -> subprocess.CompletedProcess[str]:
     """Three prompts and one that is too long, a line each, on standard input."""
     lines = [PROMPTS[0], "", "x = 1 + " * 1000, *PROMPTS[1:], ""]
-    return run("generate", "tiny", *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
+    return run("generate", MODEL, *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
 
 
 def test_verify_prints_one_json_object_and_every_axis_holds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny", torch.bfloat16))
-    done = run_here(monkeypatch, capsys, "verify", "tiny", "--json", "--configurations", "3", "--device", "cpu")
+    monkeypatch.setattr(cli, "_compile", lambda spec: compiled(MODEL, torch.bfloat16))
+    done = run_here(monkeypatch, capsys, "verify", MODEL, "--json", "--configurations", "3", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["fingerprint"]) == 64
@@ -73,14 +74,12 @@ def test_verify_prints_one_json_object_and_every_axis_holds(
 def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
     page = tmp_path / "report.html"
     options = ("--random", "--dtype", "float32", "--tp-sizes", "1,2", "--json", "--device", "cpu", "--html", str(page))
-    done = run("check", "tiny", *options)
+    done = run("check", MODEL, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fingerprint"] in page.read_text() and all(order in page.read_text() for order in found["orders"])
-    assert found["counts"]["attention"] == 6
-    assert "Tree(768, 2, Blocked(384, block=128))" in " ".join(found["orders"]) or any(
-        order.startswith("Tree(768, 2") for order in found["orders"]
-    )
+    assert found["counts"]["attention"] == 2
+    assert "Tree(384, 2, Blocked(192, block=128))" in found["orders"]
 
 
 def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_sched
     file.write_text(before["prompt"])
     other = ("--scheduler", "simple_chunking", "--max-num-batched-tokens", "2", "--block-size", "16")
     done = run(
-        "generate", "tiny", "--file", str(file), *SAMPLED, "--seed", str(before["seed"]), "--logprobs", "2", "--json",
+        "generate", MODEL, "--file", str(file), *SAMPLED, "--seed", str(before["seed"]), "--logprobs", "2", "--json",
         *other, "--num-blocks", "20", "--allocation", "reserve", "--max-num-seqs", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -154,7 +153,7 @@ def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_sched
 
 def test_generate_streams_a_prompt_into_a_terminal() -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "detcompile.cli", "generate", "tiny", PROMPTS[0], *SAMPLED, "--ignore-eos"]
+    command = [sys.executable, "-m", "detcompile.cli", "generate", MODEL, PROMPTS[0], *SAMPLED, "--ignore-eos"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     pieces = []
@@ -179,9 +178,9 @@ def test_generate_streams_a_prompt_into_a_terminal() -> None:
 def test_texts_of_several_answers_have_headings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny", torch.bfloat16))
+    monkeypatch.setattr(cli, "_compile", lambda spec: compiled(MODEL, torch.bfloat16))
     options = (*SAMPLED, "--n", "2", "--seed", "1", "--stop", "\n\n")
-    done = run_here(monkeypatch, capsys, "generate", "tiny", PROMPTS[1], *options)
+    done = run_here(monkeypatch, capsys, "generate", MODEL, PROMPTS[1], *options)
     assert done.returncode == 0, done.stderr
     assert "== 1, sample 0: 'import json'" in done.stdout and "== 1, sample 1: 'import json'" in done.stdout
     assert "seed 1" in done.stderr

@@ -36,6 +36,9 @@ def count(certificate: detcompile.Certificate, name: str) -> int:
     return sum(entry.op == f"detcompile.{name}.default" for entry in certificate.entries)
 
 
+WITH_INDUCTOR = ("qwen3", "phi3, rotated in part")  # for time
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]
@@ -44,9 +47,10 @@ def count(certificate: detcompile.Certificate, name: str) -> int:
 def test_fused_and_separate_operations_have_the_same_bytes(case: str, dtype: torch.dtype) -> None:
     name, changes = CASES[case]
     changes = {"num_hidden_layers": 1, **changes}
+    compile_model = detcompile.compile if case in WITH_INDUCTOR else certified
     with mock.patch.object(pipeline, "PASSES", APART):
-        separate = detcompile.compile(random_model(name, dtype, **changes))
-    fused = detcompile.compile(random_model(name, dtype, **changes))
+        separate = compile_model(random_model(name, dtype, **changes))
+    fused = compile_model(random_model(name, dtype, **changes))
     layers = fused.model.config.num_hidden_layers
     assert count(separate.certificate, "rope_cache") == 0 and count(separate.certificate, "paged_attention") == layers
     assert count(fused.certificate, "rope_cache") == count(fused.certificate, "cached_attention") == layers

@@ -55,7 +55,7 @@ class Drive:
         for sequence in samples:
             sequence.num_pending -= 1
             sequence.append(self.tokens.randrange(50))
-        for sequence, _, _ in plan.entries:
+        for sequence, _, _, _ in plan.entries:
             if sequence in self.scheduler.running:
                 self.scheduler.blocks.settle(sequence)
         for sequence in samples:
@@ -76,7 +76,7 @@ class Drive:
         assert len(set(sequences)) == len(sequences) and set(sequences) <= scheduler.running.keys()
         assert len(scheduler.running) <= config.max_num_seqs
         assert set(plan.admitted) <= set(sequences), "started without a part in the step"
-        for sequence, start, num_tokens in plan.entries:
+        for sequence, start, num_tokens, _ in plan.entries:
             assert num_tokens >= 1 and start + num_tokens == sequence.num_computed <= sequence.num_tokens
             assert start == before.num_computed.get(sequence, start)
             assert start + num_tokens <= sequence.most_tokens - 1, "a row whose token nobody may have"

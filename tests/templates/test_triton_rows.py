@@ -85,7 +85,7 @@ def test_a_row_ignores_its_neighbours(length: int, dtype: torch.dtype) -> None:
     strided[:, :length] = x
     for name, kernel in kernels.items():
         whole = kernel(x)
-        for first, last in ((0, 1), (3, 4), (8, 9), (1, 7)):
+        for first, last in ((3, 4), (1, 7)) if INTERPRETED else ((0, 1), (3, 4), (8, 9), (1, 7)):
             assert_bitwise_equal(kernel(x[first:last]), whole[first:last], f"{name} rows {first}..{last}")
         assert_bitwise_equal(kernel(strided[:, :length]), whole, f"{name} over strided rows")
         assert_bitwise_equal(kernel(x.view(3, 3, length)).flatten(0, 1), whole, f"{name} in three dims")

@@ -49,12 +49,11 @@ def tokens() -> Tensor:
 CASES: list[tuple[str, torch.dtype]] = [(name, torch.float32) for name in ARCHITECTURES]
 CASES += [(name, torch.bfloat16) for name in list(ARCHITECTURES)[::2]]  # compiling takes the time; the axes run in it
 CASES += [("gpt2", torch.float16)]
-AXES_IN_BOTH = ("llama", "qwen3", "gpt2")  # tests/invariance/axis.py
 
 
 def model_under_test(name: str, dtype: torch.dtype, device: str) -> CompiledModel:
     """Compiled; on CPUs the certified graph alone where the tests of the axes compile the other dtype, for time."""
-    if device == "cpu" and dtype is torch.float32 and (name, torch.bfloat16) in CASES and name not in AXES_IN_BOTH:
+    if device == "cpu" and dtype is torch.float32 and (name, torch.bfloat16) in CASES:
         return certified(random_model(name, dtype), max_context=1024)
     return compiled(name, dtype, device)
 

@@ -235,7 +235,7 @@ def _fit(entry: StepEntry) -> bool:
 
 
 def _branch(entry: StepEntry, tree: DraftTree, leaf: Path, first: int, tables: list[list[int]]) -> Branch:
-    sequence, start, _ = entry[:3]
+    sequence, start = entry.sequence, entry.start
     nodes = [sequence.token_ids[start], *tree.along(leaf)][first:]
     positions = None
     if sequence.position_ids is not None:

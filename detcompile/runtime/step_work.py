@@ -35,7 +35,7 @@ def lay_out(
     shared: list[SharedToken] = []
     draws: list[Draw] = []
     for entry in entries:
-        sequence, start, num_tokens = entry[:3]
+        sequence, start, num_tokens, _ = entry
         verification = drafted.get(sequence)
         if verification is not None:
             shared += verification.shared(len(laid_out))

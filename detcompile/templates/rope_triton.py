@@ -84,9 +84,8 @@ def _slots(slots_ptr, cache_ptr, place, head, ok, page_stride, slot_stride, head
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("T", "num_slots", "q_tiles", "k_tiles"), *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")
-    ]
+    do_not_specialize=["T", "num_slots", "q_tiles", "k_tiles"]
+    + ["q_token", "q_head", "k_token", "k_head", "v_token", "v_head"]
 )
 def _rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,

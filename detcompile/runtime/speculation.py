@@ -241,4 +241,4 @@ def _branch(entry: StepEntry, tree: DraftTree, leaf: Path, first: int, tables: l
     if sequence.position_ids is not None:
         positions = [sequence.position_ids[start] + depth for depth in range(first, len(leaf) + 1)]
     stand_in = Sequence(nodes, sequence.sampling, positions, sample_index=sequence.sample_index, block_tables=tables)
-    return Branch(leaf, stand_in, StepEntry(stand_in, start + first, len(nodes), start + first))
+    return Branch(leaf, StepEntry(stand_in, start + first, len(nodes), start + first))

@@ -31,8 +31,12 @@ class Branch(NamedTuple):
     """One path from the newest token to a leaf."""
 
     leaf: Path
-    stand_in: Sequence  # in whose blocks the path is
     entry: StepEntry  # the nodes that no branch before it computes
+
+    @property
+    def stand_in(self) -> Sequence:
+        """In whose blocks the path is."""
+        return self.entry.sequence
 
 
 class Verification(NamedTuple):

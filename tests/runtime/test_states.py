@@ -1,6 +1,5 @@
 """Models whose layers carry a state from token to token: their meaning, the axes, and the engine, by bytes."""
 
-
 import pytest
 import torch
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from detcompile.runtime import engine_setup
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
+from tests.conftest import NEEDS_CUDA
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, certified, random_model
 from tests.parallel.collective_cases import check_all
@@ -34,12 +36,15 @@ __all__ = [
     "SERVED",
     "compile_one",
     "dense_logits",
+    "needs_gpus",
+    "numerics_of",
     "one_layer",
     "rank_results",
     "served_logits",
 ]
 
 THREE = Numerics(tp_sizes=(1, 3, 6))
+OF_FOUR = Numerics(tp_sizes=(1, 4))  # one level of four
 # Of three ranks: six heads over two key heads, so that one rank reads both; and four heads, which every rank computes.
 CHANGES = {
     (3, "llama"): {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "head_dim": 16},
@@ -59,6 +64,15 @@ STEPS = [("composition", 65), ("chunking", 97), ("decode", 17), ("padding", 33)]
 
 class Failure(str):
     """The traceback of a case that raised."""
+
+
+def needs_gpus(tp: int) -> list[Any]:
+    """Marks of a test on so many GPUs."""
+    return [
+        pytest.mark.gpu,
+        NEEDS_CUDA,
+        pytest.mark.skipif(torch.cuda.device_count() < tp, reason=f"needs {tp} GPUs, one for each rank"),
+    ]
 
 
 def rank_results(
@@ -138,6 +152,13 @@ def dense_logits(model: PreTrainedModel, tp: int, numerics: Numerics = Numerics(
         return dense(input_ids, position_ids)
 
 
+def numerics_of(name: str, tp: int) -> Numerics:
+    """The declared sizes of a model of DENSE[tp]."""
+    if tp == 3:
+        return THREE
+    return OF_FOUR if (name, tp) == ("olmo2", 4) else Numerics()
+
+
 def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
     """A model of DENSE[tp]."""
     return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES.get((tp, name), {}))
@@ -151,7 +172,7 @@ def _attempt(compute: Callable[[], Any]) -> Any:
 
 
 def _dense(name: str, device: str, tp: int) -> Tensor:
-    return dense_logits(one_layer(name, device, tp), tp, THREE if tp == 3 else Numerics(), tp == 3).cpu()
+    return dense_logits(one_layer(name, device, tp), tp, numerics_of(name, tp), tp == 3).cpu()
 
 
 def _served(

@@ -1,7 +1,7 @@
 """Mixtures of experts over several ranks: the logits, tokens and logprobs of one, and shares that are refused.
 
-Each number of ranks runs once, with everything in it, without Inductor, for time. torch's own sigmoid rounds an element
-by its place in the tensor, so that gpt_oss has inner features that fill whole vectors on every rank.
+Each number of ranks runs once, with everything in it; on CPUs without Inductor, for time. torch's own sigmoid rounds
+an element by its place in the tensor, so that gpt_oss has inner features that fill whole vectors on every rank.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling_params import SamplingParams
 from tests.bits import assert_bitwise_equal
 from tests.models import certified, random_model
-from tests.parallel.cases import dense_logits
+from tests.parallel.cases import dense_logits, needs_gpus
 from tests.parallel.ranks import run_ranks
 
 SIX = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3}
@@ -28,25 +28,31 @@ MIXTURES = {
     "mixtral": SIX,
     "gpt_oss": SIX | {"head_dim": 16, "sliding_window": 70, "intermediate_size": 256},
 }
-SERVED = {2: ("gpt_oss", torch.bfloat16), 4: ("qwen3_moe", torch.float32)}
+SERVED = {
+    ("cpu", 2): [("gpt_oss", torch.bfloat16)],
+    ("cpu", 4): [("qwen3_moe", torch.float32)],
+    ("cuda", 2): [("gpt_oss", torch.bfloat16), ("qwen3_moe", torch.bfloat16)],
+    ("cuda", 4): [("gpt_oss", torch.bfloat16), ("mixtral", torch.bfloat16), ("qwen3_moe", torch.float32)],
+}
 
 
-def mixture(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def mixture(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
     """One layer of a model of MIXTURES."""
-    return random_model(name, dtype, num_hidden_layers=1, **MIXTURES[name])
+    return random_model(name, dtype, device, num_hidden_layers=1, **MIXTURES[name])
 
 
-def mixtral_graph(tp: int) -> Tensor:
-    model = mixture("mixtral")
+def mixtral_graph(device: str, tp: int) -> Tensor:
+    model = mixture("mixtral", device=device)
     pin_experts(model)
-    return dense_logits(model, tp)
+    return dense_logits(model, tp).cpu()
 
 
-def served(name: str, dtype: torch.dtype, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+def served(name: str, dtype: torch.dtype, device: str, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The fingerprint; logits of a batch and of a row, and tokens drawn with their logprobs."""
-    model = certified(mixture(name, dtype), tp=tp, max_context=256)
-    ids = (torch.arange(74) * 7 % 150).view(2, 37)
-    found = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
+    compile_model = certified if device == "cpu" else detcompile.compile
+    model = compile_model(mixture(name, dtype, device), tp=tp, max_context=256)
+    ids = (torch.arange(74, device=device) * 7 % 150).view(2, 37)
+    found = {"batch": model(ids).logits.cpu(), "row": model(ids[:1, :5]).logits.cpu()}
     params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
     answers = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
         [[5, 6, 7], list(range(40))], params, progress=False
@@ -57,19 +63,30 @@ def served(name: str, dtype: torch.dtype, tp: int) -> tuple[dict[str, str], dict
     return model.fingerprint_parts, found
 
 
-def on_a_rank(rank: int, tp: int) -> tuple[Tensor, tuple[dict[str, str], dict[str, Tensor]]]:
-    return mixtral_graph(tp), served(*SERVED[tp], tp)
+Found = tuple[Tensor, list[tuple[dict[str, str], dict[str, Tensor]]]]
 
 
-@pytest.mark.parametrize("tp", SERVED)
-def test_ranks_that_share_experts_give_the_bits_of_one(tp: int) -> None:
-    graph, (parts, whole) = mixtral_graph(1), served(*SERVED[tp], 1)
-    for rank, (rank_graph, (rank_parts, found)) in enumerate(run_ranks(tp, on_a_rank, tp)):
+def on_a_rank(rank: int, device: str, tp: int) -> Found:
+    return mixtral_graph(device, tp), [served(*case, device, tp) for case in SERVED[device, tp]]
+
+
+@pytest.mark.parametrize(
+    ("device", "tp"),
+    [
+        pytest.param(device, tp, marks=needs_gpus(tp) if device == "cuda" else (), id=f"{device}-{tp}")
+        for device, tp in SERVED
+    ],
+)
+def test_ranks_that_share_experts_give_the_bits_of_one(device: str, tp: int) -> None:
+    graph = mixtral_graph(device, 1)
+    wholes = {case: served(*case, device, 1) for case in SERVED[device, tp]}
+    for rank, (rank_graph, cases) in enumerate(run_ranks(tp, on_a_rank, device, tp, device_type=device)):
         assert_bitwise_equal(rank_graph, graph, f"mixtral on rank {rank} of {tp}")
-        assert rank_parts == parts
-        for what, expected in whole.items():
-            assert len(expected.unique()) > 1, what
-            assert_bitwise_equal(found[what], expected, f"{what} of {SERVED[tp][0]} on rank {rank} of {tp}")
+        for ((name, _), (parts, whole)), (rank_parts, found) in zip(wholes.items(), cases, strict=True):
+            assert rank_parts == parts
+            for what, expected in whole.items():
+                assert len(expected.unique()) > 1, what
+                assert_bitwise_equal(found[what], expected, f"{what} of {name} on rank {rank} of {tp}")
 
 
 def shared(model: PreTrainedModel, tp: int, rank: int, numerics: Numerics | None = None) -> list[dict[str, Tensor]]:

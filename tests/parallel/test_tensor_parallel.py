@@ -10,48 +10,41 @@ from typing import Any
 import pytest
 import torch
 
-import detcompile
-from detcompile import Numerics
-from detcompile.remote_model import RemoteModel
 from tests.bits import assert_bitwise_equal
-from tests.conftest import NEEDS_CUDA
 from tests.parallel.cases import (
     DENSE,
     PARTS,
     SERVED,
-    THREE,
     Failure,
     compile_one,
     dense_logits,
+    needs_gpus,
+    numerics_of,
     one_layer,
     rank_results,
     served_logits,
 )
 from tests.parallel.ranks import run_ranks
 
-# Compilations on a GPU take their time, and more architectures run on the CPU.
-ON_GPU = [
-    ("tiny", torch.bfloat16),
-    ("llama", torch.bfloat16),
-    ("gpt2", torch.float32),
-    ("gemma3_text", torch.bfloat16),
-]
-DENSE_ON_GPU = ["falcon", "olmo2", "phi3"]
-
-
-def _needs_gpus(tp: int) -> list[Any]:
-    return [
-        pytest.mark.gpu,
-        NEEDS_CUDA,
-        pytest.mark.skipif(torch.cuda.device_count() < tp, reason=f"needs {tp} GPUs, one for each rank"),
-    ]
+# Compilations on a GPU take their time, so that each model is served by two ranks or by four.
+SERVED_ON_GPU: dict[int, list[Any]] = {
+    2: [("tiny", torch.bfloat16), ("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("gpt2", torch.float32)],
+    3: [],
+    4: [
+        ("tiny", torch.bfloat16),
+        ("mistral", torch.bfloat16),
+        ("gemma3_text", torch.bfloat16),
+        ("phi3", torch.float16),
+    ],
+}
+DENSE_ON_GPU = {2: ["falcon", "gemma3_text", "mistral"], 3: DENSE[3], 4: ["falcon", "llama", "olmo2", "qwen3"]}
 
 
 def _each(*kinds: dict[int, list[Any]]) -> list[Any]:
     """(device, tp, case) for every case of ``kinds`` on the CPU, and the same on GPUs."""
     on_cpu, on_gpu = kinds
     return [pytest.param("cpu", tp, case, id=f"cpu-{tp}-{_name(case)}") for tp in on_cpu for case in on_cpu[tp]] + [
-        pytest.param("cuda", tp, case, marks=_needs_gpus(tp), id=f"cuda-{tp}-{_name(case)}")
+        pytest.param("cuda", tp, case, marks=needs_gpus(tp), id=f"cuda-{tp}-{_name(case)}")
         for tp in on_gpu
         for case in on_gpu[tp]
     ]
@@ -61,11 +54,10 @@ def _name(case: Any) -> str:
     return case if isinstance(case, str) else f"{case[0]}-{str(case[1]).removeprefix('torch.')}"
 
 
-SERVED_ON_GPU = {2: ON_GPU, 4: ON_GPU}
-ON_GPUS = [pytest.param(tp, marks=_needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU]
+ON_GPUS = [pytest.param(tp, marks=needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU]
 SIZES = [
     *(pytest.param("cpu", tp, id=f"cpu-{tp}") for tp in DENSE),
-    *(pytest.param("cuda", tp, marks=_needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU),
+    *(pytest.param("cuda", tp, marks=needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU),
 ]
 
 
@@ -83,8 +75,8 @@ def _ranks(device: str, tp: int, part: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _run(device: str, tp: int, parts: tuple[str, ...]) -> list[dict[str, Any]]:
-    dense, served = (DENSE_ON_GPU, ON_GPU) if device == "cuda" else (DENSE[tp], SERVED[tp])
-    return run_ranks(tp, rank_results, tp, device, parts, dense, served, device_type=device)
+    dense, served = (DENSE_ON_GPU, SERVED_ON_GPU) if device == "cuda" else (DENSE, SERVED)
+    return run_ranks(tp, rank_results, tp, device, parts, dense[tp], served[tp], device_type=device)
 
 
 @functools.cache
@@ -114,9 +106,9 @@ def test_a_rank_with_other_weights_is_found_before_the_first_step(device: str, t
         assert "weights" in refusal
 
 
-@pytest.mark.parametrize(("device", "tp", "name"), _each(DENSE, dict.fromkeys(SERVED_ON_GPU, DENSE_ON_GPU)))
+@pytest.mark.parametrize(("device", "tp", "name"), _each(DENSE, DENSE_ON_GPU))
 def test_the_certified_graph_of_an_architecture_keeps_its_bits(device: str, tp: int, name: str):
-    whole = dense_logits(one_layer(name, device, tp), 1, THREE if tp == 3 else Numerics()).cpu()
+    whole = dense_logits(one_layer(name, device, tp), 1, numerics_of(name, tp)).cpu()
     assert bool(whole.isfinite().all()) and len(whole.unique()) > whole.shape[0] * whole.shape[1]
     for rank, logits in enumerate(results(device, tp, "dense", name)):
         assert_bitwise_equal(logits, whole, f"{name} on rank {rank} of {tp}")
@@ -130,15 +122,3 @@ def test_a_served_model_keeps_its_bits_and_its_fingerprint(device: str, tp: int,
         assert rank_parts == parts
         for what, expected in whole.items():
             assert_bitwise_equal(logits[what], expected, f"{what} on rank {rank} of {tp}")
-
-
-@pytest.mark.parametrize("tp", ON_GPUS)
-def test_workers_on_a_gpu_each_keep_the_bits_and_the_fingerprint(tp: int):
-    parts, whole = alone("cuda", "tiny", torch.bfloat16)
-    model = detcompile.compile(detcompile.load_model("tiny", dtype=torch.bfloat16, device="cuda"), tp=tp)
-    assert isinstance(model, RemoteModel)
-    with model:
-        assert model.fingerprint_parts == parts
-        logits = served_logits(model)
-    for what, expected in whole.items():
-        assert_bitwise_equal(logits[what], expected, f"{what} on {tp} workers")

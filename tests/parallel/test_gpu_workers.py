@@ -1,0 +1,90 @@
+"""Workers on GPUs give the bits of one GPU, whatever is drawn for batch, chunks, drafts and size, or end in time."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import detcompile
+from detcompile import SamplingParams
+from detcompile.errors import EngineError
+from detcompile.remote_model import RemoteModel
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.speculation import SpeculationConfig
+from tests.bits import assert_bitwise_equal
+from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
+from tests.parallel.cases import needs_gpus, served_logits
+from tests.runtime.engine_cases import engine_configs, sampling_params
+from tests.runtime.test_speculation import Oracle, workload
+from tests.test_workers import told
+
+NAME = "granite_swa"  # four KV groups; two key heads, which four ranks hold twice
+CONFIGS = engine_configs(120, 400)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(tp, marks=needs_gpus(tp), id=f"cuda-{tp}") for tp in (2, 4)])
+def workers(request: pytest.FixtureRequest) -> Iterator[RemoteModel]:
+    model = detcompile.compile(random_model(NAME, torch.float32, "cuda"), tp=request.param, max_context=MAX_CONTEXT)
+    assert isinstance(model, RemoteModel)
+    with model:
+        yield model
+
+
+def test_logits_tokens_and_the_fingerprint(workers: RemoteModel) -> None:
+    here = compiled(NAME, torch.float32, "cuda")
+    assert workers.fingerprint_parts == here.fingerprint_parts
+    found = served_logits(workers)
+    for what, expected in served_logits(here).items():
+        assert_bitwise_equal(found[what], expected, f"{what} on {workers.group.num_ranks} workers")
+
+
+@settings(max_examples=8)
+@given(
+    params=st.lists(sampling_params(most_tokens=8), min_size=1, max_size=8),
+    lengths=st.lists(st.integers(1, 150), min_size=8, max_size=8),
+    config=CONFIGS,
+)
+def test_an_engine_of_any_requests(
+    workers: RemoteModel, params: list[SamplingParams], lengths: list[int], config: EngineConfig
+) -> None:
+    params = [replace(own, stop=()) for own in params]
+    prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
+    outputs = []
+    for model, own in ((workers, config), (compiled(NAME, torch.float32, "cuda"), EngineConfig(num_blocks=400))):
+        engine = model.engine(own)
+        outputs.append([told(output) for output in engine.generate(prompts, params, progress=False)])
+        engine.check()
+    assert outputs[0] == outputs[1]
+
+
+@settings(max_examples=4)
+@given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), max_nodes=st.integers(1, 16), config=CONFIGS)
+def test_drafts_move_no_bit(
+    workers: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
+) -> None:
+    prompts, params, expected = workload(NAME, "cuda")
+    speculation = SpeculationConfig(drafter=Oracle(expected, accuracy, seed), max_nodes=max_nodes, switch="always")
+    engine = workers.engine(config, speculation=speculation)
+    found = engine.generate(prompts, params, progress=False)
+    engine.check()
+    assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+
+
+def test_a_rank_that_dies_is_named_within_two_seconds(workers: RemoteModel) -> None:
+    """The other ranks wait for it inside a kernel."""
+    engine = workers.engine(EngineConfig(num_blocks=80, block_size=16))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=1000, ignore_eos=True))
+    engine.step()
+    os.kill(workers.group.process_ids[1], signal.SIGKILL)
+    since = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 1 of \d failed: its process was ended by SIGKILL"):
+        while engine.has_unfinished_requests:
+            engine.step()
+    assert time.monotonic() - since < 2

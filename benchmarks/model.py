@@ -69,8 +69,8 @@ def random_tokens(count: int) -> list[int]:
     return torch.randint(0, QWEN3_8B["vocab_size"], (count,)).tolist()
 
 
-def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT) -> float:
-    """One step of ``batch`` sequences that hold so many keys each, replayed from a CUDA graph."""
+def decode_replay(model: CompiledModel, batch: int, keys: int) -> Callable[[], object]:
+    """One step of ``batch`` sequences that hold so many keys each, as a replay of its CUDA graph."""
     runner, blocks = model.new_runner(batch * (keys + 128), cuda_graphs=True)
     sequences = [Sequence(random_tokens(keys)) for _ in range(batch)]
     together = max(1, 8192 // keys)
@@ -81,14 +81,54 @@ def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT) -
         sequence.token_ids.append(1)
     arrays = build_step([(sequence, 1) for sequence in sequences], blocks)
     runner.run(arrays)
-    return milliseconds(runner._graphs[runner.layout(arrays)].graph.replay)
+    return runner._graphs[runner.layout(arrays)].graph.replay
 
 
-def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> float:
+def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT) -> float:
+    """Of such a step."""
+    return milliseconds(decode_replay(model, batch, keys))
+
+
+def prefill_run(model: CompiledModel, tokens: int, count: int = 1) -> Callable[[], object]:
     """One step of so many whole prompts of so many tokens each."""
     runner, blocks = model.new_runner(count * tokens)
     arrays = build_step([(Sequence(random_tokens(tokens)), tokens) for _ in range(count)], blocks)
-    return milliseconds(lambda: runner.run(arrays), 3)
+    return lambda: runner.run(arrays)
+
+
+def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> float:
+    """Of such a step."""
+    return milliseconds(prefill_run(model, tokens, count), 3)
+
+
+FAMILIES = {
+    "all-reduce": ("one_shot_kernel", "two_shot_kernel"),
+    "NCCL": ("nccl",),
+    "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel"),
+    "attention": ("attention_kernel", "merge_kernel", "write_kv_kernel"),
+    "norms and rotation": ("rms_norm", "rope"),
+    "gate": ("silu",),
+}
+
+
+def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
+    """Milliseconds of a step, of its kernels by family, and of the longest kernels by name.
+
+    A kernel that starts while the one before ends counts from its start, so that the sum can be more than the step. An
+    all-reduce counts from its start on this rank, so that it counts the wait for other ranks too.
+    """
+    whole = milliseconds(run)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    kernels = {event.key: event.self_device_time_total / 1e3 / repeats for event in profile.key_averages()}
+    families = dict.fromkeys((*FAMILIES, "rest"), 0.0)
+    for kernel, taken in kernels.items():
+        family = next((name for name, parts in FAMILIES.items() if any(part in kernel for part in parts)), "rest")
+        families[family] += taken
+    longest = sorted(kernels.items(), key=lambda row: -row[1])[:14]
+    return {"ms": whole, "families": families, "kernels": {name[:80]: taken for name, taken in longest}}
 
 
 def measure_axes(model: CompiledModel) -> dict[str, object]:

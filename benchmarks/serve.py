@@ -17,7 +17,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +25,7 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 
 import detcompile
-from benchmarks.model import QWEN3_8B, build
+from benchmarks.model import QWEN3_8B, breakdown, build, decode_replay, prefill_run
 from detcompile import CompiledModel, Numerics
 from detcompile.passes import backend, lowering
 from detcompile.passes.certificate import Certificate
@@ -97,17 +97,29 @@ def host_milliseconds(engine: Engine, running: int, **kind: float) -> dict[str, 
     }
 
 
-def serve(model: CompiledModel) -> dict[str, object]:
+def serve(model: CompiledModel, sampling: Iterable[str] = SAMPLING) -> Iterator[tuple[str, object]]:
+    """Figures of an engine by name, as they are found."""
     start = time.perf_counter()
     engine = model.engine(CONFIG)
-    found: dict[str, object] = {"engine seconds": time.perf_counter() - start, "blocks": engine.stats.num_blocks}
+    yield "engine seconds", time.perf_counter() - start
+    yield "blocks", engine.stats.num_blocks
     for name in "abc":
-        found[name] = measure(engine, name)
+        yield name, measure(engine, name)
     for running in (256, 1000):
-        found[f"{running} running"] = host_milliseconds(engine, running)
-    for name, kind in SAMPLING.items():
-        found[f"256 running, {name}"] = host_milliseconds(engine, 256, **kind)
+        yield f"{running} running", host_milliseconds(engine, running)
+    for name in sampling:
+        yield f"256 running, {name}", host_milliseconds(engine, 256, **SAMPLING[name])
     engine.check()
+
+
+def steps(model: CompiledModel) -> dict[str, object]:
+    """Where the time of steps goes."""
+    torch.manual_seed(0)  # the same tokens on every rank
+    torch.cuda.empty_cache()
+    found: dict[str, object] = {}
+    for batch, keys in ((1, 96), (64, 512), (256, 96), (1000, 96)):
+        found[f"decode {batch} x {keys} keys"] = breakdown(decode_replay(model, batch, keys))
+    found["prefill 8 x 2048"] = breakdown(prefill_run(model, 2048, 8), 2)
     return found
 
 
@@ -192,19 +204,28 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1))
         print(f"[{time.monotonic() - started:5.0f} s] {part}: {value}", flush=True)
 
+    def keep_all(part: str, rows: Iterator[tuple[str, object]]) -> None:
+        report[part] = found = {}
+        for name, value in rows:
+            found[name] = value
+            path.write_text(json.dumps(report, indent=1))
+            print(f"[{time.monotonic() - started:5.0f} s] {part}, {name}: {value}", flush=True)
+
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.tp > 1:
         made = functools.partial(build, arguments.layers)  # on every rank, with the same weights
         start = time.perf_counter()
         with compile_in_workers(made, tp=arguments.tp, numerics=Numerics()) as workers:
             keep("compile seconds", time.perf_counter() - start)
-            keep(f"tp_sizes=(1, 2, 4, 8), tp={arguments.tp}", serve(workers))
+            part = f"tp_sizes=(1, 2, 4, 8), tp={arguments.tp}"
+            keep_all(part, serve(workers, ["sampled"]))
+            keep("steps of each rank", workers.apply(steps))
         return
     parts = arguments.parts.split(",")
     if "ours" in parts or "equal" in parts:
         model = detcompile.compile(build(arguments.layers), numerics=Numerics(tp_sizes=(1,)))
         if "ours" in parts:
-            keep("tp_sizes=(1,)", serve(model))
+            keep_all("tp_sizes=(1,)", serve(model))
         if "equal" in parts:
             keep("equal to the plain forward", equal(model))
         del model
@@ -212,11 +233,11 @@ def main() -> None:
     if "plain" in parts:
         with plain_lowering():
             model = detcompile.compile(build(arguments.layers), numerics=Numerics(tp_sizes=(1,)))
-        keep("plain", serve(model))
+        keep_all("plain", serve(model))
         del model
         torch.cuda.empty_cache()
     if "tree" in parts:
-        keep("tp_sizes=(1, 2, 4, 8)", serve(detcompile.compile(build(arguments.layers))))
+        keep_all("tp_sizes=(1, 2, 4, 8)", serve(detcompile.compile(build(arguments.layers))))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over
 from detcompile.runtime.kv_cache import KVShape
-from detcompile.runtime.remote_worker import RemoteRunner, RemoteWorker
+from detcompile.runtime.remote_worker import RemoteRunner, RemoteWorker, free_abandoned
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.worker_group import WorkerGroup
 from detcompile.start_progress import StartProgress
@@ -155,6 +155,18 @@ class RemoteModel(CompiledModel):
     def drafter(self, *_arguments: object, **_options: object) -> Any:
         """Not here: a draft model is small, and its logits are read at every token."""
         raise InvalidInput("a drafter runs in the caller's process: compile the draft model with tp=1")
+
+    def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
+        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order.
+
+        All ranks run it, so that it may call the model. What it raises ends the workers, unless it is one of errors.py.
+
+        Args:
+            function: found by its module and name; arguments and results are pickled.
+            seconds: that it may take; default: ``group.step_seconds``.
+        """
+        free_abandoned(self.group, self._abandoned)
+        return self.group.call("apply", function, args, seconds=seconds)
 
     @property
     def engine_model(self) -> EngineModel:

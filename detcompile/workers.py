@@ -37,7 +37,7 @@ class _Served(NamedTuple):
 
 
 class RankServer:
-    """The commands of one rank. What a command returns travels only where the parent reads it: from rank 0.
+    """The commands of one rank. What a step returns travels only where the parent reads it: from rank 0.
 
     Args:
         note: tells the parent what goes on.
@@ -118,6 +118,10 @@ class RankServer:
     def fill_caches(self, name: int, value: float) -> None:
         """Write a value into every slot of a runner's cache."""
         self._runner(name).fill_caches(value)
+
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A function of the caller's, of this rank's model."""
+        return function(self.model, *args)
 
     def free(self, name: int) -> None:
         """Drop a worker or a runner, its cache with it, or what is left of one that could not be made."""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.axes import AXES, score
+from detcompile.compiled import CompiledModel
 from detcompile.errors import EngineError, WorkerError
 from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
@@ -137,6 +138,12 @@ def test_a_refusal_in_the_workers_is_raised_here_and_they_go_on(one: RemoteModel
     assert one(IDS).logits.shape == (2, 37, VOCAB_SIZE)
 
 
+def largest_weight(model: CompiledModel, least: float) -> tuple[float, list[int]]:
+    """And how many rows of the first projection this rank has."""
+    rows = model.model.get_submodule("model.layers.0.mlp.gate_proj").weight.shape[0]
+    return max(least, *(float(p.detach().abs().max()) for p in model.model.parameters())), [rows]
+
+
 class Unsendable(torch.nn.Module):
     """Holds what no pickle can."""
 
@@ -145,6 +152,24 @@ class Unsendable(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hook = lambda x: x
+
+
+def rank_and_logits(model: CompiledModel, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+    return model.ranks.rank if model.ranks else 0, model(ids).logits
+
+
+def refuse(model: CompiledModel) -> None:
+    raise InvalidInput(f"{type(model).__name__} is no good")
+
+
+def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
+    whole = compiled(NAME, torch.float32)(IDS).logits
+    for rank, (own, logits) in enumerate(two.apply(rank_and_logits, IDS)):
+        assert own == rank
+        assert_bitwise_equal(logits, whole)
+    with pytest.raises(InvalidInput, match="CompiledModel is no good"):
+        two.apply(refuse)
+    assert_bitwise_equal(two(IDS).logits, whole)
 
 
 def test_a_function_makes_the_module_in_each_rank() -> None:

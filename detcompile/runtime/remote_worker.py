@@ -20,7 +20,16 @@ from detcompile.runtime.step_builder import StepArrays
 from detcompile.runtime.worker import StepResult, StepWork
 from detcompile.runtime.worker_group import WorkerGroup
 
-__all__ = ["PackedTensor", "PackedWork", "RemoteRunner", "RemoteWorker", "WorkReader", "pack_tensor", "unpack_tensor"]
+__all__ = [
+    "PackedTensor",
+    "PackedWork",
+    "RemoteRunner",
+    "RemoteWorker",
+    "WorkReader",
+    "free_abandoned",
+    "pack_tensor",
+    "unpack_tensor",
+]
 
 NO_TOKENS: tuple[int, ...] = ()
 NAMES = count(1)  # of what this process has made in its workers
@@ -60,6 +69,12 @@ class WorkReader:
         return packed.work._replace(rows=rows)
 
 
+def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
+    """Let the workers drop what nobody holds here any more."""
+    while abandoned:
+        group.post("free", abandoned.popleft())
+
+
 class _Remote:
     """Something that the workers keep under a name for as long as this object lives.
 
@@ -74,8 +89,7 @@ class _Remote:
         weakref.finalize(self, abandoned.append, self.name).atexit = False
 
     def _tell_abandoned(self) -> None:
-        while self._abandoned:
-            self._group.post("free", self._abandoned.popleft())
+        free_abandoned(self._group, self._abandoned)
 
 
 class RemoteWorker(_Remote):

@@ -2,10 +2,11 @@
 
     python -m benchmarks.collectives --commit $(git rev-parse --short HEAD) [--ranks 2] [--seconds 80]
 
-"one shot" and "two shots" are our kernels over memory that the GPUs open to each other, "library" is the same sum with
-NCCL moving the partials. The peers take bfloat16 and add in it: NCCL's all-reduce, and symm_mem's two_shot_all_reduce_.
-Of a row-parallel product, K is that of all ranks together, and the peer is cuBLAS with NCCL. A ratio is NCCL's time
-over ours: above 1 we are faster. Times are of the slowest rank.
+"one shot" and "two shots" are our kernels over memory that the GPUs open to each other, "landing" is the way of large
+sums, by copy engines (of a product: while it goes on), "apart" the product and then the sum otherwise, "library" is
+the same sum with NCCL moving the partials. The peers take bfloat16 and add in it: NCCL's all-reduce, and symm_mem's
+two_shot_all_reduce_. Of a row-parallel product, K is that of all ranks together, and the peer is cuBLAS with NCCL. A
+ratio is NCCL's time over ours: above 1 we are faster. Times are of the slowest rank.
 
 Writes benchmarks/results/collectives-<device>x<ranks>-<commit>.json after each row.
 """
@@ -30,18 +31,16 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from detcompile.config import turn_multicast_off
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
-from detcompile.templates.collectives import tree_all_reduce
+from detcompile.templates.collectives import matmul_all_reduce, partial_product, tree_all_reduce
 from detcompile.templates.collectives_memory import peer_memory
 from detcompile.templates.collectives_triton import choose_schedule
 
-TOKENS = (1, 8, 64, 256, 2048, 8192)
+TOKENS = (1, 8, 64, 256, 1024, 2048, 8192)
 WIDTHS = (4096, 8192)
 GEMMS = {"Qwen3-8B o": (4096, 4096), "Qwen3-8B down": (4096, 12288)}  # N, K of all ranks
 L2_BYTES = 3e8  # rotated buffers together: several times the H200's 60 MB
 FEWEST_LAUNCHES = 24  # a graph: the ranks start it at different times, which only its first launch waits for
 REPEATS = 7
-
-ours = torch.ops.detcompile
 
 
 def all_reduce_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
@@ -50,8 +49,8 @@ def all_reduce_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
         for M in TOKENS:
             partials = [torch.randn(M, N, device="cuda") for _ in range(_copies(4 * M * N))]
 
-            def reduce(partial: Tensor, two_shot: bool | None = None, peers: bool = True) -> Tensor:
-                return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, two_shot, peers=peers)
+            def reduce(partial: Tensor, two_shot: bool | None = None, **way: bool) -> Tensor:
+                return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, two_shot, **way)
 
             wanted = reduce(partials[0], peers=False)
             row: dict[str, Any] = {"what": "all-reduce", "M": M, "N": N}
@@ -60,6 +59,9 @@ def all_reduce_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             row["us"] = microseconds(partials, reduce)
             row["one shot us"] = microseconds(partials, functools.partial(reduce, two_shot=False))
             row["two shots us"] = microseconds(partials, functools.partial(reduce, two_shot=True))
+            if M >= 256:
+                row["equal"] = row["equal"] and torch.equal(reduce(partials[0], landing=True), wanted)
+                row["landing us"] = microseconds(partials, functools.partial(reduce, landing=True))
             row["library us"] = microseconds(partials, functools.partial(reduce, peers=False))
             halves = [partial.bfloat16() for partial in partials]
             del partials
@@ -78,10 +80,10 @@ def gemm_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             x = torch.randn(M, k, device="cuda", dtype=torch.bfloat16)
 
             def product(w: Tensor, x: Tensor = x) -> Tensor:
-                return ours.matmul_partial(x, w, list(below), ranks.size)
+                return partial_product(x, w, below)
 
-            def run(w: Tensor) -> Tensor:
-                return ours.tree_all_reduce(product(w), None, None, list(above), ranks.group, torch.bfloat16)
+            def run(w: Tensor, x: Tensor = x, landing: bool | None = None) -> Tensor:
+                return matmul_all_reduce(x, w, None, None, below, above, ranks.group, torch.bfloat16, landing)
 
             def peer(w: Tensor, x: Tensor = x) -> None:
                 dist.all_reduce(torch.mm(x, w.t()))
@@ -89,6 +91,10 @@ def gemm_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             row: dict[str, Any] = {"what": f"{name} and all-reduce", "M": M, "N": N, "K": K}
             row["us"], row["NCCL us"] = microseconds(weights, run), microseconds(weights, peer)
             row["product us"] = microseconds(weights, product)
+            if M >= 256:
+                row["landing us"] = microseconds(weights, functools.partial(run, landing=True))
+                row["apart us"] = microseconds(weights, functools.partial(run, landing=False))
+                row["equal"] = torch.equal(run(weights[0], landing=True), run(weights[0], landing=False))
             row["cuBLAS us"] = microseconds(weights, lambda w, x=x: torch.mm(x, w.t()))
             yield row | {"ratio": row["NCCL us"] / row["us"]}
 

@@ -131,6 +131,17 @@ def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
     return {"ms": whole, "families": families, "kernels": {name[:80]: taken for name, taken in longest}}
 
 
+def steps(model: CompiledModel) -> dict[str, object]:
+    """Where the time of steps goes."""
+    torch.manual_seed(0)  # the same tokens on every rank
+    torch.cuda.empty_cache()
+    found: dict[str, object] = {}
+    for batch, keys in ((1, 96), (64, 512), (256, 96), (1000, 96)):
+        found[f"decode {batch} x {keys} keys"] = breakdown(decode_replay(model, batch, keys))
+    found["prefill 8 x 2048"] = breakdown(prefill_run(model, 2048, 8), 2)
+    return found
+
+
 def measure_axes(model: CompiledModel) -> dict[str, object]:
     """Every axis that needs no second copy of the model."""
     axes = [axis for axis in available_axes("cuda") if axis != "restart"]

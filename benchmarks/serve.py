@@ -25,7 +25,7 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 
 import detcompile
-from benchmarks.model import QWEN3_8B, breakdown, build, decode_replay, prefill_run
+from benchmarks.model import QWEN3_8B, build, steps
 from detcompile import CompiledModel, Numerics
 from detcompile.passes import backend, lowering
 from detcompile.passes.certificate import Certificate
@@ -110,17 +110,6 @@ def serve(model: CompiledModel, sampling: Iterable[str] = SAMPLING) -> Iterator[
     for name in sampling:
         yield f"256 running, {name}", host_milliseconds(engine, 256, **SAMPLING[name])
     engine.check()
-
-
-def steps(model: CompiledModel) -> dict[str, object]:
-    """Where the time of steps goes."""
-    torch.manual_seed(0)  # the same tokens on every rank
-    torch.cuda.empty_cache()
-    found: dict[str, object] = {}
-    for batch, keys in ((1, 96), (64, 512), (256, 96), (1000, 96)):
-        found[f"decode {batch} x {keys} keys"] = breakdown(decode_replay(model, batch, keys))
-    found["prefill 8 x 2048"] = breakdown(prefill_run(model, 2048, 8), 2)
-    return found
 
 
 @contextlib.contextmanager

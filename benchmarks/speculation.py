@@ -177,11 +177,12 @@ class Comparison:
             yield {"drafts": "none", "batch": batch, "ms a token": self.plain[batch]}
         del engine
         free()
+        if 1 in self.works:
+            yield self._tree()
+            free()
         yield from self._drafted("n-gram", lambda rate: Steered(self.truth, rate, self.num_tokens))
         small = self.draft.drafter(self.num_tokens, num_sequences=max(self.works))
         yield from self._drafted("model", lambda rate: Steered(self.truth, rate, self.num_tokens, small))
-        if 1 in self.works:
-            yield self._tree()
 
     def _drafted(self, name: str, drafter: Callable[[float], Drafter]) -> Iterator[dict[str, object]]:
         for switch, rate in (("always", self.rate), ("automatic", self.rate), ("automatic", 0.0)):

@@ -66,8 +66,7 @@ def errors_of_products(tp: int) -> dict[str, Errors]:
         for kind in KINDS:
             x, w = _draw(kind, (M, K), dtype, 1), _draw(kind, (N, K), dtype, 2)
             exact = x.double() @ w.double().t()
-            partial = ours.matmul_partial(x[:, own], w[:, own], below, tp)
-            tree = ours.tree_all_reduce(partial, None, None, above, ranks.group, dtype)
+            tree = ours.matmul_all_reduce(x[:, own], w[:, own], None, None, below, above, ranks.group, dtype)
             plain = torch.nn.functional.linear(x[:, own], w[:, own])
             dist.all_reduce(plain)
             found[f"{str(dtype).removeprefix('torch.')}, {kind}"] = Errors(_error(tree, exact), _error(plain, exact))

@@ -164,7 +164,12 @@ class RemoteModel(CompiledModel):
         Args:
             function: found by its module and name; arguments and results are pickled.
             seconds: that it may take; default: ``group.step_seconds``.
+
+        Raises:
+            InvalidInput: the function is of the main script, which the workers do not have.
         """
+        if getattr(function, "__module__", None) == "__main__":
+            raise InvalidInput(f"{function} is of the main script, which workers do not have: import it from a module")
         free_abandoned(self.group, self._abandoned)
         return self.group.call("apply", function, args, seconds=seconds)
 

@@ -169,6 +169,8 @@ def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
         assert_bitwise_equal(logits, whole)
     with pytest.raises(InvalidInput, match="CompiledModel is no good"):
         two.apply(refuse)
+    with mock.patch.object(refuse, "__module__", "__main__"), pytest.raises(InvalidInput, match="of the main script"):
+        two.apply(refuse)
     assert_bitwise_equal(two(IDS).logits, whole)
 
 

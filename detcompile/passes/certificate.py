@@ -17,7 +17,7 @@ from torch import fx
 
 from detcompile.errors import UncertifiedOp
 from detcompile.numerics import Numerics, kv_order, matmul_order, row_order
-from detcompile.passes.collective_rules import COLLECTIVES, partial_order
+from detcompile.passes.collective_rules import COLLECTIVES, shared_order
 from detcompile.passes.context import Context, require_arguments, size_arithmetic
 from detcompile.passes.provenance import (
     LAYOUT,
@@ -297,7 +297,7 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         value = node.kwargs["q"].meta["val"]
         order = row_order(_static(shape_of(node.kwargs["q"])[-1]), value.device.type, (), value.dtype)
     elif target in COLLECTIVES:
-        in_tree = partial_order(node, numerics)
+        in_tree = shared_order(node, numerics)
         if in_tree is None:
             return None
         order = in_tree

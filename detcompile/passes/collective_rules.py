@@ -28,36 +28,35 @@ from detcompile.passes.rules import embedding
 from detcompile.passes.template_rules import of_experts
 from detcompile.sum_order import SumOrder
 
-__all__ = ["COLLECTIVES", "partial_order"]
+__all__ = ["COLLECTIVES", "shared_order"]
 
 ours = torch.ops.detcompile
 
 
-def _matmul_partial(node: fx.Node, ctx: Context) -> Rows:
-    """A sum over a share of K: it means nothing until the ranks' shares are added."""
+def _matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    bias, residual = node.args[2:4]
     require_weight(w, "the second matrix")
     require_feature(x, 1, "the sum of a matrix product")
-    _require_own_tree(node)
-    return Rows((x.dims[0], w.dims[0]))
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    out = Rows((x.dims[0], w.dims[0]))
+    return out if residual is None else join([out, ctx.rows(residual)], len(out.dims))
 
 
 def _expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
-    _require_own_tree(node)
-    return of_experts(node, ctx)
-
-
-def _require_own_tree(partial: fx.Node) -> None:
-    for user in partial.users:
-        if user.target is not ours.tree_all_reduce.default or user.args[0] is not partial or partial in user.args[1:]:
+    """A sum over a share of K: it means nothing until the ranks' shares are added."""
+    for user in node.users:
+        if user.target is not ours.tree_all_reduce.default or user.args[0] is not node or node in user.args[1:]:
             raise Refusal(f"a rank's partial sum is read by {user.target}, not by the tree over the ranks")
+    return of_experts(node, ctx)
 
 
 def _tree_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     partial, bias, residual, radices = node.args[:4]
-    if partial.target not in PARTIALS:
+    if partial.target is not PARTIAL:
         raise Refusal("adds up ranks' values that are no partial sums of a matrix product")
-    _, tp = _tree_of(partial)
+    tp = partial.args[-1]
     if math.prod(radices) != tp:
         raise Refusal(f"a tree over {math.prod(radices)} ranks adds the partial sums of {tp}")
     if bias is not None:
@@ -72,33 +71,31 @@ def _all_gather_columns(node: fx.Node, ctx: Context) -> Rows:
     return Rows((x.dims[0], created([shape_of(node)[1]], {}).dims[0]))
 
 
-PARTIALS = (ours.matmul_partial.default, ours.expert_matmul_partial.default)
+PARTIAL = ours.expert_matmul_partial.default
 COLLECTIVES: Mapping[Any, Rule] = {
     ours.all_gather_columns.default: _all_gather_columns,
-    ours.expert_matmul_partial.default: _expert_matmul_partial,
-    ours.matmul_partial.default: _matmul_partial,
+    ours.matmul_all_reduce.default: _matmul_all_reduce,
+    PARTIAL: _expert_matmul_partial,
     ours.sharded_embedding.default: embedding,
     ours.tree_all_reduce.default: _tree_all_reduce,
 }
 
 
-def partial_order(node: fx.Node, numerics: Numerics) -> SumOrder | None:
-    """The order of the whole sum that a partial product holds a subtree of; None for what adds nothing of its own."""
-    if node.target not in PARTIALS:
+def shared_order(node: fx.Node, numerics: Numerics) -> SumOrder | None:
+    """The order of the whole sum that a product's ranks share; None for what adds nothing of its own."""
+    if node.target is ours.matmul_all_reduce.default:
+        radices, above = node.args[4:6]
+        tp, trees = math.prod(above), [above]
+    elif node.target is PARTIAL:
+        *_, radices, tp = node.args
+        trees = [user.args[3] for user in node.users]
+    else:
         return None
-    radices, tp = _tree_of(node)
-    if tp not in numerics.tp_sizes or radices != numerics.split_radices(tp)[1]:
+    if tp not in numerics.tp_sizes or tuple(radices) != numerics.split_radices(tp)[1]:
         raise Refusal(f"a subtree {tuple(radices)} on each of {tp} ranks, declared is {numerics.radices}")
-    above = [tuple(user.args[3]) for user in node.users]
-    if any(radices != numerics.split_radices(tp)[0] for radices in above):
-        raise Refusal(f"{tp} ranks added in the tree {above[0]}, declared is {numerics.radices}")
+    if any(tuple(above) != numerics.split_radices(tp)[0] for above in trees):
+        raise Refusal(f"{tp} ranks added in the tree {tuple(trees[0])}, declared is {numerics.radices}")
     own = shape_of(node.args[0])[-1]
     if own.free_symbols:
         raise Refusal(f"a sum over {own}, which is not fixed")
     return matmul_order(int(own) * tp, node.args[0].meta["val"].dtype, numerics.radices)
-
-
-def _tree_of(partial: fx.Node) -> tuple[tuple[int, ...], int]:
-    """Radices of the subtree that a rank sums, and how many ranks there are: the last arguments of both products."""
-    *_, radices, tp = partial.args
-    return tuple(radices), tp

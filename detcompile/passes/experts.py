@@ -60,8 +60,11 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
 
 def mixed(outer: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What a token's experts say [M, k, H], weighted [M, k] and added in float32, best expert first -> [M, H]."""
-    return added(outer * top_k_weights[..., None])
+    """What a token's experts say [M, k, H], weighted [M, k] and added in float32, best expert first -> [M, H].
+
+    Weights of float32, as Mixtral has them beside any dtype, are multiplied unrounded.
+    """
+    return added(outer * top_k_weights[..., None]).to(outer.dtype)
 
 
 def added(outer: Tensor) -> Tensor:

@@ -11,7 +11,12 @@ __all__ = ["fuse_residuals", "pin_matmuls", "transposed_weight"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
 # The argument's position.
-RESIDUAL_OF = {ours.matmul.default: 3, ours.dequant_matmul.default: 5, ours.tree_all_reduce.default: 2}
+RESIDUAL_OF = {
+    ours.matmul.default: 3,
+    ours.dequant_matmul.default: 5,
+    ours.matmul_all_reduce.default: 3,
+    ours.tree_all_reduce.default: 2,
+}
 
 
 def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
@@ -44,7 +49,7 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def fuse_residuals(gm: fx.GraphModule) -> fx.GraphModule:
-    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))          and of tree_all_reduce the same
+    """add(r, view(matmul(x, w, b, None)))  ->  view(matmul(x, w, b, view(r)))          and of all reductions the same
 
     The template rounds the product before it adds, as the two operations did.
     """

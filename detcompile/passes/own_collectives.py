@@ -33,7 +33,7 @@ class _Sum(NamedTuple):
 
 
 def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
-    """all_reduce(mm(x, w_KN), "sum")  ->  tree_all_reduce(matmul_partial(x, w_NK, below), None, None, above)
+    """all_reduce(mm(x, w_KN), "sum")  ->  matmul_all_reduce(x, w_NK, None, None, below, above)
 
     Of a group of one:  matmul(x, w_NK, None, None, radices).
 
@@ -78,9 +78,8 @@ def _pin(graph: fx.Graph, found: _Sum, numerics: Numerics) -> None:
         pinned = insert(graph, ours.matmul.default, (x, w_NK, None, None, list(numerics.radices)), found.product)
     else:
         above, below = map(list, numerics.split_radices(size))
-        partial = insert(graph, ours.matmul_partial.default, (x, w_NK, below, size), found.product)
-        dtype = found.product.meta["val"].dtype
-        pinned = insert(graph, ours.tree_all_reduce.default, (partial, None, None, above, group, dtype), found.product)
+        given = (x, w_NK, None, None, below, above, group, found.product.meta["val"].dtype)
+        pinned = insert(graph, ours.matmul_all_reduce.default, given, found.product)
     if found.view is not None:
         pinned = insert(graph, found.view.target, (pinned, *found.view.args[1:]), found.view)
     (found.copy or found.total).replace_all_uses_with(pinned)

@@ -68,8 +68,9 @@ class RowShardLinear(nn.Module):
         if x.shape[-1] == self.whole:
             x = x[..., self.share]
         w_NK = self.weight.t() if self.weight_is_KN else self.weight
-        partial = ops.matmul_partial(x.flatten(0, -2), w_NK, self.radices, self.ranks.size)
-        out = ops.tree_all_reduce(partial, self.bias, None, self.radices_above, self.ranks.group, x.dtype)
+        out = ops.matmul_all_reduce(
+            x.flatten(0, -2), w_NK, self.bias, None, self.radices, self.radices_above, self.ranks.group, x.dtype
+        )
         return out.view(*x.shape[:-1], w_NK.shape[0])
 
 

@@ -2,17 +2,19 @@
 
 Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`` names a torch.distributed group.
 
-    matmul_partial(x [M, K/R], w [N, K/R], radices, tp) -> float32 [M, N]: this rank's subtree of Tree(K, ...)
-    tree_all_reduce(partial [..., N], bias, residual, radices, group, out_dtype) -> [..., N] on every rank:
+    tree_all_reduce(partial [..., N] float32, bias, residual, radices_above, group, out_dtype) -> [..., N] everywhere:
         acc = the ranks' partials in the levels of the tree above the ranks, float32
         y   = round(acc + bias);   out = round(residual + y)           the epilogue of detcompile::matmul
+    matmul_all_reduce(x [M, K/R], w [N, K/R], bias, residual, radices, radices_above, group, out_dtype) -> [M, N]:
+        tree_all_reduce of each rank's x @ w.T, which is its subtree of Tree(K, radices_above + radices)
     all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
     sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table whose rows lie on the ranks
 
-So matmul_partial and tree_all_reduce on R ranks have the bits of matmul with the whole tree on one. The partials travel
-as they are and every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
+So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one. The partials travel as they are and
+every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
 that is little, in two (a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much.
-GPUs that map each other's memory do this in one kernel (collectives_triton.py). No element's sum notices. No
+GPUs that map each other's memory do this in one kernel (collectives_triton.py), and where there is very much, while
+they still multiply (collectives_landing.py). No element's sum notices. No
 floating-point number is added by the communication library: what sharded_embedding sums are the bytes, as integers, of
 which all ranks but one hold zeros.
 """
@@ -28,12 +30,20 @@ from detcompile.errors import InvalidInput
 from detcompile.float32 import add_tree
 from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
-from detcompile.templates.collectives_memory import peer_memory
+from detcompile.templates.collectives_landing import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
+from detcompile.templates.collectives_memory import Landing, PeerMemory, landing_of, peer_memory
 from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
 
-__all__ = ["TWO_SHOT_BYTES", "add_partials", "reference_tree_sum", "tree_all_reduce"]
+__all__ = [
+    "TWO_SHOT_BYTES",
+    "add_partials",
+    "matmul_all_reduce",
+    "partial_product",
+    "reference_tree_sum",
+    "tree_all_reduce",
+]
 
 TWO_SHOT_BYTES = 1 << 20  # of one partial; from here on moving less is worth a second step
 
@@ -43,7 +53,11 @@ c10d = torch.ops._c10d_functional
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define("matmul_partial(Tensor x, Tensor w, int[] radices, int tp) -> Tensor", tags=_TAGS)
+_LIBRARY.define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
+    " str group, ScalarType out_dtype) -> Tensor",
+    tags=_TAGS,
+)
 _LIBRARY.define(
     "tree_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, int[] radices, str group, ScalarType out_dtype)"
     " -> Tensor",
@@ -53,12 +67,58 @@ _LIBRARY.define("all_gather_columns(Tensor x, str group, int columns) -> Tensor"
 _LIBRARY.define("sharded_embedding(Tensor weight, Tensor ids, int first, str group) -> Tensor", tags=_TAGS)
 
 
-def _matmul_partial_cpu(x: Tensor, w: Tensor, radices: Sequence[int], tp: int) -> Tensor:
+def partial_product(x: Tensor, w: Tensor, radices: Sequence[int], out: Tensor | None = None) -> Tensor:
+    """x [M, K/R], w [N, K/R] -> this rank's subtree, float32 [M, N]; on a GPU in ``out`` if it is given."""
+    if x.is_cuda:
+        return matmul_cuda(x, w, None, None, radices, torch.float32, out)
     return matmul_cpu(x, w, None, None, radices, torch.float32)
 
 
-def _matmul_partial_cuda(x: Tensor, w: Tensor, radices: Sequence[int], tp: int) -> Tensor:
-    return matmul_cuda(x, w, None, None, radices, torch.float32)
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    radices_above: Sequence[int],
+    group: str,
+    out_dtype: torch.dtype,
+    landing: bool | None = None,
+) -> Tensor:
+    """The op on any device.
+
+    Args:
+        landing: whether partials travel while others are made, where they can; None: where that is likely faster.
+
+    Raises:
+        InvalidInput: as ``tree_all_reduce``.
+    """
+    M, N = x.shape[0], w.shape[0]
+    memory = peer_memory(group, x.device) if x.is_cuda else None
+    place = None if memory is None else _landing(memory, group, M, N, radices_above, landing)
+    if memory is None or place is None:
+        partial = partial_product(x, w, radices)
+        return tree_all_reduce(partial, bias, residual, radices_above, group, out_dtype, landing=False)
+    partial, out = x.new_empty((M, N), dtype=torch.float32), x.new_empty((M, N), dtype=out_dtype)
+
+    def make(rows: slice) -> None:
+        partial_product(x[rows], w, radices, partial[rows])
+
+    reduce_by_landing(memory, place, partial, *_epilogue(bias, residual), tuple(radices_above), out, make)
+    return out
+
+
+def _landing(
+    memory: PeerMemory, group: str, M: int, N: int, radices: Sequence[int], wanted: bool | None
+) -> Landing | None:
+    """Where sums of this size land; None if they travel otherwise."""
+    if (M >= LEAST_TOKENS if wanted is None else wanted) and _levels(radices) <= LEVELS and 0 < N <= MOST_FEATURES:
+        return landing_of(group, memory.flags.device) if M else None
+    return None
+
+
+def _levels(radices: Sequence[int]) -> int:
+    return sum(radix > 1 for radix in radices)
 
 
 def tree_all_reduce(
@@ -70,12 +130,13 @@ def tree_all_reduce(
     out_dtype: torch.dtype,
     two_shot: bool | None = None,
     peers: bool = True,
+    landing: bool | None = None,
 ) -> Tensor:
     """The op on any device.
 
     Args:
-        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. All give the same
-            bits.
+        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. landing: as in
+            ``matmul_all_reduce``. All give the same bits.
 
     Raises:
         InvalidInput: the radices do not make the group's size, or shapes do not fit.
@@ -91,10 +152,14 @@ def tree_all_reduce(
     partial = partial.flatten(0, -2).contiguous()
     residual = None if residual is None else residual.flatten(0, -2)
     memory = peer_memory(group, partial.device) if peers and partial.is_cuda else None
-    levels = sum(radix > 1 for radix in radices)
-    if memory is not None and levels <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
+    if memory is not None and _levels(radices) <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
         out = partial.new_empty(partial.shape, dtype=out_dtype)
-        reduce_over_peers(memory, partial, *_epilogue(bias, residual), tuple(radices), out, two_shot)
+        given = (partial, *_epilogue(bias, residual), tuple(radices), out)
+        place = None if two_shot is not None else _landing(memory, group, out.shape[0], out.shape[1], radices, landing)
+        if place is None:
+            reduce_over_peers(memory, *given, two_shot)
+        else:
+            reduce_by_landing(memory, place, *given)
         return out.view(shape)
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
@@ -196,16 +261,16 @@ def _sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str) -> T
     return c10d.wait_tensor(c10d.all_reduce(rows.view(unit), "sum", group)).view(rows.dtype)
 
 
-for _device, _partial in (("CPU", _matmul_partial_cpu), ("CUDA", _matmul_partial_cuda)):
-    _LIBRARY.impl("matmul_partial", _partial, _device)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("matmul_all_reduce", matmul_all_reduce, _device)
     _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
     _LIBRARY.impl("all_gather_columns", _all_gather_columns, _device)
     _LIBRARY.impl("sharded_embedding", _sharded_embedding, _device)
 
 
-@torch.library.register_fake("detcompile::matmul_partial", lib=_LIBRARY)
-def _(x, w, radices, tp):
-    return x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32)
+@torch.library.register_fake("detcompile::matmul_all_reduce", lib=_LIBRARY)
+def _(x, w, bias, residual, radices, radices_above, group, out_dtype):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
 
 
 @torch.library.register_fake("detcompile::tree_all_reduce", lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""PeerMemory: boxes and flags on every GPU of a group, into which the kernels of all its ranks write.
+"""PeerMemory: memory on every GPU of a group into which the kernels of all its ranks write.
 
 Legend: R ranks, C channels: program c of a kernel speaks with program c of the other ranks' kernels, and with no other.
 
@@ -6,11 +6,15 @@ Legend: R ranks, C channels: program c of a kernel speaks with program c of the 
     flags [C, LANES] int32         the epoch of the last box that rank r has sent
     epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent
 
-Allocated once a group, at its first use, whatever the shapes: larger sums go through the boxes piece by piece.
+    landing: partials [R, P] float32 by sender, and sums [R, P] of up to 32 bits by owner; P = LANDING / R
+
+Boxes and flags are allocated once a group, at its first use, and the landing at the first sum that is large enough for
+it, whatever the shapes: what is larger goes through piece by piece.
 """
 
 import socket
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +29,15 @@ from detcompile.errors import ScheduleError
 from detcompile.parallel import process_group
 from detcompile.templates.tuning import capturing
 
-__all__ = ["BOX", "CHANNELS", "LANES", "PeerMemory", "peer_memory"]
+__all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "landing_of", "peer_memory"]
 
 CHANNELS = 256
-BOX = 8192  # float32 elements
+BOX = 4096  # float32 elements
+LANDING = 1 << 25  # elements, all senders together: 134 MB, and as much for the sums
 LANES = 8  # ranks at most; a power of two
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_MEMORIES: dict[str, tuple[dist.ProcessGroup, "PeerMemory | None"]] = {}
+_MEMORIES: dict[tuple[str, Callable[..., Any]], tuple[dist.ProcessGroup, Any]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,26 +58,53 @@ class PeerMemory:
     owner: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where large sums are put.
+
+    Attributes:
+        partials: [R, P] float32 of every rank, as this GPU sees them. sums: likewise, 32 bits an element.
+        owner: keeps the memory mapped.
+    """
+
+    partials: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...]
+    owner: Any = None
+
+
 def peer_memory(group: str, device: torch.device) -> PeerMemory | None:
     """Of the group of this name; None where its GPUs cannot map each other's memory. All ranks get it, or none does.
 
     Raises:
         ScheduleError: the first call is made while a CUDA graph is captured.
     """
+    memory: PeerMemory | None = _opened(group, device, _open)
+    return memory
+
+
+def landing_of(group: str, device: torch.device) -> Landing | None:
+    """Of a group that has ``peer_memory``; None where there is no room for it. As that, otherwise."""
+    landing: Landing | None = _opened(group, device, _open_landing)
+    return landing
+
+
+def _opened(group: str, device: torch.device, open_memory: Callable[[dist.ProcessGroup, torch.device], Any]) -> Any:
     ranks = process_group(group)
-    found = _MEMORIES.get(group)
+    found = _MEMORIES.get((group, open_memory))
     if found is None or found[0] is not ranks:  # the name may be that of an earlier group
         if capturing():
             raise ScheduleError(
                 "tree_all_reduce: the ranks have not opened their memory to each other, which cannot happen while a "
                 "CUDA graph is captured; run the model once before capturing"
             )
-        found = _MEMORIES[group] = (ranks, _agreed(ranks, device))
+        found = _MEMORIES[group, open_memory] = (ranks, _agreed(ranks, device, open_memory))
     return found[1]
 
 
-def _agreed(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """What _open gives, if every rank of a group on one machine succeeds."""
+def _agreed(
+    ranks: dist.ProcessGroup, device: torch.device, open_memory: Callable[[dist.ProcessGroup, torch.device], Any]
+) -> Any:
+    """What open_memory gives, if every rank of a group on one machine succeeds."""
     if not 2 <= ranks.size() <= LANES:
         return None
     here = (socket.gethostname(), BOOT_ID.read_text() if BOOT_ID.exists() else "", peer_memory_allowed())
@@ -80,12 +112,12 @@ def _agreed(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory | None
         return None
     memory, problem = None, ""
     try:
-        memory = _open(ranks, device)
+        memory = open_memory(ranks, device)
     except RuntimeError as error:  # of the driver, in a hundred ways
         problem = str(error).strip().splitlines()[0]
     problems = {rank: text for rank, text in enumerate(_exchange(problem, ranks)) if text}
     if problems:
-        warnings.warn(f"GPUs cannot map each other's memory, sums travel by NCCL instead: {problems}", stacklevel=2)
+        warnings.warn(f"GPUs cannot map each other's memory, sums travel more slowly instead: {problems}", stacklevel=2)
         return None
     return memory
 
@@ -107,6 +139,20 @@ def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
         epochs=torch.zeros(CHANNELS, dtype=torch.int32, device=device),
         owner=(memory, handle),
     )
+
+
+def _open_landing(ranks: dist.ProcessGroup, device: torch.device) -> Landing:
+    num_ranks = ranks.size()
+    shape = (num_ranks, LANDING // num_ranks)
+    memory = symmetric_memory.empty(2 * LANDING, dtype=torch.float32, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, ranks.group_name)
+    partials, sums = (
+        tuple(handle.get_buffer(rank, shape, torch.float32, first) for rank in range(num_ranks))
+        for first in (0, LANDING)
+    )
+    return Landing(partials, sums, (memory, handle))
 
 
 def _exchange(mine: Any, ranks: dist.ProcessGroup) -> list[Any]:

@@ -13,6 +13,8 @@ Both add the partials of an element in the order of the tree over the ranks, in 
 `collectives.add_partials`. Filling a box again needs no leave: who sends box e + 2 has received box e + 1, which its
 reader sent after having read box e. Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
 
+Large sums travel otherwise: collectives_landing.
+
 All ranks have to launch the same sums in the same order, with as many elements and the same schedule. Programs start
 in the order of their numbers, so that the lowest unfinished one runs on every rank and none waits for ever.
 """
@@ -26,12 +28,23 @@ from torch import Tensor
 from detcompile.templates.collectives_memory import BOX, CHANNELS, LANES, PeerMemory
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import close_leaf, root_of
+from detcompile.templates.matmul_triton import tree_options
 
-__all__ = ["LEVELS", "MOST_ELEMENTS", "ReduceSchedule", "choose_schedule", "reduce_over_peers"]
+__all__ = [
+    "LEVELS",
+    "MOST_ELEMENTS",
+    "ReduceSchedule",
+    "choose_schedule",
+    "finish",
+    "flags_of",
+    "meet",
+    "reduce_over_peers",
+    "tree_sum",
+]
 
 LEVELS = 4  # of the tree over the ranks, at most
 MOST_ELEMENTS = 1 << 30  # offsets are 32 bits wide
-BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 16), (8192, 16))  # elements, warps
+BLOCKS = ((512, 4), (1024, 8), (2048, 8), (4096, 8))  # elements, warps
 LINK_BYTES = 4e11  # a second, roughly, that a GPU sends; SHOT_SECONDS: of a meeting
 SHOT_SECONDS = 2.5e-6
 
@@ -74,8 +87,6 @@ def reduce_over_peers(
         schedule = choose_schedule(total, num_ranks, out.element_size())
     else:
         schedule = _schedule(total, num_ranks, two_shot)
-    levels = tuple(radix for radix in radices if radix > 1)
-    levels = (1,) * (LEVELS - len(levels)) + levels
     share = schedule.block * (num_ranks if schedule.two_shot else 1)
     kernel = two_shot_kernel if schedule.two_shot else one_shot_kernel
     kernel[(min(CHANNELS, triton.cdiv(total, share)),)](
@@ -84,7 +95,7 @@ def reduce_over_peers(
         total, out.shape[1], 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         RANK=memory.rank, RANKS=num_ranks, LANES=LANES, BOX=BOX, BLOCK=schedule.block,
-        R0=levels[0], R1=levels[1], R2=levels[2], R3=levels[3],
+        **tree_options(tuple(radix for radix in radices if radix > 1)),
         num_warps=schedule.warps, enable_fp_fusion=False, **launch_options(out.device),
     )  # fmt: skip
 
@@ -106,7 +117,7 @@ def one_shot_kernel(
 ):  # fmt: skip
     let_next_start(PDL)
     channel = tl.program_id(0)
-    theirs, mine = _flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
+    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
     wait_for_earlier(PDL)
     epoch = tl.load(epochs_ptr + channel)
     place = tl.arange(0, BLOCK)
@@ -118,9 +129,9 @@ def one_shot_kernel(
         for r in tl.static_range(RANKS):
             if r != RANK:
                 tl.store(boxes[r] + (box + RANK * BOX) + place, own)
-        _meet(theirs, mine, epoch, LANES)
-        acc = _tree_sum(own, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
-        y = _finish(
+        meet(theirs, mine, epoch, LANES)
+        acc = tree_sum(own, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
+        y = finish(
             acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
             HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,
         )  # fmt: skip
@@ -139,7 +150,7 @@ def two_shot_kernel(
     """Rank r owns the r-th of each R blocks. The sums travel in the same boxes, in the dtype of the output."""
     let_next_start(PDL)
     channel = tl.program_id(0)
-    theirs, mine = _flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
+    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
     wait_for_earlier(PDL)
     epoch = tl.load(epochs_ptr + channel)
     place = tl.arange(0, BLOCK)
@@ -153,9 +164,9 @@ def two_shot_kernel(
                 tl.store(boxes[r] + (box + RANK * BOX) + place, sent)
         element = start + RANK * BLOCK + place
         own = tl.load(partial_ptr + element, mask=element < total, other=0.0)
-        _meet(theirs, mine, epoch, LANES)
-        acc = _tree_sum(own, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
-        y = _finish(
+        meet(theirs, mine, epoch, LANES)
+        acc = tree_sum(own, boxes[RANK] + box + place, RANK, RANKS, BOX, R0, R1, R2, R3)
+        y = finish(
             acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
             HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,
         )  # fmt: skip
@@ -165,7 +176,7 @@ def two_shot_kernel(
             if r != RANK:
                 tl.store((boxes[r] + (box + RANK * BOX)).to(tl.pointer_type(out_ptr.dtype.element_ty)) + place, y)
         tl.store(out_ptr + element, y, mask=element < total)
-        _meet(theirs, mine, epoch, LANES)
+        meet(theirs, mine, epoch, LANES)
         for r in tl.static_range(RANKS):
             if r != RANK:
                 element = start + r * BLOCK + place
@@ -175,7 +186,7 @@ def two_shot_kernel(
 
 
 @triton.jit
-def _flags_of(channel, flags_ptr, addresses_ptr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr):
+def flags_of(channel, flags_ptr, addresses_ptr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr):
     """[LANES] pointers: to this rank's flag on every rank, and to every rank's flag here."""
     lane = tl.arange(0, LANES)
     rank = tl.where(lane < RANKS, lane, RANK)  # lanes without a rank speak with themselves
@@ -184,7 +195,7 @@ def _flags_of(channel, flags_ptr, addresses_ptr, RANK: tl.constexpr, RANKS: tl.c
 
 
 @triton.jit
-def _meet(theirs, mine, epoch, LANES: tl.constexpr):
+def meet(theirs, mine, epoch, LANES: tl.constexpr):
     """Say to every rank that its box of this epoch is full, and wait until all of one's own are.
 
     The barrier puts what all threads have stored and loaded before the release of those that write the flags. A flag
@@ -200,11 +211,11 @@ def _meet(theirs, mine, epoch, LANES: tl.constexpr):
 
 
 @triton.jit
-def _tree_sum(
+def tree_sum(
     own, boxes_ptr, RANK: tl.constexpr, RANKS: tl.constexpr, BOX: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
 ):  # fmt: skip
-    """The partials of this rank and in its boxes, added in the tree's order."""
+    """The partials of this rank and in its boxes, which are BOX apart, added in the tree's order."""
     t0, t1, t2, t3 = own, own, own, own
     for r in tl.static_range(RANKS):
         if r == RANK:
@@ -216,7 +227,7 @@ def _tree_sum(
 
 
 @triton.jit
-def _finish(
+def finish(
     acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip

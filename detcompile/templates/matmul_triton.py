@@ -65,15 +65,19 @@ def matmul_cuda(
     residual: Tensor | None,
     radices: Sequence[int] | None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], w [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
+
+    Args:
+        out: [M, N], contiguous, where the result shall be; its dtype is the result's.
 
     Raises:
         NumericsError: K does not split into prod(radices) leaves.
         ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
     """
     # AOTInductor hands None where the graph has an empty list
-    operands = _operands(x, w, bias, residual, tuple(radices or ()), out_dtype or x.dtype)
+    operands = _operands(x, w, bias, residual, tuple(radices or ()), out_dtype or x.dtype, out)
     M, N = operands.out.shape
     if M == 0 or N == 0:
         return operands.out
@@ -235,7 +239,13 @@ def _recall(problem: GemmProblem, device: torch.device) -> GemmSchedule:
 
 
 def _operands(
-    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: torch.dtype
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> _Operands:
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -246,7 +256,9 @@ def _operands(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     radices = tuple(radix for radix in radices if radix > 1)
-    return _Operands(x, w, bias, residual, x.new_empty((x.shape[0], w.shape[0]), dtype=out), radices)
+    if out is None:
+        out = x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
+    return _Operands(x, w, bias, residual, out, radices)
 
 
 def _run(schedule: GemmSchedule, o: _Operands) -> None:

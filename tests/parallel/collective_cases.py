@@ -9,7 +9,7 @@ from torch import Tensor
 
 from detcompile import Numerics
 from detcompile.parallel import tensor_parallel
-from detcompile.templates.collectives import tree_all_reduce
+from detcompile.templates.collectives import partial_product, tree_all_reduce
 from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_all"]
@@ -63,12 +63,13 @@ def _check_row_parallel(tp: int, seed: int, device: str) -> None:
     ranks = tensor_parallel(tp)
     own = ranks.share(case.x.shape[1])
     whole = ours.matmul(case.x, case.w, case.bias, case.residual, numerics.radices, case.out_dtype)
-    partial = ours.matmul_partial(case.x[:, own], case.w[:, own], below, tp)
+    partial = partial_product(case.x[:, own], case.w[:, own], below)
     for two_shot in (False, True):
         out = tree_all_reduce(partial, case.bias, case.residual, above, ranks.group, case.out_dtype, two_shot)
         assert_bitwise_equal(out, whole, f"{numerics}, seed {seed}, two_shot={two_shot}")
-    automatic = ours.tree_all_reduce(partial, case.bias, case.residual, above, ranks.group, case.out_dtype)
-    assert_bitwise_equal(automatic, whole, f"{numerics}, seed {seed}")
+    given = (case.bias, case.residual, below, above, ranks.group, case.out_dtype)
+    together = ours.matmul_all_reduce(case.x[:, own], case.w[:, own], *given)
+    assert_bitwise_equal(together, whole, f"{numerics}, seed {seed}")
 
 
 def _check_moves(tp: int, dtype: torch.dtype, device: str) -> None:
@@ -105,6 +106,6 @@ def _check_special_values(tp: int, device: str) -> None:
         x, w = rows.to(dtype), one.to(dtype)
         whole = ours.matmul(x, w, None, None, numerics.radices, None)
         own = ranks.share(tp)
-        partial = ours.matmul_partial(x[:, own], w[:, own], [], tp)
-        out = ours.tree_all_reduce(partial, None, None, numerics.radices, ranks.group, dtype)
+        given = (x[:, own], w[:, own], None, None, [], numerics.radices, ranks.group, dtype)
+        out = ours.matmul_all_reduce(*given)
         assert_bitwise_equal(out, whole, f"special values, {dtype}")

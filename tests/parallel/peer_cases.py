@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detcompile import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
-from detcompile.templates.collectives import tree_all_reduce
+from detcompile.templates.collectives import matmul_all_reduce, tree_all_reduce
 from detcompile.templates.collectives_memory import peer_memory
 from tests.bits import assert_bitwise_equal
 
@@ -28,8 +28,9 @@ def check_peers(rank: int, tp: int) -> bool:
         return False
     above, _ = Numerics().split_radices(tp)
     for seed, (M, N) in enumerate(SHAPES):
-        for two_shot in (False, True, None):
-            _check_shape(ranks, above, M, N, seed, two_shot)
+        for way in ({"two_shot": False}, {"two_shot": True}, {}, {"landing": True}):
+            _check_shape(ranks, above, M, N, seed, way)
+    _check_products_that_land(ranks)
     _check_ranks_that_come_late(ranks, above)
     _check_graphs(ranks, above)
     torch.cuda.synchronize()
@@ -43,15 +44,28 @@ def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _check_shape(
-    ranks: TensorParallel, above: tuple[int, ...], M: int, N: int, seed: int, two_shot: bool | None
+    ranks: TensorParallel, above: tuple[int, ...], M: int, N: int, seed: int, way: dict[str, bool]
 ) -> None:
     partial = _draw(100 * seed + ranks.rank, M, N)
     bias, residual = _draw(seed + 50, N), _draw(seed + 60, M, N, dtype=torch.bfloat16)
     half = torch.bfloat16
     for dtype, *epilogue in ((half, None, None), (half, bias, residual), (torch.float32, bias, None)):
         expected = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, peers=False)
-        out = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, two_shot)
-        assert_bitwise_equal(out, expected, f"{M, N}, {dtype}, two_shot={two_shot}")
+        out = tree_all_reduce(partial, *epilogue, above, ranks.group, dtype, **way)
+        assert_bitwise_equal(out, expected, f"{M, N}, {dtype}, {way}")
+
+
+def _check_products_that_land(ranks: TensorParallel) -> None:
+    """Of one piece and of several, some of whose ranks own nothing, against the product and its sum apart."""
+    above, below = Numerics().split_radices(ranks.size)
+    for seed, (M, N, K) in enumerate([(1, 256, 64), (130, 4096, 512), (2500, 1000, 256), (9001, 8192, 128)]):
+        x, w = _draw(seed, M, K, dtype=torch.bfloat16), _draw(seed + 10, N, K, dtype=torch.bfloat16)
+        x, w = x * (1 + ranks.rank), w * (3 - ranks.rank)
+        residual = _draw(seed + 20, M, N, dtype=torch.bfloat16)
+        given = (x, w, None, residual, below, above, ranks.group, torch.bfloat16)
+        expected = matmul_all_reduce(*given, landing=False)
+        for _ in range(2):
+            assert_bitwise_equal(matmul_all_reduce(*given, landing=True), expected, f"{M, N, K}")
 
 
 def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tuple[Tensor, Callable[[], Tensor]]]:
@@ -59,11 +73,12 @@ def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tup
     rng = random.Random(ranks.size)
     found = []
     for index in range(count):
-        M, N, two_shot = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096)), rng.choice((False, True, None))
+        M, N = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096))
+        own = rng.choice(({"two_shot": False}, {"two_shot": True}, {}, {"landing": True}))
         partial = _draw(1000 * index + ranks.rank, M, N)
 
-        def reduce(partial: Tensor = partial, two_shot: bool | None = two_shot, **way: bool) -> Tensor:
-            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, two_shot, **way)
+        def reduce(partial: Tensor = partial, own: dict[str, bool] = own, **way: bool) -> Tensor:
+            return tree_all_reduce(partial, None, None, above, ranks.group, torch.bfloat16, **(way or own))
 
         found.append((partial, reduce))
     return found

@@ -193,47 +193,44 @@ OF_GROUPS: dict[str, tuple[Rewire, str]] = {
 }
 
 
-def partials(gm: fx.GraphModule) -> list[fx.Node]:
-    return gm.graph.find_nodes(op="call_function", target=ours.matmul_partial.default)
-
-
-def reduces(gm: fx.GraphModule) -> list[fx.Node]:
-    return gm.graph.find_nodes(op="call_function", target=ours.tree_all_reduce.default)
-
-
-def reduced_by_nobody(gm: fx.GraphModule) -> None:
-    reduces(gm)[1].replace_all_uses_with(partials(gm)[1])
+def products(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=ours.matmul_all_reduce.default)
 
 
 def reduced_twice(gm: fx.GraphModule) -> None:
-    first = reduces(gm)[0]
+    first = products(gm)[0]
     with gm.graph.inserting_after(first):
-        again = gm.graph.call_function(first.target, (first, None, None, *first.args[3:]))
+        again = gm.graph.call_function(ours.tree_all_reduce.default, (first, None, None, *first.args[5:]))
     again.meta = dict(first.meta)
     first.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
 def reduced_in_another_tree(gm: fx.GraphModule) -> None:
-    first = reduces(gm)[0]
-    first.args = (*first.args[:3], [1, 2], *first.args[4:])
-
-
-def read_before_the_sum(gm: fx.GraphModule) -> None:
-    first = partials(gm)[0]
-    with gm.graph.inserting_after(first):
-        relu = gm.graph.call_function(aten.relu.default, (first,))
-    relu.meta = dict(first.meta)
-    first.replace_all_uses_with(relu, delete_user_cb=lambda user: user is not relu)
+    first = products(gm)[0]
+    first.args = (*first.args[:5], [1, 2], *first.args[6:])
 
 
 def subtree_of_its_own(gm: fx.GraphModule) -> None:
-    first = partials(gm)[0]
-    first.args = (*first.args[:2], [2], *first.args[3:])
+    first = products(gm)[0]
+    first.args = (*first.args[:4], [2], *first.args[5:])
+
+
+def rows_for_the_weight(gm: fx.GraphModule) -> None:
+    first = products(gm)[0]
+    first.args = (first.args[0], first.args[0], *first.args[2:])
+
+
+def rows_for_the_bias(gm: fx.GraphModule) -> None:
+    first = products(gm)[0]
+    first.args = (*first.args[:2], first.args[0], *first.args[3:])
 
 
 def summed_by_torch(gm: fx.GraphModule) -> None:
-    first = reduces(gm)[0]
-    first.target, first.args = torch.ops._c10d_functional.all_reduce.default, (first.args[0], "sum", "0")
+    first = products(gm)[0]
+    with gm.graph.inserting_before(first):
+        own = gm.graph.call_function(ours.matmul.default, (*first.args[:2], None, None, []))
+    own.meta = dict(first.meta)
+    first.target, first.args = torch.ops._c10d_functional.all_reduce.default, (own, "sum", "0")
 
 
 def gathered_by_torch(gm: fx.GraphModule) -> None:
@@ -244,11 +241,11 @@ def gathered_by_torch(gm: fx.GraphModule) -> None:
 
 # Of a rank's share of a model.
 OF_RANKS: dict[str, tuple[Rewire, str]] = {
-    "reduced_by_nobody": (reduced_by_nobody, "matmul_partial.default at"),
     "reduced_twice": (reduced_twice, "that are no partial sums"),
     "reduced_in_another_tree": (reduced_in_another_tree, "added in the tree (1, 2)"),
-    "read_before_the_sum": (read_before_the_sum, "is read by aten.relu.default"),
     "a_subtree_of_its_own": (subtree_of_its_own, "a subtree (2,) on each of 2 ranks"),
+    "rows_for_the_weight": (rows_for_the_weight, "the second matrix"),
+    "rows_for_the_bias": (rows_for_the_bias, "the bias"),
     "summed_by_torch": (summed_by_torch, "_c10d_functional.all_reduce.default"),
     "gathered_by_torch": (gathered_by_torch, "_c10d_functional.all_gather_into_tensor.default at"),
 }

@@ -120,8 +120,6 @@ def _holds_rows(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or not node.users:
         return False
-    if node.target is torch.ops.detcompile.matmul_partial.default:  # whoever else reads it is refused in its name
-        return False
     *sizes, features = shape_of(node)
     symbols = [size for size in sizes if size.free_symbols]
     static = not features.free_symbols and int(features) >= 4 and int(features) % 4 == 0

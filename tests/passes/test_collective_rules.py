@@ -57,19 +57,20 @@ def certificate_of(expression: Callable[[Tensor, Tensor], Tensor]) -> Certificat
     return backend.certificates[0]
 
 
-def partial(x: Tensor, w: Tensor, below: list[int] = TP2[0], tp: int = TP2[1]) -> Tensor:
-    return ours.matmul_partial(x, w, below, tp)
+def product(x: Tensor, w: Tensor, below: list[int] = TP2[0], above: list[int] = TP2[2], bias=None) -> Tensor:
+    return ours.matmul_all_reduce(x, w, bias, None, below, above, dist.group.WORLD.group_name, torch.float32)
 
 
 def summed(value: Tensor, above: list[int] = TP2[2]) -> Tensor:
     return ours.tree_all_reduce(value, None, None, above, dist.group.WORLD.group_name, torch.float32)
 
 
-def test_a_partial_sum_in_its_tree_has_the_order_of_one_rank():
-    certificate = certificate_of(lambda x, w: summed(partial(x, w)))
+def test_a_row_parallel_product_has_the_order_of_one_rank():
+    certificate = certificate_of(lambda x, w: product(x, w))
     kinds = {entry.op: (entry.kind, entry.order, entry.proof) for entry in certificate.entries}
-    assert kinds["detcompile.matmul_partial.default"][:2] == ("collective", "Tree(32, 2x2x2, Blocked(4, block=128))")
-    assert kinds["detcompile.tree_all_reduce.default"][2] == "row t of batch reads row t"
+    found = kinds["detcompile.matmul_all_reduce.default"]
+    assert found[:2] == ("collective", "Tree(32, 2x2x2, Blocked(4, block=128))")
+    assert found[2].startswith("row t of batch reads row t")
 
 
 def of_experts(x: Tensor, w: Tensor, below: list[int] = TP2[0], tp: int = TP2[1]) -> Tensor:
@@ -140,12 +141,17 @@ def test_a_models_own_sum_that_has_no_tree_is_named(K: int, dtype: torch.dtype, 
 
 OWN = "all_reduce.*a collective of torch.distributed"
 REFUSED = {
-    "a partial sum that is read": (lambda x, w: partial(x, w) * 2, "a rank's partial sum is read by aten.mul"),
-    "a partial sum that is returned": (lambda x, w: partial(x, w), "a rank's partial sum is read by output"),
-    "a partial sum read beside its tree": (lambda x, w: summed(partial(x, w)) + partial(x, w), "is read by"),
-    "another tree above": (lambda x, w: summed(partial(x, w), [4]), "2 ranks added in the tree \\(4,\\), declared"),
-    "another tree below": (lambda x, w: summed(partial(x, w, [4])), "a subtree \\(4,\\) on each of 2 ranks"),
-    "ranks that were not declared": (lambda x, w: summed(partial(x, w, [2], 3), [3]), "on each of 3 ranks"),
+    "another tree above": (lambda x, w: product(x, w, [2, 2], [1, 2]), "2 ranks added in the tree \\(1, 2\\), decl"),
+    "another tree below": (lambda x, w: product(x, w, [4]), "a subtree \\(4,\\) on each of 2 ranks"),
+    "ranks that were not declared": (lambda x, w: product(x, w, [2], [3]), "on each of 3 ranks"),
+    "a bias of rows": (lambda x, w: product(x, w, bias=x[:, 0]), "the bias"),
+    "a weight of rows": (lambda x, w: product(x[:8], x), "the second matrix"),
+    "a partial sum that is read": (lambda x, w: of_experts(x, w) * 2, "a rank's partial sum is read by aten.mul"),
+    "a partial sum that is returned": (lambda x, w: of_experts(x, w), "a rank's partial sum is read by output"),
+    "a partial sum read beside its tree": (
+        lambda x, w: summed(of_experts(x, w)) + of_experts(x, w),
+        "is read by",
+    ),
     "experts' partial sums added up first": (lambda x, w: summed(of_experts(x, w).sum(1)), "is read by aten.permute"),
     "experts' partial sums, weighted": (lambda x, w: summed(of_experts(x, w) * x[:, :3, None]), "is read by aten.mul"),
     "experts' other tree above": (

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from detcompile.float32 import add_tree
-from detcompile.templates import collectives_memory, collectives_triton
-from detcompile.templates.collectives_memory import CHANNELS, LANES, PeerMemory
+from detcompile.templates import collectives_landing, collectives_memory, collectives_triton
+from detcompile.templates.collectives_memory import CHANNELS, LANES, Landing, PeerMemory
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
 
+PITCH = 4096  # elements of a share that land
 HIGH = 1 << 30  # an epoch that nobody reaches
 BOX = 256 if INTERPRETED else collectives_memory.BOX
 CASES = [(1, 5, (2,)), (3, 100, (3,)), (9, 170, (2,)), (7, 161, (2, 2)), (3, 100, (3, 2)), (1, 64, (2, 2, 2))]
@@ -29,6 +30,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collectives_triton, "BOX", BOX)
         monkeypatch.setattr(collectives_triton, "CHANNELS", 3)
         monkeypatch.setattr(collectives_triton, "BLOCKS", ((64, 4), (BOX, 4)))
+        monkeypatch.setattr(collectives_landing, "CHANNELS", 2)
+        monkeypatch.setattr(collectives_landing, "BLOCK", 64)
+
+
+def landing(num_ranks: int) -> Landing:
+    """Of every rank, all on one device, with more than it holds behind it."""
+    shape = (num_ranks, PITCH)
+    memory = [torch.full((2 * num_ranks + 1, PITCH), float("nan"), device=DEVICE) for _ in range(num_ranks)]
+    return Landing(
+        tuple(m[:num_ranks].view(shape) for m in memory), tuple(m[num_ranks:-1].view(shape) for m in memory)
+    )
 
 
 def memories(num_ranks: int) -> list[PeerMemory]:
@@ -72,6 +84,35 @@ def test_every_rank_has_the_sum_in_the_order_of_the_tree(M: int, N: int, radices
                 collectives_triton.reduce_over_peers(memory, partial.to(DEVICE), *epilogue, radices, out, two_shot)
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
+
+
+@pytest.mark.parametrize(("M", "N", "radices"), CASES, ids=str)
+def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int, ...]):
+    """What lands is copied here; in the first round nobody has the others' sums yet."""
+    torch.manual_seed(M * N)
+    num_ranks = int(torch.tensor(radices).prod())
+    partials, bias, residual = values(num_ranks, M, N), values(N), values(M, N + 3, dtype=torch.float16)[:, :N]
+    total = torch.from_numpy(add_tree(list(partials.numpy()), radices))
+    share = -(-M // num_ranks) * N
+    for out_dtype, given in ((torch.float32, (None, None)), (torch.float16, (bias, residual))):
+        expected = (total if given[0] is None else total + bias).to(out_dtype)
+        if given[1] is not None:
+            expected = (residual.float() + expected.float()).to(out_dtype)
+        ranks, place = memories(num_ranks), landing(num_ranks)
+        for owner, landed in enumerate(place.partials):
+            for sender, partial in enumerate(partials):
+                own = partial.flatten()[owner * share : (owner + 1) * share]
+                if sender != owner:
+                    landed[sender, : len(own)] = own.to(DEVICE)
+        outs = [torch.empty(M, N, dtype=out_dtype, device=DEVICE) for _ in partials]
+        epilogue = [None if tensor is None else tensor.to(DEVICE) for tensor in given]
+        for _ in range(2):
+            for memory, partial, out in zip(ranks, partials, outs):
+                memory.epochs.fill_(7)
+                collectives_landing._gather(memory, place, partial.to(DEVICE), *epilogue, radices, out, share)
+        for out in outs:
+            assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
+        assert ranks[0].epochs[:1].tolist() == [9]
 
 
 def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():

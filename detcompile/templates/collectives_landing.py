@@ -1,0 +1,144 @@
+"""Large sums over the memory of several GPUs: copy engines carry the partials while the next ones are multiplied.
+
+Legend: M tokens, N features, R ranks. Rank r owns the r-th share of the tokens of a piece.
+
+    for each share, the own one last:   its partials are made, then copied to its owner beside what follows
+    one kernel:    every rank meets the others, adds what has landed and its own partials in the tree's order, and
+                   writes the rounded sums to all; they meet again, and each takes what the others have written
+
+There are two meetings a piece, however large it is. Nothing is overwritten too early: that a rank's kernel has ended
+says that the others have read all that landed before, and that it meets the others says that it has taken all sums.
+
+As in collectives_triton, all ranks launch the same sums in the same order; no way of travelling moves a bit.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.templates.collectives_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
+from detcompile.templates.collectives_triton import finish, flags_of, meet, tree_sum
+from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.matmul_triton import tree_options
+
+__all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_by_landing"]
+
+LEAST_TOKENS = 2048  # from here on a share of tokens keeps the multiprocessors busy by itself
+TILE = 128  # tokens: shares are whole tiles of a product, where they can be
+MOST_FEATURES = LANDING // LANES  # a share has room for a row
+BLOCK, WARPS = 2048, 8
+
+
+def reduce_by_landing(
+    memory: PeerMemory,
+    landing: Landing,
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out: Tensor,
+    make: Callable[[slice], object] | None = None,
+) -> None:
+    """As ``reduce_over_peers``.
+
+    Args:
+        partial: [M, N] float32, contiguous; ``make(rows)`` writes these rows of it, where it is not filled yet.
+    """
+    (M, N), num_ranks = out.shape, len(memory.boxes)
+    room = landing.partials[0].shape[1] // N  # rows of a share
+    main, side = torch.cuda.current_stream(out.device), _side_stream(out.device)
+    for first in range(0, M, room * num_ranks):
+        count = min(room * num_ranks, M - first)
+        share = min(room, triton.cdiv(triton.cdiv(count, num_ranks), TILE) * TILE)
+        for turn in range(num_ranks):
+            owner = (memory.rank + 1 + turn) % num_ranks
+            rows = slice(first + min(owner * share, count), first + min((owner + 1) * share, count))
+            if make is not None and rows.start < rows.stop:
+                make(rows)
+            if owner != memory.rank:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    _copy(partial[rows], landing.partials[owner][memory.rank])
+        main.wait_stream(side)
+        piece = slice(first, first + count)
+        _gather(
+            memory, landing, partial[piece], bias, None if residual is None else residual[piece], radices, out[piece],
+            share * N,
+        )  # fmt: skip
+
+
+def _copy(rows: Tensor, landed: Tensor) -> None:
+    landed[: rows.numel()].copy_(rows.reshape(-1))
+
+
+def _gather(
+    memory: PeerMemory,
+    landing: Landing,
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out: Tensor,
+    share: int,
+) -> None:
+    """Of one piece, whose partials have all been sent. share: elements that a rank owns."""
+    gather_kernel[(min(CHANNELS, triton.cdiv(share, BLOCK)),)](
+        partial, landing.partials[memory.rank], landing.sums, memory.flags, memory.flag_addresses, memory.epochs,
+        out, out if bias is None else bias, out if residual is None else residual,
+        out.numel(), out.shape[1], share, 0 if residual is None else residual.stride(0),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        RANK=memory.rank, RANKS=len(memory.boxes), LANES=LANES, PITCH=landing.partials[0].shape[1], BLOCK=BLOCK,
+        **tree_options(tuple(radix for radix in radices if radix > 1)),
+        num_warps=WARPS, enable_fp_fusion=False, **launch_options(out.device),
+    )  # fmt: skip
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@triton.jit
+def gather_kernel(
+    partial_ptr, landed_ptr, sums, flags_ptr, addresses_ptr, epochs_ptr, out_ptr, bias_ptr, residual_ptr,
+    total, N, share, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What lies past a share in the landing is read and thrown away: there is always memory."""
+    let_next_start(PDL)
+    channel = tl.program_id(0)
+    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
+    wait_for_earlier(PDL)
+    epoch = tl.load(epochs_ptr + channel) + 1
+    meet(theirs, mine, epoch, LANES)
+    place = tl.arange(0, BLOCK)
+    for start in range(channel * BLOCK, tl.minimum(share, total - RANK * share), tl.num_programs(0) * BLOCK):
+        element = RANK * share + start + place
+        inside = (start + place < share) & (element < total)
+        own = tl.load(partial_ptr + element, mask=inside, other=0.0)
+        acc = tree_sum(own, landed_ptr + start + place, RANK, RANKS, PITCH, R0, R1, R2, R3)
+        y = finish(
+            acc, element, total, N, bias_ptr, residual_ptr, residual_stride,
+            HAS_BIAS, HAS_RESIDUAL, out_ptr.dtype.element_ty,
+        )  # fmt: skip
+        tl.store(out_ptr + element, y, mask=inside)
+        for r in tl.static_range(RANKS):
+            if r != RANK:
+                there = sums[r].to(tl.pointer_type(out_ptr.dtype.element_ty)) + RANK * PITCH + start + place
+                tl.store(there, y, mask=inside)
+    epoch += 1
+    meet(theirs, mine, epoch, LANES)
+    for r in tl.static_range(RANKS):
+        if r != RANK:
+            for start in range(channel * BLOCK, tl.minimum(share, total - r * share), tl.num_programs(0) * BLOCK):
+                element = r * share + start + place
+                inside = (start + place < share) & (element < total)
+                here = sums[RANK].to(tl.pointer_type(out_ptr.dtype.element_ty)) + r * PITCH + start + place
+                tl.store(out_ptr + element, tl.load(here, mask=inside), mask=inside)
+    tl.store(epochs_ptr + channel, epoch)

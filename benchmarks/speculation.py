@@ -145,8 +145,10 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 class Comparison:
     """One target under several drafters."""
 
-    def __init__(self, target: CompiledModel, draft: CompiledModel, arguments: argparse.Namespace) -> None:
-        self.target, self.draft = target, draft
+    def __init__(
+        self, target: CompiledModel, compile_draft: Callable[[], CompiledModel], arguments: argparse.Namespace
+    ) -> None:
+        self.target, self.compile_draft = target, compile_draft
         self.rate, self.num_tokens, self.repeats = arguments.rate, arguments.k, arguments.repeats
         batches = [int(batch) for batch in arguments.batches.split(",")]
         self.works = {batch: Workload(batch, arguments.tokens, target.vocab_size) for batch in batches}
@@ -181,7 +183,7 @@ class Comparison:
             yield self._tree()
             free()
         yield from self._drafted("n-gram", lambda rate: Steered(self.truth, rate, self.num_tokens))
-        small = self.draft.drafter(self.num_tokens, num_sequences=max(self.works))
+        small = self.compile_draft().drafter(self.num_tokens, num_sequences=max(self.works))
         yield from self._drafted("model", lambda rate: Steered(self.truth, rate, self.num_tokens, small))
 
     def _drafted(self, name: str, drafter: Callable[[float], Drafter]) -> Iterator[dict[str, object]]:
@@ -225,20 +227,24 @@ class Comparison:
         }
 
 
-def models(arguments: argparse.Namespace) -> tuple[CompiledModel, CompiledModel, str]:
-    """Target, draft, and what they are."""
+def models(arguments: argparse.Namespace) -> tuple[CompiledModel, Callable[[], CompiledModel], str]:
+    """Target, what makes the draft, and what they are."""
     if arguments.small:
         target = detcompile.compile(detcompile.load_model("tiny", dtype=torch.float32, device="cpu"))
-        config = AutoConfig.for_model(**(target.model.config.to_dict() | {"num_hidden_layers": 1, "layer_types": None}))
-        draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        return target, detcompile.compile(draft, max_context=MAX_CONTEXT), "embedded model, draft of one layer, fp32"
-    numerics = Numerics(tp_sizes=(1,))
-    target = detcompile.compile(build(arguments.layers), numerics=numerics)
-    config = AutoConfig.for_model("qwen3", num_hidden_layers=28, **(QWEN3_8B | QWEN3_0_6B))
-    with torch.device("cuda"):
-        draft = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    compiled = detcompile.compile(draft, numerics=numerics, max_context=MAX_CONTEXT)
-    return target, compiled, f"Qwen3-8B shape, {arguments.layers} layers, draft of Qwen3-0.6B's shape, bf16, random"
+        changes = {"num_hidden_layers": 1, "layer_types": None}
+        config = AutoConfig.for_model(**(target.model.config.to_dict() | changes))
+        name = "embedded model, draft of one layer, fp32"
+    else:
+        target = detcompile.compile(build(arguments.layers), numerics=Numerics(tp_sizes=(1,)))
+        config = AutoConfig.for_model("qwen3", num_hidden_layers=28, **(QWEN3_8B | QWEN3_0_6B))
+        name = f"Qwen3-8B shape, {arguments.layers} layers, draft of Qwen3-0.6B's shape, bf16, random"
+
+    def compile_draft() -> CompiledModel:
+        with torch.device(target.device):
+            draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype).eval()
+        return detcompile.compile(draft, numerics=target.numerics, max_context=MAX_CONTEXT)
+
+    return target, compile_draft, name
 
 
 def main() -> None:
@@ -254,14 +260,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     started = time.monotonic()
-    target, draft, name = models(arguments)
+    target, compile_draft, name = models(arguments)
     hardware = cpu_name() if arguments.small else torch.cuda.get_device_name()
     path = arguments.out / f"speculation-{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
     report = {"commit": arguments.commit, "hardware": hardware, "torch": torch.__version__, "model": name}
     report |= {"k": arguments.k, "tokens": arguments.tokens, "compile seconds": time.monotonic() - started, "rows": []}
     print(f"[{time.monotonic() - started:5.0f} s] compiled", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for row in Comparison(target, draft, arguments).rows():
+    for row in Comparison(target, compile_draft, arguments).rows():
         report["rows"].append(row)
         path.write_text(json.dumps(report, indent=1))
         shown = ", ".join(f"{key} {f'{v:.3g}' if isinstance(v, float) else v}" for key, v in row.items())

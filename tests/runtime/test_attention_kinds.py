@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 
 import detcompile
 from detcompile.compiled import CompiledModel
@@ -40,16 +41,24 @@ def model_of(name: str, device: str) -> CompiledModel:
     return detcompile.compile(random_model(name, dtype, device, **CHANGES[name]), max_context=768)
 
 
+@torch.no_grad()
+def plain_logits(name: str, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """Hugging Face's eager ones, in float32."""
+    plain = random_model(name, dtype, ids.device.type, **CHANGES[name])
+    plain.set_attn_implementation("eager")
+    return plain(ids, use_cache=False).logits.float()
+
+
 @NAMES
 def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
     model = model_of(name, device)
     ids = torch.randint(0, VOCAB_SIZE, (2, 577), generator=torch.Generator().manual_seed(5)).to(device)
-    plain = random_model(name, torch.float32, device, **CHANGES[name])
-    plain.set_attn_implementation("eager")
-    with torch.no_grad():
-        expected = plain(ids, use_cache=False).logits
+    expected = plain_logits(name, torch.float32, ids)
     error = (model(ids).logits.float() - expected).norm() / expected.norm()
-    assert error < (1e-5 if model.dtype is torch.float32 else 3e-2)
+    if model.dtype is torch.float32:
+        assert error < 1e-5
+    else:  # a router that rounds may choose another expert
+        assert error < 1.3 * (plain_logits(name, model.dtype, ids) - expected).norm() / expected.norm()
     assert [group.window for group in model._kv_groups] == ([35, 0] if name == "llama4_text" else [0])  # unequal shapes
 
 

@@ -25,8 +25,8 @@ from detcompile.passes.rope import fuse_rope
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
-    canonicalize,
     join_fills,
+    canonicalize,
     pin_topk,
     pin_sorts,
     pin_batched_products,

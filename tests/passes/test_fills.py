@@ -34,6 +34,23 @@ def test_a_whole_fill_is_a_concatenation() -> None:
     assert "aten.cat.default" in {entry.op for entry in backend.certificates[0].entries}
 
 
+def test_a_fill_of_heads_of_one_sequence_is_a_concatenation() -> None:
+    """As DeepSeek's keys [1, heads, T, D] are put together, with an unknown T."""
+    x = torch.randn(5, 4, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+
+    def whole(x: Tensor) -> Tensor:
+        heads = x.transpose(0, 1)[None]
+        out = heads.new_empty(*heads.shape[:-1], 12)
+        out[..., :8].copy_(heads)
+        out[..., 8:].copy_(heads[..., :4])
+        return out[0].transpose(0, 1) * 2
+
+    backend, run = compiled(whole)
+    assert torch.equal(run(x), whole(x))
+    assert "aten.cat.default" in {entry.op for entry in backend.certificates[0].entries}
+
+
 def test_one_value_where_a_mask_says_is_a_choice() -> None:
     x = torch.randn(5, 8)
 

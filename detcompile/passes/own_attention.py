@@ -69,10 +69,11 @@ def _codegen(self: Any, hidden_states: Tensor, position_ids: Tensor, **kwargs: A
     heads = self.num_attention_heads // CODEGEN_PARTS
     fused = self.qkv_proj(hidden_states).unflatten(-1, (CODEGEN_PARTS, 3, heads, self.head_dim))
     query, value, key = (fused[..., part, :, :].flatten(-3, -2) for part in range(3))
-    sin, cos = self.embed_positions[position_ids].chunk(2, -1)
+    sin, cos = self.embed_positions[position_ids].chunk(2, -1)  # float32 beside a checkpoint's weights of any dtype
     turned = self.rotary_dim
     query, key = (
-        torch.cat([rotate_pairs(states[..., :turned], sin, cos), states[..., turned:]], -1) for states in (query, key)
+        torch.cat([rotate_pairs(states[..., :turned], sin, cos), states[..., turned:]], -1).to(states.dtype)
+        for states in (query, key)
     )
     return self.out_proj(attend(self, query, key, value, kwargs.get(STEP_KWARG))), None
 

@@ -16,7 +16,7 @@ from detcompile.axes import Configuration, score
 from detcompile.orders import Experts
 from detcompile.passes import pipeline
 from detcompile.passes.backend import Backend, cause
-from detcompile.passes.experts import experts, pin_experts
+from detcompile.passes.experts import experts, mixed, pin_experts
 from detcompile.passes.rankings import pin_topk
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
@@ -83,6 +83,18 @@ def test_experts_are_added_in_the_routers_order() -> None:
     expected = torch.from_numpy(np.asarray(Experts(5).evaluate(parts.numpy())))
     assert_bitwise_equal(experts(module, x, ids, weights), expected)
     assert not torch.equal(experts(module, x, ids.flip(1), weights.flip(1)), expected)
+
+
+def test_weights_of_float32_multiply_rows_of_bfloat16_unrounded() -> None:
+    """As Mixtral's router has them: one rounding, after the sum."""
+    generator = torch.Generator().manual_seed(3)
+    outer = torch.randn(11, 3, 16, generator=generator).bfloat16()
+    weights = torch.rand(11, 3, generator=generator)
+    products = (outer.float() * weights[..., None]).unbind(1)
+    expected = ((products[0] + products[1]) + products[2]).bfloat16()
+    found = mixed(outer, weights)
+    assert found.dtype == torch.bfloat16
+    assert_bitwise_equal(found, expected)
 
 
 def ranked(x: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,18 @@ def test_logits_and_windows_are_the_models_own(case: str) -> None:
     assert (logits - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_angles_of_float32_turn_states_of_bfloat16() -> None:
+    """A checkpoint of codegen is loaded in a dtype that its table of angles does not take."""
+    model = random_model("codegen", torch.bfloat16, **CASES["codegen"][0])
+    for block in model.transformer.h:
+        block.attn.embed_positions = block.attn.embed_positions.float()
+    with torch.no_grad():
+        give_positions(model)
+        probe_attention(model, 64)
+        logits = model(input_ids=IDS, position_ids=torch.arange(90).repeat(2, 1), use_cache=False).logits
+    assert logits.dtype == torch.bfloat16 and bool(logits.isfinite().all())
+
+
 def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
     assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_ATTENTION)
     model = random_model("mvp", torch.float32, **BART)

@@ -91,14 +91,15 @@ def matmul_all_reduce(
         landing: whether partials travel while others are made, where they can; None: where that is likely faster.
 
     Raises:
-        InvalidInput: as ``tree_all_reduce``.
+        InvalidInput: the radices above do not make the group's size.
     """
+    _require_tree(radices_above, group)
     M, N = x.shape[0], w.shape[0]
     memory = peer_memory(group, x.device) if x.is_cuda else None
     place = None if memory is None else _landing(memory, group, M, N, radices_above, landing)
     if memory is None or place is None:
         partial = partial_product(x, w, radices)
-        return tree_all_reduce(partial, bias, residual, radices_above, group, out_dtype, landing=False)
+        return tree_all_reduce(partial, bias, residual, radices_above, group, out_dtype)
     partial, out = x.new_empty((M, N), dtype=torch.float32), x.new_empty((M, N), dtype=out_dtype)
 
     def make(rows: slice) -> None:
@@ -117,6 +118,12 @@ def _landing(
     return None
 
 
+def _require_tree(radices: Sequence[int], group: str) -> None:
+    num_ranks = process_group(group).size()
+    if math.prod(radices) != num_ranks:
+        raise InvalidInput(f"detcompile::tree_all_reduce: radices {tuple(radices)} over {num_ranks} ranks")
+
+
 def _levels(radices: Sequence[int]) -> int:
     return sum(radix > 1 for radix in radices)
 
@@ -130,20 +137,18 @@ def tree_all_reduce(
     out_dtype: torch.dtype,
     two_shot: bool | None = None,
     peers: bool = True,
-    landing: bool | None = None,
+    landing: bool = False,
 ) -> Tensor:
     """The op on any device.
 
     Args:
-        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. landing: as in
-            ``matmul_all_reduce``. All give the same bits.
+        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. landing: by copy
+            engines where they can, which is not faster without a product beside. All give the same bits.
 
     Raises:
         InvalidInput: the radices do not make the group's size, or shapes do not fit.
     """
-    num_ranks = process_group(group).size()
-    if math.prod(radices) != num_ranks:
-        raise InvalidInput(f"detcompile::tree_all_reduce: radices {tuple(radices)} over {num_ranks} ranks")
+    _require_tree(radices, group)
     if partial.dim() < 2 or partial.dtype is not torch.float32:
         raise InvalidInput(
             f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [..., N]"

@@ -27,7 +27,7 @@ from detcompile.templates.matmul_triton import tree_options
 
 __all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_by_landing"]
 
-LEAST_TOKENS = 2048  # from here on a share of tokens keeps the multiprocessors busy by itself
+LEAST_TOKENS = 1024  # of a product; from here on its shares take as long as the copies beside them
 TILE = 128  # tokens: shares are whole tiles of a product, where they can be
 MOST_FEATURES = LANDING // LANES  # a share has room for a row
 BLOCK, WARPS = 2048, 8

@@ -16,13 +16,33 @@ from transformers.pytorch_utils import Conv1D
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.parallel import TensorParallel
 from detcompile.passes.attention import AttentionCall
+from detcompile.passes.own_attention import CODEGEN_PARTS
 
 __all__ = ["HeadShare", "features_of", "head_share"]
 
-# (architecture, projection) whose features are all queries, then all keys, then all values
-PACKED = {("gpt2", "c_attn"), ("phi3", "qkv_proj")}
+QUERIES = {"q_proj", "q_b_proj", "query", "Wq", "q_lin"}
+KEYS, VALUES = {"k_proj", "key", "Wk", "k_lin"}, {"v_proj", "value", "Wv", "v_lin"}
+LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}  # what every head reads
+OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "Wo", "out_lin"}
+# (architecture, projection) whose features are those of the query heads, gates of what the heads found
+GATES = {("afmoe", "gate_proj"), ("laguna", "g_proj")}
+# ... whose features are all queries, then all keys, then all values
+PACKED = {
+    ("gpt2", "c_attn"),
+    ("mpt", "Wqkv"),
+    ("openai-gpt", "c_attn"),
+    ("phi3", "qkv_proj"),
+    ("phi4_multimodal", "qkv_proj"),
+}
 # ... whose features are, for each key head, its query heads, its key and its value
-GROUPED = {("bloom", "query_key_value"), ("falcon", "query_key_value"), ("gpt_neox", "query_key_value")}
+GROUPED = {
+    ("bloom", "query_key_value"),
+    ("falcon", "query_key_value"),
+    ("gpt_bigcode", "c_attn"),
+    ("gpt_neox", "query_key_value"),
+    ("gpt_neox_japanese", "query_key_value"),
+    ("persimmon", "query_key_value"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +106,9 @@ def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate:
 def features_of(
     leaf: str, linear: nn.Linear | Conv1D, share: HeadShare, model_type: str, where: str
 ) -> Tensor | None:
-    """The output features of an attention module's projection that belong to the rank's heads; None for its last one.
+    """The output features of an attention module's projection that belong to the rank's heads; None for all of them.
+
+    Every rank has all outputs of a module's last projection, and of one into a latent that all heads read.
 
     Raises:
         UnsupportedModel: what the projection's features are is not known.
@@ -94,17 +116,23 @@ def features_of(
     width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
     q, k = (heads * share.head_dim for heads in (share.num_heads, share.num_kv_heads))
     v = share.num_kv_heads * share.v_head_dim
-    if leaf in ("o_proj", "out_proj", "c_proj", "dense"):
+    if leaf in OUTPUTS | LATENTS:
         return None
-    if leaf == "q_proj" and width % share.num_heads == 0:  # a head may have more than its query, as a gate
+    # A head may have more than its query, as a gate.
+    if (leaf in QUERIES or (model_type, leaf) in GATES) and width % share.num_heads == 0:
         return _blocks(share.q, width // share.num_heads)
-    if (leaf, width) in (("k_proj", k), ("v_proj", v)):
+    if (leaf in KEYS and width == k) or (leaf in VALUES and width == v):
         return _blocks(share.kv, width // share.num_kv_heads)
+    # Of a latent: each head's key without its rotated part, and its value.
+    if leaf == "kv_b_proj" and share.num_kv_heads == share.num_heads and width % share.num_heads == 0:
+        return _blocks(share.kv, width // share.num_heads)
     if (model_type, leaf) in PACKED and width == q + k + v:
         parts = [_blocks(share.q, share.head_dim), q + _blocks(share.kv, share.head_dim)]
         return torch.cat([*parts, q + k + _blocks(share.kv, share.v_head_dim)])
     if (model_type, leaf) in GROUPED and width == q + k + v and share.head_dim == share.v_head_dim:
         return _grouped(share)
+    if (model_type, leaf) == ("codegen", "qkv_proj") and width == q + k + v and share.num_heads % CODEGEN_PARTS == 0:
+        return _in_parts(share)
     raise UnsupportedModel(f"{where}.{leaf}: how its {width} features belong to heads is not known; compile with tp=1")
 
 
@@ -120,4 +148,17 @@ def _grouped(share: HeadShare) -> Tensor:
         first = kv * (members + 2)
         heads += [first + head % members for head in share.q[i * own : (i + 1) * own]]
         heads += [first + members, first + members + 1]
+    return _blocks(heads, share.head_dim)
+
+
+def _in_parts(share: HeadShare) -> Tensor:
+    """Of four parts, each its queries, values and keys, the same in as many parts as the rank's heads fill."""
+    whole, parts = share.num_heads // CODEGEN_PARTS, math.gcd(CODEGEN_PARTS, len(share.q))
+    own = len(share.q) // parts
+    heads = [
+        (head // whole * 3 + kind) * whole + head % whole
+        for part in range(parts)
+        for kind in range(3)
+        for head in share.q[part * own : (part + 1) * own]
+    ]
     return _blocks(heads, share.head_dim)

@@ -5,6 +5,7 @@ through passes.step_carrier, and learned positions through passes.positions. The
 attention is read by nobody.
 """
 
+import math
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from detcompile.passes.own_modules import class_of
 from detcompile.passes.rotations import rotate_halves, rotate_pairs
 from detcompile.passes.step_carrier import carry_positions
 
-__all__ = ["OWN_ATTENTION", "replace_attention"]
+__all__ = ["CODEGEN_PARTS", "OWN_ATTENTION", "replace_attention"]
 
 CODEGEN_PARTS = 4  # the fused weight holds four parts, each with its queries, values and keys
 
@@ -66,8 +67,9 @@ def _gpt_neo(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
 
 
 def _codegen(self: Any, hidden_states: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
-    heads = self.num_attention_heads // CODEGEN_PARTS
-    fused = self.qkv_proj(hidden_states).unflatten(-1, (CODEGEN_PARTS, 3, heads, self.head_dim))
+    parts = math.gcd(CODEGEN_PARTS, self.num_attention_heads)  # fewer of a rank's heads; a whole model has four
+    heads = self.num_attention_heads // parts
+    fused = self.qkv_proj(hidden_states).unflatten(-1, (parts, 3, heads, self.head_dim))
     query, value, key = (fused[..., part, :, :].flatten(-3, -2) for part in range(3))
     sin, cos = self.embed_positions[position_ids].chunk(2, -1)  # float32 beside a checkpoint's weights of any dtype
     turned = self.rotary_dim

@@ -29,14 +29,16 @@ from detcompile.passes.quantized_linear import QuantizedLinear
 
 __all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
 
+OWN_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters computes
 KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # whose tables transformers makes when it loads the model
 PER_HEAD = ("sinks", "alibi_slopes")
 NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
-HALVES = ("gate_up_proj",)  # two projections in one weight
+HALVES = ("gate_up_proj", "Wi")  # two projections in one weight
 # Where attention modules keep their number of query heads, key heads, and query heads for each key head.
-NUM_HEADS = ("num_heads", "num_attention_heads")
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 NUM_GROUPS = ("num_key_value_groups",)
+WIDTHS = ("split_size", "embed_dim", "all_head_size")  # features of all query heads together
 
 
 def row_parallel_patterns(model: PreTrainedModel) -> tuple[str, ...]:
@@ -103,6 +105,10 @@ def shard(
     for name, module in list(model.named_modules()):
         style = "" if name.rpartition(".")[0] in shares else style_of(name, plan)
         if style == "column":
+            if getattr(model.get_submodule(name.rpartition(".")[0]), "activation_sparsity", 0):
+                raise UnsupportedModel(
+                    f"{name}: which of its features are kept depends on all of them; compile with tp=1"
+                )
             _keep_columns(name, module, ranks)
             module.to(ranks.device)
         elif style == "experts" and (name, module) not in mixtures:
@@ -121,7 +127,7 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = [getattr(module, "rope_type", "default") for module in model.modules()]
     ropes = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
-    return config.model_type != "bloom" and ropes <= KNOWN_ROPES
+    return config.model_type not in OWN_SLOPES and ropes <= KNOWN_ROPES
 
 
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
@@ -153,8 +159,8 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
             # Heads that several ranks hold do not lie side by side after a gather: such a projection stays whole.
             if leaf not in norms or share.is_partition(leaf):
                 keep_features(linear, features)
-        elif leaf in NORMS and linear.weight.dim() == 2:  # a row for each head
-            linear.weight = nn.Parameter(linear.weight[share.heads(NORMS[leaf])].clone(), requires_grad=False)
+        elif leaf in NORMS:
+            _keep_norms(linear, share.heads(NORMS[leaf]))
     for leaf in PER_HEAD:
         values = getattr(attention, leaf, None)
         if values is not None:
@@ -163,14 +169,23 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
     _count_heads(attention, share)
 
 
+def _keep_norms(norm: Any, heads: list[int]) -> None:
+    """Of weights for each head, rows of one tensor or modules of their own (stablelm), those of ``heads``."""
+    if isinstance(getattr(norm, "norms", None), nn.ModuleList):
+        norm.norms = nn.ModuleList(norm.norms[head] for head in heads)
+    elif norm.weight.dim() == 2:
+        norm.weight = nn.Parameter(norm.weight[heads].clone(), requires_grad=False)
+
+
 def _count_heads(attention: Any, share: HeadShare) -> None:
     counts = [(NUM_HEADS, len(share.q)), (NUM_KV_HEADS, len(share.kv)), (NUM_GROUPS, len(share.q) // len(share.kv))]
     for spellings, count in counts:
         for attribute in spellings:
             if hasattr(attention, attribute):
                 setattr(attention, attribute, count)
-    if hasattr(attention, "split_size"):  # features of all heads together
-        attention.split_size = len(share.q) * share.head_dim
+    for attribute in WIDTHS:
+        if hasattr(attention, attribute):
+            setattr(attention, attribute, len(share.q) * share.head_dim)
     if hasattr(attention, "config"):
         attention.config = copy.copy(attention.config)
         attention.config.num_attention_heads = len(share.q)

@@ -171,10 +171,11 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
 
 def _keep_norms(norm: Any, heads: list[int]) -> None:
     """Of weights for each head, rows of one tensor or modules of their own (stablelm), those of ``heads``."""
+    weight = getattr(norm, "weight", None)  # nanochat's has none
     if isinstance(getattr(norm, "norms", None), nn.ModuleList):
         norm.norms = nn.ModuleList(norm.norms[head] for head in heads)
-    elif norm.weight.dim() == 2:
-        norm.weight = nn.Parameter(norm.weight[heads].clone(), requires_grad=False)
+    elif weight is not None and weight.dim() == 2:
+        norm.weight = nn.Parameter(weight[heads].clone(), requires_grad=False)
 
 
 def _count_heads(attention: Any, share: HeadShare) -> None:

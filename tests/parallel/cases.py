@@ -34,6 +34,7 @@ __all__ = [
     "Failure",
     "PARTS",
     "SERVED",
+    "attempt",
     "compile_one",
     "dense_logits",
     "needs_gpus",
@@ -84,14 +85,14 @@ def rank_results(
     """
     results: dict[str, Any] = {}
     if "collectives" in parts:
-        results["collectives"] = _attempt(lambda: check_all(rank, tp, device))
-        results["another model"] = _attempt(lambda: _refusal_of_another_model(rank, tp, device))
+        results["collectives"] = attempt(lambda: check_all(rank, tp, device))
+        results["another model"] = attempt(lambda: _refusal_of_another_model(rank, tp, device))
         if device == "cuda":
-            results["peers"] = _attempt(lambda: check_peers(rank, tp))
+            results["peers"] = attempt(lambda: check_peers(rank, tp))
     if "dense" in parts:
-        results["dense"] = {name: _attempt(lambda name=name: _dense(name, device, tp)) for name in dense}
+        results["dense"] = {name: attempt(lambda name=name: _dense(name, device, tp)) for name in dense}
     if "served" in parts:
-        results["served"] = {case: _attempt(lambda case=case: _served(*case, device, tp, rank)) for case in served}
+        results["served"] = {case: attempt(lambda case=case: _served(*case, device, tp, rank)) for case in served}
     return results
 
 
@@ -164,7 +165,8 @@ def one_layer(name: str, device: str, tp: int) -> PreTrainedModel:
     return random_model(name, torch.float32, device, num_hidden_layers=1, **CHANGES.get((tp, name), {}))
 
 
-def _attempt(compute: Callable[[], Any]) -> Any:
+def attempt(compute: Callable[[], Any]) -> Any:
+    """What ``compute`` returns, or a Failure."""
     try:
         return compute()
     except Exception:

@@ -1,0 +1,180 @@
+"""Every architecture that docs/models.md says two ranks can share gives the bytes of one rank.
+
+All of them run module by module over pinned products, which takes a fraction of a second each. mpt runs as a certified
+graph too (as the architectures of cases.py), and a model whose keys and values come from a latent serves steps. torch's
+own silu rounds an element by its place in the tensor, so that a rank's part of a hidden layer fills whole vectors.
+"""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from detcompile import Numerics, UnsupportedModel
+from detcompile.parallel import TensorParallel, tensor_parallel
+from detcompile.passes.capture import freeze_rope, probe_attention
+from detcompile.passes.experts import pin_experts
+from detcompile.passes.positions import give_positions
+from detcompile.passes.shard import moves_after_sharding, pin_row_parallel, shard
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.sampling_params import SamplingParams
+from docs.generate_models import load
+from docs.model_configs import MAX_CONTEXT, OVERRIDES, SIZES, tiny_model
+from tests.bits import assert_bitwise_equal
+from tests.models import certified
+from tests.parallel.cases import Failure, attempt, dense_logits
+from tests.parallel.ranks import run_ranks
+
+ops = torch.ops.detcompile
+
+WIDE = {name: 128 for name in SIZES if name.endswith(("intermediate_size", "ffn_dim"))}
+# Configurations that are no defaults, and one layer where graphs are traced.
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, queries of no latent": ("deepseek_v3", {"q_lora_rank": None}),
+    "gpt_bigcode, a key for each query": ("gpt_bigcode", {"multi_query": False}),
+    "mpt, clipped": ("mpt", {"attn_config": {"clip_qkv": 0.5}}),
+    "stablelm, a norm for each head": ("stablelm", {"qk_layernorm": True, "num_key_value_heads": 2}),
+    "minicpm3, one layer": ("minicpm3", {"num_hidden_layers": 1, "v_head_dim": 8}),
+    "mpt, one layer": ("mpt", {"n_layers": 1}),
+}
+SHARED = [name for name, row in load().items() if row.get("tp2") == "yes"]  # none with another transformers or torch
+MODULES = {
+    2: [*SHARED, *list(CHANGES)[:4]],
+    4: ["codegen", "gpt_bigcode", "mpt", "nemotron", "stablelm, a norm for each head"],  # some have fewer key heads
+}
+GRAPH, SERVED = "mpt, one layer", "minicpm3, one layer"
+
+
+def architecture(case: str) -> PreTrainedModel:
+    """A tiny model of CHANGES, or of the default configuration."""
+    name, changes = CHANGES.get(case, (case, {}))
+    overrides = {name: OVERRIDES.get(name, {}) | changes}
+    with mock.patch.dict(SIZES, WIDE), mock.patch.dict(OVERRIDES, overrides):
+        return tiny_model(name)
+
+
+def prepared(case: str) -> PreTrainedModel:
+    """As compile() has it when it looks for attention."""
+    model = architecture(case)
+    give_positions(model)
+    freeze_rope(model, MAX_CONTEXT)
+    pin_experts(model)
+    return model
+
+
+def modules_logits(case: str, tp: int) -> Tensor:
+    """Logits [4, 8, V] of the model's own modules on each of tp ranks, where every linear takes a pinned product."""
+    model, numerics = prepared(case), Numerics()
+    attention, _ = probe_attention(model, numerics.kv_chunk)
+    if tp == 1:
+        pin_row_parallel(model, numerics)
+    else:
+        shard(model, attention, numerics, tensor_parallel(tp))
+    input_ids = (torch.arange(32) * 13 % 150).view(4, 8)
+    linear = mock.patch.object(nn.functional, "linear", _linear)
+    with linear, mock.patch.object(Conv1D, "forward", _conv1d), torch.no_grad():
+        return model(input_ids=input_ids, position_ids=torch.arange(8).repeat(4, 1), use_cache=False).logits
+
+
+def _linear(x: Tensor, w_NK: Tensor, bias: Tensor | None = None) -> Tensor:
+    return ops.matmul(x.flatten(0, -2), w_NK, bias, None, []).view(*x.shape[:-1], w_NK.shape[0])
+
+
+def _conv1d(self: Conv1D, x: Tensor) -> Tensor:
+    return _linear(x, self.weight.t(), self.bias)
+
+
+def served(tp: int) -> dict[str, Tensor]:
+    """Logits of a batch and of a row; tokens with their logprobs, which are read from the ranks' caches."""
+    model = certified(architecture(SERVED), tp=tp, max_context=MAX_CONTEXT)
+    ids = (torch.arange(74) * 7 % 150).view(2, 37)
+    found = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
+    answers = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
+        [[5, 6, 7], list(range(40))], params, progress=False
+    )
+    for request, (answer,) in enumerate(output.outputs for output in answers):
+        found[f"tokens {request}"] = torch.tensor(answer.token_ids)
+        found[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
+    return found
+
+
+def on_a_rank(rank: int, tp: int) -> dict[str, dict[str, Any]]:
+    """All that is asked of one of tp ranks; a case that raises leaves its traceback in its place."""
+    return {
+        "modules": {case: attempt(lambda case=case: modules_logits(case, tp)) for case in MODULES[tp]},
+        "graphs": {GRAPH: attempt(lambda: dense_logits(prepared(GRAPH), tp))} if tp == 2 else {},
+        "served": {SERVED: attempt(lambda: served(tp))} if tp == 2 else {},
+    }
+
+
+@functools.cache
+def _ranks(tp: int) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(tp, on_a_rank, tp)
+
+
+def results(tp: int, part: str, case: str) -> list[Any]:
+    """What each of tp ranks found."""
+    found = [rank[part][case] for rank in _ranks(tp)]
+    for rank, result in enumerate(found):
+        assert not isinstance(result, Failure), f"rank {rank} of {tp}:\n{result}"
+    return found
+
+
+@pytest.mark.parametrize(("tp", "case"), [(tp, case) for tp, cases in MODULES.items() for case in cases])
+def test_ranks_that_share_an_architecture_give_the_bytes_of_one(tp: int, case: str) -> None:
+    whole = modules_logits(case, 1)
+    assert bool(whole.isfinite().all()) and len(whole.unique()) > whole.numel() / 2
+    for rank, logits in enumerate(results(tp, "modules", case)):
+        assert_bitwise_equal(logits, whole, f"{case} on rank {rank} of {tp}")
+
+
+def test_the_certified_graph_gives_the_bytes_of_one() -> None:
+    whole = dense_logits(prepared(GRAPH), 1)
+    for rank, logits in enumerate(results(2, "graphs", GRAPH)):
+        assert_bitwise_equal(logits, whole, f"{GRAPH} on rank {rank} of 2")
+
+
+def test_a_rank_caches_its_heads_of_a_latents_keys_and_values() -> None:
+    whole = served(1)
+    for rank, found in enumerate(results(2, "served", SERVED)):
+        for what, expected in whole.items():
+            assert_bitwise_equal(found[what], expected, f"{what} on rank {rank} of 2")
+
+
+def shared(case: str, tp: int) -> PreTrainedModel:
+    """What the last of tp ranks keeps."""
+    model = prepared(case)
+    attention, _ = probe_attention(model, 512)
+    shard(model, attention, Numerics(), TensorParallel(size=tp, rank=tp - 1, group="never asked"))
+    return model
+
+
+def test_a_latent_is_whole_on_each_rank() -> None:
+    """Rank 3 of 4 has the last of four heads: 24 features of its query, 16 and 16 of its key and value."""
+    whole, own = (model.model.layers[0].self_attn for model in (architecture("deepseek_v3"), shared("deepseek_v3", 4)))
+    for latent in ("q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"):
+        assert_bitwise_equal(own.get_submodule(latent).weight, whole.get_submodule(latent).weight, latent)
+    assert_bitwise_equal(own.q_b_proj.weight, whole.q_b_proj.weight[72:])
+    assert_bitwise_equal(own.kv_b_proj.weight, whole.kv_b_proj.weight[96:])
+    assert_bitwise_equal(own.o_proj.weight, whole.o_proj.weight[:, 48:])
+
+
+def test_features_that_are_chosen_among_all_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.gate_proj: which of its features are kept depends"):
+        shared("gemma3n_text", 2)
+
+
+def test_models_whose_layers_keep_no_plan_are_refused_by_name() -> None:
+    for name, where in (("bitnet", "BitNetForCausalLM has no"), ("diffllama", "DiffLlamaForCausalLM has no")):
+        with pytest.raises(UnsupportedModel, match=f"{where} tensor-parallel plan"):
+            shared(name, 2)
+
+
+def test_slopes_that_compile_computes_are_computed_where_the_model_serves() -> None:
+    assert not moves_after_sharding(architecture("mpt"))

@@ -11,7 +11,7 @@ n-gram   proposals of the same rate that cost nothing.
 tree     a tree of 16 nodes, all wrong, in every step, beside plain steps.
 
 "always" drafts in every step, "automatic" where that is measured to be sooner; "wrong" are proposals that never hold,
-under the automatic switch. Each engine runs a workload once to warm up and then --repeats times; medians count. A
+under the automatic switch. Each engine runs a workload twice to warm up and then --repeats times; medians count. A
 difference to the plain tokens ends the program. Writes benchmarks/results/speculation-<device>-<commit>.json.
 """
 
@@ -123,13 +123,13 @@ class Workload:
     def run(self, engine: Engine, repeats: int) -> tuple[float, list[RequestOutput]]:
         """Milliseconds a token of one sequence, from the first tokens of all to the last of any; and the answers."""
         taken = []
-        for _ in range(repeats + 1):
+        for _ in range(repeats + 2):  # mixed steps are captured at second sight
             outputs = engine.generate(self.prompts, self.params, progress=False)
             metrics = [output.metrics for output in outputs if output.metrics is not None]
             first = max(metric.token_times[0] for metric in metrics)
             last = max(metric.token_times[-1] for metric in metrics)
             taken.append(1e3 * (last - first) / ((self.params.max_tokens or 2) - 1))
-        return statistics.median(taken[1:]), outputs
+        return statistics.median(taken[2:]), outputs
 
 
 def free() -> None:

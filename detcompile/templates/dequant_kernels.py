@@ -5,7 +5,8 @@ float8 (templates/quantized.py). Weights are the M operand of the MMA ("swapped"
 registers; the walk over k, the tree of leaves and the epilogue are those of matmul_kernels, and so are the bits.
 
 Nibbles are read 128 k at a time: the low halves of 64 bytes are 64 successive k, the high halves the next 64, and each
-is one ``tl.dot``. Scales of the next step are loaded in this one, since they are too small to be copied ahead.
+is one ``tl.dot``. Scales of the next step are loaded in this one, since they are too small to be copied ahead; the
+step after waits for them. Steps of several blocks of 128 k (`_blocks_leaf`) copy them ahead.
 
 The assembly is said to be impure, which stops Triton from looking through it: an operand that it knows to have been
 bytes goes to mma.sync with its k in another order, and so with other bits.
@@ -160,6 +161,41 @@ def _nibbles_leaf(
 
 
 @triton.jit
+def _blocks_leaf(
+    x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+    GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """_nibbles_leaf, a step several blocks of 128 k: first..end is whole steps, and a block has one scale a feature.
+
+    A thread has two scales to load at least, the least that Triton copies ahead, as it does weights and x.
+    """
+    dtype: tl.constexpr = x_M.dtype.element_ty
+    BLOCKS: tl.constexpr = BK // 128
+    acc = tl.zeros((BN, BM), tl.float32)
+    k_block = (tl.arange(0, BLOCKS) * 128)[None, :, None]
+    n_N = n[:, None, None]
+    for k in range(first, end, BK):
+        scale, offset = _scale_at(
+            scale_ptr, zero_ptr, k + k_block, end, n_N, N, scale_stride, 0, GROUP_K, ROWS, HAS_ZEROS, NARROW
+        )
+        byte = tl.multiple_of(k // 2, 64) + tl.arange(0, BK // 2)
+        q = tl.load(w_N[:, None] + byte[None, :], mask=(n < N)[:, None], other=0).reshape(BN, BLOCKS, 64)
+        kk = k + tl.arange(0, BK)
+        x = tl.load(x_M[None, :] + (kk * x_stride_k)[:, None], mask=(m < M)[None, :], other=0.0)
+        if NARROW:
+            low, high = _narrow_weights(q, scale, offset, scale, offset, dtype)
+        else:
+            low = _weights(q & 15, scale, offset, 0, dtype, ON_GPU)
+            high = _weights(q >> 4, scale, offset, 0, dtype, ON_GPU)
+        w = tl.join(low, high).permute(0, 1, 3, 2).reshape(BN, BK)
+        if ON_GPU:  # impure as above: of a join, Triton takes another order of k
+            w = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=w.dtype, is_pure=False, pack=2)
+        acc = tl.dot(w, x, acc)
+    return acc
+
+
+@triton.jit
 def _bytes_leaf(
     x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
@@ -204,7 +240,12 @@ def _quantized_leaf(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKED: tl.constexpr, EVEN_K: tl.constexpr,
     NARROW: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    if KIND == _NIBBLES:
+    if KIND == _NIBBLES and BK > 128:
+        acc = _blocks_leaf(
+            x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
+            GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, NARROW, ON_GPU,
+        )  # fmt: skip
+    elif KIND == _NIBBLES:
         acc = _nibbles_leaf(
             x_M, w_N, scale_ptr, zero_ptr, first, end, M, N, m, n, x_stride_k, scale_stride,
             GROUP_K, ROWS, HAS_ZEROS, BM, BN, BLOCKED, EVEN_K, NARROW, ON_GPU,

@@ -73,9 +73,12 @@ def run_dequant(
     radices = tuple(radix for radix in radices if radix > 1)
     leaf_k = weight.k // math.prod(radices)
     blocked = x.dtype is torch.float32
-    step = NIBBLE_BLOCK if weight.bits == 4 or blocked else schedule.block_k
-    if len(radices) > LEVELS or (radices and leaf_k % step):
+    step = NIBBLE_BLOCK if blocked else schedule.block_k
+    several = weight.bits == 4 and step > NIBBLE_BLOCK
+    if len(radices) > LEVELS or ((radices or several) and leaf_k % step):
         raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
+    if several and weight.group % NIBBLE_BLOCK:
+        raise ScheduleError(f"dequant_matmul: {schedule} takes groups of {NIBBLE_BLOCK} k, not {weight.group}")
     if blocked and x.is_cuda:  # Triton adds to the sum inside a product there, and so leaves the order of blocks
         raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
     x = x if x.stride(1) == 1 else x.contiguous()

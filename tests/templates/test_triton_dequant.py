@@ -17,7 +17,7 @@ from detcompile.templates.dequant_triton import (
 )
 from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.matmul_triton import run_schedule
-from detcompile.templates.quantized import QuantizedWeight, dequantized
+from detcompile.templates.quantized import NIBBLE_BLOCK, QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
 from tests.templates.quantized_cases import FORMATS, quantized_weight
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -70,6 +70,31 @@ def test_leaves_of_a_tree_are_whole_steps(name: str) -> None:
         assert_bitwise_equal(found, by_matmul(x, weight, radices=radices), f"{name} {radices}")
     with pytest.raises(ScheduleError, match="whole steps of 128"):
         run_dequant(SMALL[0], x, weight, radices=(8,))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the gate decides: test_every_schedule_has_the_bytes_of_matmul")
+@pytest.mark.parametrize("radices", [(), (2,)], ids=str)
+@pytest.mark.parametrize("name", ["int4, groups of 128", "int4, channels"])
+def test_steps_of_several_blocks_have_the_bytes_of_matmul(name: str, radices: tuple) -> None:
+    weight, x = quantized_weight(name, N, 1024, DEVICE), heavy_tailed(11, 1024, dtype=torch.float16)
+    problem = dequant_problem(x, weight, None, None, radices, x.dtype)
+    several = [schedule for schedule in dequant_candidates(problem) if schedule.block_k > NIBBLE_BLOCK]
+    assert len(several) == 4
+    expected = by_matmul(x, weight, radices=radices)
+    for schedule in several:
+        assert_bitwise_equal(run_dequant(schedule, x, weight, radices=radices), expected, f"{name} {schedule}")
+
+
+def test_steps_of_several_blocks_want_whole_steps_and_a_scale_for_a_block() -> None:
+    schedule = GemmSchedule("fused", 8, 16, 512, 1, 3, True)
+    for name, k, message in [
+        ("int4, groups of 128", 768, "whole steps of 512"),
+        ("int4, groups of 32", 512, "groups of 128"),
+    ]:
+        weight, x = quantized_weight(name, N, k, DEVICE), heavy_tailed(5, k, dtype=torch.float16)
+        assert schedule not in dequant_candidates(dequant_problem(x, weight, None, None, (), x.dtype))
+        with pytest.raises(ScheduleError, match=message):
+            run_dequant(schedule, x, weight)
 
 
 def test_a_row_ignores_its_neighbours() -> None:

@@ -18,6 +18,7 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.certificate import Certificate
 from detcompile.passes.layer_views import layers_of
 from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
+from detcompile.passes.parallel_modules import GatheredLinear
 from detcompile.runtime.block_pool import BLOCK_SIZE, BlockPool, whole_blocks
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
@@ -90,10 +91,8 @@ class CompiledModel:
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name. InvalidInput if a weight was given another storage since."""
         require_weights_at(self._addresses, self.model)
-        config = self.model.config.to_dict()
-        return fingerprint_parts(
-            self.model, config, self.numerics, self.certificate, self.max_context, self._whole_weights
-        )
+        given = (self.model, self.model.config.to_dict(), self.numerics, self.certificate, self.max_context)
+        return fingerprint_parts(*given, self._whole_weights)
 
     @property
     def fingerprint(self) -> str:
@@ -139,7 +138,7 @@ class CompiledModel:
     @property
     def engine_model(self) -> EngineModel:
         """What an engine has to know of this model."""
-        head = None if self.ranks is not None else self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         return EngineModel(
             forward=self.forward,
             kv_shapes=self._kv_shapes,
@@ -189,9 +188,8 @@ class CompiledModel:
             raise InvalidInput("this model's layers carry a state, which cannot take guesses back: draft with another")
         if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
             raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens}: at least 1")
-        source = self
-        if layers is not None:
-            source = self._with_layers(tuple(range(layers) if isinstance(layers, int) else layers))
+        chosen = range(layers) if isinstance(layers, int) else layers
+        source = self if chosen is None else self._with_layers(tuple(chosen))
         if cache_tokens is None:
             longest = whole_blocks(self.max_context)
             cache_tokens = min(num_sequences * longest, max(longest, CACHE_TOKENS))
@@ -225,14 +223,14 @@ class CompiledModel:
             num_nodes, num_candidates: of a tree that grows by probability. paths: a fixed tree instead.
 
         Raises:
-            InvalidInput: heads for another model, a tree that cannot be, or a model that ranks share.
+            InvalidInput: heads for another model, a tree that cannot be, or a model without a head of its own.
         """
         if self.engine_model.hidden_size == 0:
-            raise InvalidInput("no hidden states: ranks share this model, or it has no head of its own: take tp=1")
+            raise InvalidInput("no hidden states: this model has no head of its own: take another drafter")
         loaded = heads if isinstance(heads, MedusaHeads) else MedusaHeads.load(heads)
         return MedusaDrafter(
             deepcopy(loaded).to(self.device, self.dtype),
-            self.model.get_output_embeddings().weight.detach(),
+            self.head_weight(),
             num_nodes=num_nodes,
             num_candidates=num_candidates,
             paths=paths,
@@ -260,6 +258,11 @@ class CompiledModel:
         runner = self._runner(num_blocks, block_size, cuda_graphs, states)
         pool = BlockPool(num_blocks, block_size, order)
         return runner, KVBlocks(pool, self._kv_groups, prefix_caching=False, num_state_slots=states)
+
+    def head_weight(self) -> Tensor:
+        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+        head = self.model.get_output_embeddings()
+        return head.whole_weight() if isinstance(head, GatheredLinear) else head.weight.detach()
 
     @cached_property
     def _forward_with_states(self) -> Any:
@@ -300,14 +303,13 @@ class CompiledModel:
             InvalidInput: shapes, ids or masks that cannot be served.
         """
         batch = unpad(input_ids, attention_mask, position_ids)
-        if labels is not None and (
-            labels.shape != input_ids.shape or isinstance(logits_to_keep, Tensor) or logits_to_keep
-        ):
+        keeps_all = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
+        if labels is not None and not (keeps_all and labels.shape == input_ids.shape):
             raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
         check_batch(batch, self.vocab_size, self.max_context)
         sequences = [
             Sequence(tokens, position_ids=positions)
-            for row, (tokens, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True))
+            for tokens, positions in zip(batch.token_ids, batch.position_ids, strict=True)
         ]
         longest = sum(whole_blocks(len(s.token_ids)) for s in sequences)
         runner, blocks = self.new_runner(longest, num_sequences=len(sequences))
@@ -365,9 +367,8 @@ class CompiledModel:
             for row_seed in row_seeds(seed, len(batch.token_ids))
         ]
         check_batch(batch, self.vocab_size, self.max_context, max_new_tokens)
-        prompts = batch.token_ids
-        engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
-        outputs = engine.generate(prompts, params, progress=False)
+        engine = self._generating_engine(batch.token_ids, max_new_tokens, cuda_graphs)
+        outputs = engine.generate(batch.token_ids, params, progress=False)
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -382,13 +383,12 @@ class CompiledModel:
         longest = whole_blocks(max(len(tokens) for tokens in prompts) + max_new_tokens)
         needed = len(prompts) * longest // BLOCK_SIZE * len(self._kv_groups) + 1
         last = self._generator
-        if last is not None and not last.failed and last.config.cuda_graphs == cuda_graphs:
-            if last.stats.num_blocks >= needed:
-                return last
-        self._generator = last = None  # frees the old cache first
-        config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=min(len(prompts), 1024))
-        self._generator = engine = self.engine(config)
-        return engine
+        if last is None or last.failed or last.config.cuda_graphs != cuda_graphs or last.stats.num_blocks < needed:
+            self._generator = last = None  # frees the old cache first
+            seats = min(len(prompts), 1024)
+            config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=seats)
+            self._generator = last = self.engine(config)
+        return last
 
     def _stop_tokens(self, given: int | SequenceOf[int] | None) -> tuple[int, ...]:
         config = getattr(self.model, "generation_config", None)

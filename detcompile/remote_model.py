@@ -16,18 +16,26 @@ from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput
 from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
+from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over
 from detcompile.runtime.kv_cache import KVShape
-from detcompile.runtime.remote_worker import RemoteRunner, RemoteWorker, free_abandoned
+from detcompile.runtime.remote_worker import (
+    PackedTensor,
+    RemoteRunner,
+    RemoteWorker,
+    free_abandoned,
+    pack_tensor,
+    unpack_tensor,
+)
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.worker_group import WorkerGroup
 from detcompile.start_progress import StartProgress
@@ -67,6 +75,7 @@ class ModelFacts(NamedTuple):
     kv_groups: tuple[KVGroup, ...]
     dtype: torch.dtype
     device: torch.device
+    hidden_size: int
 
     @classmethod
     def of(cls, model: CompiledModel) -> "ModelFacts":
@@ -84,6 +93,7 @@ class ModelFacts(NamedTuple):
             known.kv_groups,
             known.dtype,
             known.device,
+            known.hidden_size,
         )
 
 
@@ -148,9 +158,18 @@ class RemoteModel(CompiledModel):
             share = config.memory_fraction / (self.group.num_ranks if self.device.type == "cpu" else 1)
             room = replace(config, memory_fraction=share)
             num_blocks = min(self.group.call("affordable_blocks", room, seconds=START_SECONDS))
-        worker = RemoteWorker(self.group, self._abandoned, (config, num_blocks), START_SECONDS)
+        with_states = speculation is not None and getattr(speculation.drafter, "reads_states", False)
+        if speculation is not None and with_states:
+            require_fitting(speculation.drafter, self._num_logits, self._facts.hidden_size, None)
+        given = (config, num_blocks, with_states)
+        worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, self.device)
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         return engine_over(worker, num_blocks, self.engine_model, config, tokenizer, speculation)
+
+    def head_weight(self) -> Tensor:
+        """As ``CompiledModel.head_weight``, on ``device``; it travels whole."""
+        (weight, *_) = self.apply(_head_of_first_rank, seconds=START_SECONDS)
+        return unpack_tensor(weight).to(self.device)
 
     def drafter(self, *_arguments: object, **_options: object) -> Any:
         """Not here: a draft model is small, and its logits are read at every token."""
@@ -187,6 +206,7 @@ class RemoteModel(CompiledModel):
             num_token_ids=facts.vocab_size,
             num_logits=facts.num_logits,
             eos_token_ids=self._stop_tokens(None),
+            hidden_size=facts.hidden_size,
         )
 
     def close(self) -> None:
@@ -258,6 +278,11 @@ def compile_in_workers(
                 raise
     group.on_note = lambda rank, text: None
     return RemoteModel(group, facts, numerics)
+
+
+def _head_of_first_rank(model: CompiledModel) -> PackedTensor | None:
+    weight = model.head_weight()
+    return pack_tensor(weight) if model.ranks is None or model.ranks.rank == 0 else None
 
 
 def _device_type(model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel], tp: int) -> str:

@@ -88,9 +88,13 @@ class RankServer:
         """KV blocks that this rank has room for."""
         return affordable_blocks(self.model.engine_model, config)
 
-    def new_worker(self, name: int, config: EngineConfig, num_blocks: int) -> None:
-        """Make the worker of an engine."""
-        self._made[name] = _Served(new_worker(self.model.engine_model, config, num_blocks), WorkReader(), deque())
+    def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
+        """Make the worker of an engine, whose steps hand out their hidden states or not."""
+        model = self.model.engine_model
+        if with_states:
+            assert model.forward_with_states is not None
+            model = model._replace(forward=model.forward_with_states())
+        self._made[name] = _Served(new_worker(model, config, num_blocks), WorkReader(), deque())
 
     def launch(self, name: int, packed: PackedWork) -> None:
         """Start a step of an engine."""
@@ -99,11 +103,13 @@ class RankServer:
             served.worker.sampler.forget(number)
         served.launched.append(served.worker.launch(served.reader.read(packed)))
 
-    def collect(self, name: int) -> StepResult | None:
-        """Wait for the oldest step launched."""
+    def collect(self, name: int) -> tuple[StepResult, PackedTensor | None] | None:
+        """Wait for the oldest step launched; its hidden states beside the rest."""
         served = self._served(name)
         result = served.worker.collect(served.launched.popleft())
-        return result if self.rank == 0 else None
+        if self.rank:
+            return None
+        return result._replace(hidden=None), None if result.hidden is None else pack_tensor(result.hidden)
 
     def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
         """Make a KV cache, and what runs steps over it."""

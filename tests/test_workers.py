@@ -23,6 +23,7 @@ from detcompile.compiled import CompiledModel
 from detcompile.errors import EngineError, WorkerError
 from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.start_progress import StartProgress, reading
@@ -211,6 +212,22 @@ def test_drafts_on_two_ranks_move_no_bit(
     engine.check()
     assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
     assert [output.outputs for output in found] == [output.outputs for output in expected]
+
+
+def test_heads_on_the_states_of_two_ranks_draft_what_those_of_one_do(two: RemoteModel) -> None:
+    torch.manual_seed(3)
+    here, heads = compiled(NAME, torch.float32), MedusaHeads(80, 3)
+    assert_bitwise_equal(two.head_weight(), here.head_weight())
+    prompts, params, expected = workload(NAME, "cpu")
+    accepted = []
+    for model in (two, here):
+        speculation = SpeculationConfig(drafter=model.medusa_drafter(heads, num_nodes=6), switch="always")
+        engine = model.engine(EngineConfig(num_blocks=120, block_size=16, overlap=False), speculation=speculation)
+        found = engine.generate(prompts, params, progress=False)
+        assert engine.speculator is not None and engine.speculator.error is None
+        assert [output.outputs for output in found] == [output.outputs for output in expected]
+        accepted.append((engine.speculator.num_accepted, engine.speculator.num_drafted))
+    assert accepted[0] == accepted[1] and accepted[0][1] > 0
 
 
 def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:

@@ -92,6 +92,11 @@ class GatheredLinear(nn.Module):
         gathered = ops.all_gather_columns(out.flatten(0, -2), self.group, self.num_features)
         return gathered.view(*x.shape[:-1], self.num_features)
 
+    def whole_weight(self) -> Tensor:
+        """[N, K] of all ranks, each of which has to call this."""
+        columns: Tensor = ops.all_gather_columns(self.weight.detach().t(), self.group, self.num_features)
+        return columns.t().contiguous()
+
 
 class ShardedEmbedding(nn.Module):
     """An embedding whose rows lie on the ranks, of which each holds as many (the last ones are padded).

@@ -94,8 +94,7 @@ def require_fitting(drafter: Any, vocab_size: int, hidden_size: int, tokenizer: 
         return
     if hidden_size == 0:
         raise InvalidInput(
-            f"{type(drafter).__name__} reads the model's hidden states, which ranks do not hand out: compile with tp=1,"
-            " or take another drafter"
+            f"{type(drafter).__name__} reads hidden states, which this model does not hand out: take another drafter"
         )
     if drafter.hidden_size != hidden_size:
         raise InvalidInput(

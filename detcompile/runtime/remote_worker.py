@@ -98,11 +98,14 @@ class RemoteWorker(_Remote):
     Args:
         group: whose target serves ``new_worker``, ``launch``, ``collect`` and ``free``.
         abandoned: names to be freed, shared by all that belongs to the group.
-        args: of ``new_worker``. seconds: that making it may take.
+        args: of ``new_worker``. seconds: that making it may take. device: where hidden states shall be.
     """
 
-    def __init__(self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], seconds: float) -> None:
+    def __init__(
+        self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], seconds: float, device: torch.device
+    ) -> None:
         super().__init__(group, abandoned)
+        self._device = device
         self._tell_abandoned()
         self._numbers: dict[Hashable, int] = {}
         self._next_number = count()
@@ -116,9 +119,9 @@ class RemoteWorker(_Remote):
 
     def collect(self, launched: None) -> StepResult:
         """Wait for the oldest step that was not collected."""
-        result = self._group.call("collect", self.name)[0]
+        result, hidden = self._group.call("collect", self.name)[0]
         assert isinstance(result, StepResult)
-        return result
+        return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
 
     @property
     def sampler(self) -> "RemoteWorker":

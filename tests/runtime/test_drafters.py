@@ -288,7 +288,7 @@ def test_a_drafter_of_another_model_is_refused_when_the_engine_is_made():
     foreign = MedusaDrafter(MedusaHeads(64, 1), torch.zeros(VOCAB_SIZE, 64))
     with pytest.raises(InvalidInput, match="states of 64 values, the model's have 80"):
         model.engine(ROOMY, speculation=SpeculationConfig(drafter=foreign))
-    with pytest.raises(InvalidInput, match="ranks do not hand out"):
+    with pytest.raises(InvalidInput, match="does not hand out"):
         require_fitting(foreign, VOCAB_SIZE, 0, None)
 
 

@@ -36,9 +36,14 @@ __all__ = [
     "LENGTH",
     "MEANING_LIMIT",
     "NUMERICS",
+    "Result",
+    "as_it_is",
     "examine",
     "examine_on_gpu",
+    "one_line",
+    "refusal_of",
     "relative_error",
+    "two_rows",
 ]
 
 LENGTH = 200  # tokens: past WINDOW, a chunk of keys, and the threshold of rotary tables (docs/model_configs.py)
@@ -65,7 +70,7 @@ def examine(model_type: str, codegen: bool = True) -> Result:
             (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate).
     """
     start = time.monotonic()
-    with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", _as_it_is):
+    with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", as_it_is):
         result = _examine(model_type, codegen)
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
@@ -83,12 +88,12 @@ def examine_on_gpu(model_type: str) -> Result:
     except DetcompileError as error:
         result = {"verdict": "refused", "reason": refusal_of(error)}
     except Exception as error:
-        result = {"verdict": "wrong", "reason": f"unexpected: {_one_line(error)}"}
+        result = {"verdict": "wrong", "reason": f"unexpected: {one_line(error)}"}
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def _examine_on_gpu(model_type: str) -> Result:
-    ids = _two_rows()
+    ids = two_rows()
     with torch.no_grad():
         expected = tiny_model(model_type, "eager")(input_ids=ids, use_cache=False).logits
     single, half = (
@@ -100,24 +105,26 @@ def _examine_on_gpu(model_type: str) -> Result:
     return {"meaning": meaning, "axes": axes} | _verdict(meaning, axes)
 
 
-def _two_rows() -> Tensor:
+def two_rows() -> Tensor:
+    """The ids [2, LENGTH] that every architecture is run on."""
     return torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def _as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
+def as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
+    """In place of Inductor: the certified graph, operation by operation."""
     return make_boxed_func(graph_module.forward)
 
 
 def _examine(model_type: str, codegen: bool) -> Result:
     if model_type in OUTSIDE:
         return {"verdict": "outside", "reason": OUTSIDE[model_type]}
-    ids = _two_rows()
+    ids = two_rows()
     try:
         plain = tiny_model(model_type, "eager")
         with torch.no_grad():
             expected = plain(input_ids=ids, use_cache=False).logits
     except Exception as error:  # whatever a model of the list raises is its reason
-        return {"verdict": "outside", "reason": _one_line(error)}
+        return {"verdict": "outside", "reason": one_line(error)}
     if expected.shape != (2, LENGTH, expected.shape[-1]) or not bool(expected.isfinite().all()):
         return {"verdict": "outside", "reason": f"eager logits {tuple(expected.shape)}, not all finite"}
     causal = {} if _is_causal(plain, ids, expected) else {"causal": False}
@@ -129,7 +136,7 @@ def _examine(model_type: str, codegen: bool) -> Result:
         return {
             "verdict": "refused",
             "kind": type(error).__name__,
-            "reason": f"unexpected: {_one_line(error)}",
+            "reason": f"unexpected: {one_line(error)}",
         } | causal
     return _measure(model_type, compiled, ids, expected, AXES_MEASURED if codegen else ())
 
@@ -149,7 +156,7 @@ def _measure(model_type: str, compiled: CompiledModel, ids: Tensor, expected: Te
         found["meaning"] = relative_error(compiled(ids).logits, expected)
         found["axes"] = {axis: measure(compiled, plan).holds for axis, plan in _plans(axes)}
     except Exception as error:
-        return found | {"verdict": "wrong", "reason": f"compiled, then failed: {_one_line(error)}"}
+        return found | {"verdict": "wrong", "reason": f"compiled, then failed: {one_line(error)}"}
     found |= _verdict(found["meaning"], found["axes"])
     return found | {"tp2": _two_ranks(model_type)} if found["verdict"] == "certified" else found
 
@@ -188,7 +195,7 @@ def _two_ranks(model_type: str) -> str:
         except DetcompileError as error:
             return refusal_of(error)
         except Exception as error:
-            return f"unexpected: {_one_line(error)}"
+            return f"unexpected: {one_line(error)}"
     return "yes"
 
 
@@ -204,9 +211,10 @@ def refusal_of(error: Exception) -> str:
     if offenders:
         more = f" (and {len(offenders) - 1} more)" if len(offenders) > 1 else ""
         return f"{offenders[0]}{more}"
-    return _one_line(error)
+    return one_line(error)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The first line of an error, behind its class where it is none of ours."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__ + ': ' if not isinstance(error, DetcompileError) else ''}{lines[0] if lines else ''}"

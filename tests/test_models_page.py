@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from docs.generate_models import GPU_RESULTS, PAGE, RESULTS, versions
+from docs.half_checks import examine_half
 from docs.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT, examine
 from docs.model_configs import ARCHITECTURES
 from docs.models_page import counts, page
@@ -62,3 +63,10 @@ def test_a_row_measured_again_is_the_same(name: str) -> None:
     assert again["verdict"] == ROWS[name]["verdict"] and again["reason"] == ROWS[name]["reason"]
     if again["verdict"] == "certified":
         assert again["meaning"] < MEANING_LIMIT and again["tp2"] == ROWS[name]["tp2"]
+
+
+@pytest.mark.parametrize("name", ["codegen", "mixtral"])
+def test_what_keeps_float32_inside_is_compiled_in_bfloat16(name: str) -> None:
+    """codegen's table of angles and mixtral's weights of experts are float32 beside weights of any dtype."""
+    row = examine_half(name, torch.bfloat16)
+    assert row["verdict"] == "certified", row["reason"]

@@ -158,9 +158,10 @@ class RemoteModel(CompiledModel):
             share = config.memory_fraction / (self.group.num_ranks if self.device.type == "cpu" else 1)
             room = replace(config, memory_fraction=share)
             num_blocks = min(self.group.call("affordable_blocks", room, seconds=START_SECONDS))
-        with_states = speculation is not None and getattr(speculation.drafter, "reads_states", False)
-        if speculation is not None and with_states:
-            require_fitting(speculation.drafter, self._num_logits, self._facts.hidden_size, None)
+        drafter = None if speculation is None else speculation.drafter
+        with_states = getattr(drafter, "reads_states", False)
+        if with_states:
+            require_fitting(drafter, self._num_logits, self._facts.hidden_size, None)
         given = (config, num_blocks, with_states)
         worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, self.device)
         tokenizer = self.tokenizer if tokenizer is None else tokenizer

@@ -22,6 +22,7 @@ from detcompile.axes import AXES, score
 from detcompile.compiled import CompiledModel
 from detcompile.errors import EngineError, WorkerError
 from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
+from detcompile.runtime.drafters import Drafter
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.outputs import RequestOutput
@@ -70,6 +71,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
 def told(output: RequestOutput) -> tuple[RequestOutput, str]:
     """All that must be equal: everything but when."""
     return replace(output, metrics=None, request_id="", error=None), repr(output.error)
+
+
+def assert_drafts_unmoved(
+    model: CompiledModel, drafter: Drafter, config: EngineConfig, **options: int
+) -> tuple[int, int]:
+    """Fail unless the workload's answers are those without drafts; how many tokens were accepted and drafted."""
+    prompts, params, expected = workload(NAME, model.device.type)
+    speculation = SpeculationConfig(drafter=drafter, switch="always", **options)  # type: ignore[arg-type]
+    engine = model.engine(config, speculation=speculation)
+    found = engine.generate(prompts, params, progress=False)
+    engine.check()
+    assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    return engine.speculator.num_accepted, engine.speculator.num_drafted
 
 
 def test_logits_and_the_fingerprint(one: RemoteModel) -> None:
@@ -205,29 +220,19 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
 def test_drafts_on_two_ranks_move_no_bit(
     two: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:
-    prompts, params, expected = workload(NAME, "cpu")
-    speculation = SpeculationConfig(drafter=Oracle(expected, accuracy, seed), max_nodes=max_nodes, switch="always")
-    engine = two.engine(config, speculation=speculation)
-    found = engine.generate(prompts, params, progress=False)
-    engine.check()
-    assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    _, _, expected = workload(NAME, "cpu")
+    assert_drafts_unmoved(two, Oracle(expected, accuracy, seed), config, max_nodes=max_nodes)
 
 
 def test_heads_on_the_states_of_two_ranks_draft_what_those_of_one_do(two: RemoteModel) -> None:
     torch.manual_seed(3)
     here, heads = compiled(NAME, torch.float32), MedusaHeads(80, 3)
     assert_bitwise_equal(two.head_weight(), here.head_weight())
-    prompts, params, expected = workload(NAME, "cpu")
     accepted = []
     for model in (two, here):
-        speculation = SpeculationConfig(drafter=model.medusa_drafter(heads, num_nodes=6), switch="always")
-        engine = model.engine(EngineConfig(num_blocks=120, block_size=16, overlap=False), speculation=speculation)
-        found = engine.generate(prompts, params, progress=False)
-        assert engine.speculator is not None and engine.speculator.error is None
-        assert [output.outputs for output in found] == [output.outputs for output in expected]
-        accepted.append((engine.speculator.num_accepted, engine.speculator.num_drafted))
-    assert accepted[0] == accepted[1] and accepted[0][1] > 0
+        config = EngineConfig(num_blocks=120, block_size=16, overlap=False)
+        accepted.append(assert_drafts_unmoved(model, model.medusa_drafter(heads, num_nodes=6), config))
+    assert accepted[0] == accepted[1]
 
 
 def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:

@@ -32,7 +32,7 @@ from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
 from detcompile.templates.collectives_landing import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
 from detcompile.templates.collectives_memory import Landing, PeerMemory, landing_of, peer_memory
-from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, reduce_over_peers
+from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
 
@@ -105,7 +105,8 @@ def matmul_all_reduce(
     def make(rows: slice) -> None:
         partial_product(x[rows], w, radices, partial[rows])
 
-    reduce_by_landing(memory, place, partial, *_epilogue(bias, residual), tuple(radices_above), out, make)
+    reduction = Reduction(partial, *_epilogue(bias, residual), tuple(radices_above), out)
+    reduce_by_landing(memory, place, reduction, make)
     return out
 
 
@@ -159,12 +160,12 @@ def tree_all_reduce(
     memory = peer_memory(group, partial.device) if peers and partial.is_cuda else None
     if memory is not None and _levels(radices) <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
         out = partial.new_empty(partial.shape, dtype=out_dtype)
-        given = (partial, *_epilogue(bias, residual), tuple(radices), out)
+        reduction = Reduction(partial, *_epilogue(bias, residual), tuple(radices), out)
         place = None if two_shot is not None else _landing(memory, group, out.shape[0], out.shape[1], radices, landing)
         if place is None:
-            reduce_over_peers(memory, *given, two_shot)
+            reduce_over_peers(memory, reduction, two_shot)
         else:
-            reduce_by_landing(memory, place, *given)
+            reduce_by_landing(memory, place, reduction)
         return out.view(shape)
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES

@@ -18,12 +18,10 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from detcompile.templates.collectives_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
-from detcompile.templates.collectives_triton import finish, flags_of, meet, tree_sum
-from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.matmul_triton import tree_options
+from detcompile.templates.collectives_triton import Reduction, finish, flags_of, launch_arguments, meet, tree_sum
+from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
 __all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_by_landing"]
 
@@ -34,23 +32,12 @@ BLOCK, WARPS = 2048, 8
 
 
 def reduce_by_landing(
-    memory: PeerMemory,
-    landing: Landing,
-    partial: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    radices: tuple[int, ...],
-    out: Tensor,
-    make: Callable[[slice], object] | None = None,
+    memory: PeerMemory, landing: Landing, reduction: Reduction, make: Callable[[slice], object] | None = None
 ) -> None:
-    """As ``reduce_over_peers``.
-
-    Args:
-        partial: [M, N] float32, contiguous; ``make(rows)`` writes these rows of it, where it is not filled yet.
-    """
-    (M, N), num_ranks = out.shape, len(memory.boxes)
+    """Write the sum to ``reduction.out``. make(rows) writes these rows of the partial, where it is not filled yet."""
+    (M, N), num_ranks = reduction.out.shape, len(memory.boxes)
     room = landing.partials[0].shape[1] // N  # rows of a share
-    main, side = torch.cuda.current_stream(out.device), _side_stream(out.device)
+    main, side = torch.cuda.current_stream(reduction.out.device), _side_stream(reduction.out.device)
     for first in range(0, M, room * num_ranks):
         count = min(room * num_ranks, M - first)
         share = min(room, triton.cdiv(triton.cdiv(count, num_ranks), TILE) * TILE)
@@ -62,38 +49,17 @@ def reduce_by_landing(
             if owner != memory.rank:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
-                    _copy(partial[rows], landing.partials[owner][memory.rank])
+                    sent = reduction.partial[rows].view(-1)
+                    landing.partials[owner][memory.rank, : len(sent)].copy_(sent)
         main.wait_stream(side)
-        piece = slice(first, first + count)
-        _gather(
-            memory, landing, partial[piece], bias, None if residual is None else residual[piece], radices, out[piece],
-            share * N,
-        )  # fmt: skip
+        _gather(memory, landing, reduction.piece(slice(first, first + count)), share * N)
 
 
-def _copy(rows: Tensor, landed: Tensor) -> None:
-    landed[: rows.numel()].copy_(rows.reshape(-1))
-
-
-def _gather(
-    memory: PeerMemory,
-    landing: Landing,
-    partial: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    radices: tuple[int, ...],
-    out: Tensor,
-    share: int,
-) -> None:
+def _gather(memory: PeerMemory, landing: Landing, reduction: Reduction, share: int) -> None:
     """Of one piece, whose partials have all been sent. share: elements that a rank owns."""
     gather_kernel[(min(CHANNELS, triton.cdiv(share, BLOCK)),)](
-        partial, landing.partials[memory.rank], landing.sums, memory.flags, memory.flag_addresses, memory.epochs,
-        out, out if bias is None else bias, out if residual is None else residual,
-        out.numel(), out.shape[1], share, 0 if residual is None else residual.stride(0),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        RANK=memory.rank, RANKS=len(memory.boxes), LANES=LANES, PITCH=landing.partials[0].shape[1], BLOCK=BLOCK,
-        **tree_options(tuple(radix for radix in radices if radix > 1)),
-        num_warps=WARPS, enable_fp_fusion=False, **launch_options(out.device),
+        landed_ptr=landing.partials[memory.rank], sums=landing.sums, share=share,
+        PITCH=landing.partials[0].shape[1], BLOCK=BLOCK, num_warps=WARPS, **launch_arguments(memory, reduction),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ in the order of their numbers, so that the lowest unfinished one runs on every r
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -34,9 +35,11 @@ __all__ = [
     "LEVELS",
     "MOST_ELEMENTS",
     "ReduceSchedule",
+    "Reduction",
     "choose_schedule",
     "finish",
     "flags_of",
+    "launch_arguments",
     "meet",
     "reduce_over_peers",
     "tree_sum",
@@ -65,39 +68,67 @@ def choose_schedule(num_elements: int, num_ranks: int, out_bytes: int) -> Reduce
     return _schedule(num_elements, num_ranks, two < one)
 
 
-def reduce_over_peers(
-    memory: PeerMemory,
-    partial: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    radices: tuple[int, ...],
-    out: Tensor,
-    two_shot: bool | None = None,
-) -> None:
-    """Sum the ranks' partials [M, N] float32, contiguous, and write round(residual + round(sum + bias)) to out [M, N].
+class Reduction(NamedTuple):
+    """out [M, N] = round(residual + round(partials of all ranks + bias)).
 
-    Args:
+    Attributes:
+        partial: of this rank, [M, N] float32, contiguous.
         bias: [N], contiguous. residual: [M, N], unit stride along N.
         radices: of the tree over the ranks, at most LEVELS of them above 1.
-        two_shot: a way to force.
+        out: contiguous.
     """
-    num_ranks, total = len(memory.boxes), out.numel()
-    assert total <= MOST_ELEMENTS and out.is_contiguous() and partial.is_contiguous()
+
+    partial: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    radices: tuple[int, ...]
+    out: Tensor
+
+    def piece(self, rows: slice) -> "Reduction":
+        """Of these tokens alone."""
+        residual = None if self.residual is None else self.residual[rows]
+        return self._replace(partial=self.partial[rows], residual=residual, out=self.out[rows])
+
+
+def reduce_over_peers(memory: PeerMemory, reduction: Reduction, two_shot: bool | None = None) -> None:
+    """Write the sum to ``reduction.out``. two_shot: a way to force."""
+    num_ranks, total = len(memory.boxes), reduction.out.numel()
+    assert total <= MOST_ELEMENTS and reduction.out.is_contiguous() and reduction.partial.is_contiguous()
     if two_shot is None:
-        schedule = choose_schedule(total, num_ranks, out.element_size())
+        schedule = choose_schedule(total, num_ranks, reduction.out.element_size())
     else:
         schedule = _schedule(total, num_ranks, two_shot)
     share = schedule.block * (num_ranks if schedule.two_shot else 1)
     kernel = two_shot_kernel if schedule.two_shot else one_shot_kernel
     kernel[(min(CHANNELS, triton.cdiv(total, share)),)](
-        partial, memory.boxes, memory.flags, memory.flag_addresses, memory.epochs,
-        out, out if bias is None else bias, out if residual is None else residual,
-        total, out.shape[1], 0 if residual is None else residual.stride(0),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        RANK=memory.rank, RANKS=num_ranks, LANES=LANES, BOX=BOX, BLOCK=schedule.block,
-        **tree_options(tuple(radix for radix in radices if radix > 1)),
-        num_warps=schedule.warps, enable_fp_fusion=False, **launch_options(out.device),
+        boxes=memory.boxes, BOX=BOX, BLOCK=schedule.block, num_warps=schedule.warps,
+        **launch_arguments(memory, reduction),
     )  # fmt: skip
+
+
+def launch_arguments(memory: PeerMemory, reduction: Reduction) -> dict[str, Any]:
+    """What every kernel of a reduction takes, by name."""
+    partial, bias, residual, radices, out = reduction
+    return {
+        "partial_ptr": partial,
+        "flags_ptr": memory.flags,
+        "addresses_ptr": memory.flag_addresses,
+        "epochs_ptr": memory.epochs,
+        "out_ptr": out,
+        "bias_ptr": out if bias is None else bias,
+        "residual_ptr": out if residual is None else residual,
+        "total": out.numel(),
+        "N": out.shape[1],
+        "residual_stride": 0 if residual is None else residual.stride(0),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "RANK": memory.rank,
+        "RANKS": len(memory.boxes),
+        "LANES": LANES,
+        "enable_fp_fusion": False,
+        **tree_options(tuple(radix for radix in radices if radix > 1)),
+        **launch_options(out.device),
+    }
 
 
 def _schedule(num_elements: int, num_ranks: int, two_shot: bool) -> ReduceSchedule:

@@ -34,6 +34,7 @@ __all__ = [
     "Failure",
     "PARTS",
     "SERVED",
+    "answers",
     "attempt",
     "compile_one",
     "dense_logits",
@@ -114,6 +115,20 @@ def served_logits(model: CompiledModel) -> dict[str, Tensor]:
     logits["drawn tokens"] = model.generate(ids[:, :9], max_new_tokens=5, do_sample=True, seed=[1, 2])
     logits["drafted tokens"] = _drafted(model)
     return {name: values.cpu() for name, values in logits.items()}
+
+
+def answers(model: CompiledModel) -> dict[str, Tensor]:
+    """Logits of a batch and of a row; tokens with their logprobs, which are read from the ranks' caches."""
+    ids = (torch.arange(74, device=model.device) * 7 % 150).view(2, 37)
+    found = {"batch": model(ids).logits.cpu(), "row": model(ids[:1, :5]).logits.cpu()}
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
+    outputs = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
+        [[5, 6, 7], list(range(40))], params, progress=False
+    )
+    for request, (answer,) in enumerate(output.outputs for output in outputs):
+        found[f"tokens {request}"] = torch.tensor(answer.token_ids)
+        found[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
+    return found
 
 
 def _drafted(model: CompiledModel) -> Tensor:

@@ -15,11 +15,9 @@ from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.parallel import TensorParallel
 from detcompile.passes.expert_shares import shard_experts
 from detcompile.passes.experts import find_experts, pin_experts
-from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling_params import SamplingParams
 from tests.bits import assert_bitwise_equal
 from tests.models import certified, random_model
-from tests.parallel.cases import dense_logits, needs_gpus
+from tests.parallel.cases import answers, dense_logits, needs_gpus
 from tests.parallel.ranks import run_ranks
 
 SIX = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3}
@@ -48,19 +46,10 @@ def mixtral_graph(device: str, tp: int) -> Tensor:
 
 
 def served(name: str, dtype: torch.dtype, device: str, tp: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The fingerprint; logits of a batch and of a row, and tokens drawn with their logprobs."""
+    """The fingerprint, and answers."""
     compile_model = certified if device == "cpu" else detcompile.compile
     model = compile_model(mixture(name, dtype, device), tp=tp, max_context=256)
-    ids = (torch.arange(74, device=device) * 7 % 150).view(2, 37)
-    found = {"batch": model(ids).logits.cpu(), "row": model(ids[:1, :5]).logits.cpu()}
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
-    answers = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
-        [[5, 6, 7], list(range(40))], params, progress=False
-    )
-    for request, (answer,) in enumerate(output.outputs for output in answers):
-        found[f"tokens {request}"] = torch.tensor(answer.token_ids)
-        found[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
-    return model.fingerprint_parts, found
+    return model.fingerprint_parts, answers(model)
 
 
 Found = tuple[Tensor, list[tuple[dict[str, str], dict[str, Tensor]]]]

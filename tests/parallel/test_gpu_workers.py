@@ -1,4 +1,7 @@
-"""Workers on GPUs give the bits of one GPU, whatever is drawn for batch, chunks, drafts and size, or end in time."""
+"""Workers on GPUs give the bits of one GPU, whatever is drawn for batch, chunks, drafts and size, or end in time.
+
+The model is that of tests/test_workers.py; four ranks hold each of its two key heads twice.
+"""
 
 import os
 import signal
@@ -16,15 +19,13 @@ from detcompile import SamplingParams
 from detcompile.errors import EngineError
 from detcompile.remote_model import RemoteModel
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.speculation import SpeculationConfig
 from tests.bits import assert_bitwise_equal
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
 from tests.parallel.cases import needs_gpus, served_logits
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.test_speculation import Oracle, workload
-from tests.test_workers import told
+from tests.test_workers import NAME, assert_drafts_unmoved, told
 
-NAME = "granite_swa"  # four KV groups; two key heads, which four ranks hold twice
 CONFIGS = engine_configs(120, 400)
 
 
@@ -68,13 +69,8 @@ def test_an_engine_of_any_requests(
 def test_drafts_move_no_bit(
     workers: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:
-    prompts, params, expected = workload(NAME, "cuda")
-    speculation = SpeculationConfig(drafter=Oracle(expected, accuracy, seed), max_nodes=max_nodes, switch="always")
-    engine = workers.engine(config, speculation=speculation)
-    found = engine.generate(prompts, params, progress=False)
-    engine.check()
-    assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    _, _, expected = workload(NAME, "cuda")
+    assert_drafts_unmoved(workers, Oracle(expected, accuracy, seed), config, max_nodes=max_nodes)
 
 
 def test_a_rank_that_dies_is_named_within_two_seconds(workers: RemoteModel) -> None:

@@ -21,13 +21,11 @@ from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.positions import give_positions
 from detcompile.passes.shard import moves_after_sharding, pin_row_parallel, shard
-from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling_params import SamplingParams
 from docs.generate_models import load
 from docs.model_configs import MAX_CONTEXT, OVERRIDES, SIZES, tiny_model
 from tests.bits import assert_bitwise_equal
 from tests.models import certified
-from tests.parallel.cases import Failure, attempt, dense_logits
+from tests.parallel.cases import Failure, answers, attempt, dense_logits
 from tests.parallel.ranks import run_ranks
 
 ops = torch.ops.detcompile
@@ -90,18 +88,7 @@ def _conv1d(self: Conv1D, x: Tensor) -> Tensor:
 
 
 def served(tp: int) -> dict[str, Tensor]:
-    """Logits of a batch and of a row; tokens with their logprobs, which are read from the ranks' caches."""
-    model = certified(architecture(SERVED), tp=tp, max_context=MAX_CONTEXT)
-    ids = (torch.arange(74) * 7 % 150).view(2, 37)
-    found = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, logprobs=0, ignore_eos=True) for t in (0.0, 1.0)]
-    answers = model.engine(EngineConfig(num_blocks=30, block_size=16)).generate(
-        [[5, 6, 7], list(range(40))], params, progress=False
-    )
-    for request, (answer,) in enumerate(output.outputs for output in answers):
-        found[f"tokens {request}"] = torch.tensor(answer.token_ids)
-        found[f"logprobs {request}"] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
-    return found
+    return answers(certified(architecture(SERVED), tp=tp, max_context=MAX_CONTEXT))
 
 
 def on_a_rank(rank: int, tp: int) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from detcompile.float32 import add_tree
 from detcompile.templates import collectives_landing, collectives_memory, collectives_triton
 from detcompile.templates.collectives_memory import CHANNELS, LANES, Landing, PeerMemory
+from detcompile.templates.collectives_triton import Reduction
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
 
@@ -81,7 +82,8 @@ def test_every_rank_has_the_sum_in_the_order_of_the_tree(M: int, N: int, radices
         for _ in range(3 if two_shot else 2):
             for memory, partial, out in zip(ranks, partials, outs):
                 memory.epochs.fill_(7)
-                collectives_triton.reduce_over_peers(memory, partial.to(DEVICE), *epilogue, radices, out, two_shot)
+                reduction = Reduction(partial.to(DEVICE), *epilogue, radices, out)
+                collectives_triton.reduce_over_peers(memory, reduction, two_shot)
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
 
@@ -109,7 +111,8 @@ def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int
         for _ in range(2):
             for memory, partial, out in zip(ranks, partials, outs):
                 memory.epochs.fill_(7)
-                collectives_landing._gather(memory, place, partial.to(DEVICE), *epilogue, radices, out, share)
+                reduction = Reduction(partial.to(DEVICE), *epilogue, radices, out)
+                collectives_landing._gather(memory, place, reduction, share)
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
         assert ranks[0].epochs[:1].tolist() == [9]
@@ -118,7 +121,8 @@ def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int
 def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():
     (first, _), partial = memories(2), torch.zeros(1, 64, device=DEVICE)
     for two_shot in (False, True):
-        collectives_triton.reduce_over_peers(first, partial, None, None, (2,), torch.empty_like(partial), two_shot)
+        reduction = Reduction(partial, None, None, (2,), torch.empty_like(partial))
+        collectives_triton.reduce_over_peers(first, reduction, two_shot)
     assert first.epochs[:4].tolist() == [10, 7, 7, 7]
     assert int(first.flags[first.rank]) == 10  # lanes without another rank speak with themselves
 

@@ -7,6 +7,7 @@ each part, so that a run that ends early keeps what it measured. Times are media
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -102,7 +103,7 @@ def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> f
 
 
 FAMILIES = {
-    "all-reduce": ("one_shot_kernel", "two_shot_kernel"),
+    "all-reduce": ("one_shot_kernel", "one_shot_norm_kernel", "two_shot_kernel"),
     "landing": ("gather_kernel", "Memcpy"),
     "NCCL": ("nccl",),
     "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel"),
@@ -113,12 +114,16 @@ FAMILIES = {
 
 
 def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
-    """Milliseconds of a step, of its kernels by family, and of the longest kernels by name.
+    """Milliseconds of a step, of the host's launching it, of its kernels by family, and of the longest kernels by name.
 
     A kernel that starts while the one before ends counts from its start, so that the sum can be more than the step. An
     all-reduce counts from its start on this rank, so that it counts the wait for other ranks too.
     """
     whole = milliseconds(run)
+    start = time.perf_counter()
+    run()
+    host = 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
             run()
@@ -128,19 +133,24 @@ def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
     for kernel, taken in kernels.items():
         family = next((name for name, parts in FAMILIES.items() if any(part in kernel for part in parts)), "rest")
         families[family] += taken
-    longest = sorted(kernels.items(), key=lambda row: -row[1])[:14]
-    return {"ms": whole, "families": families, "kernels": {name[:80]: taken for name, taken in longest}}
+    longest = {name[:80]: taken for name, taken in sorted(kernels.items(), key=lambda row: -row[1])[:14]}
+    return {"ms": whole, "host ms": host, "families": families, "kernels": longest}
 
 
-def steps(model: CompiledModel) -> dict[str, object]:
-    """Where the time of steps goes."""
+STEPS = {"prefill 4 x 2048": (4, 2048)} | {
+    f"decode {batch} x {keys} keys": (batch, keys) for batch, keys in ((1, 96), (64, 512), (256, 96), (1000, 96))
+}
+
+
+def step_breakdown(model: CompiledModel, name: str) -> dict[str, object]:
+    """Where the time of one of STEPS goes."""
     torch.manual_seed(0)  # the same tokens on every rank
+    gc.collect()
     torch.cuda.empty_cache()
-    found: dict[str, object] = {}
-    for batch, keys in ((1, 96), (64, 512), (256, 96), (1000, 96)):
-        found[f"decode {batch} x {keys} keys"] = breakdown(decode_replay(model, batch, keys))
-    found["prefill 8 x 2048"] = breakdown(prefill_run(model, 2048, 8), 2)
-    return found
+    batch, tokens = STEPS[name]
+    if name.startswith("prefill"):
+        return breakdown(prefill_run(model, tokens, batch), 2)
+    return breakdown(decode_replay(model, batch, tokens))
 
 
 def measure_axes(model: CompiledModel) -> dict[str, object]:

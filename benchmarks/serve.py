@@ -12,6 +12,7 @@ benchmarks/results/serve-<device>-<commit>.json after each part. Each workload r
 import argparse
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import random
@@ -25,7 +26,7 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 
 import detcompile
-from benchmarks.model import QWEN3_8B, build, steps
+from benchmarks.model import QWEN3_8B, STEPS, build, step_breakdown
 from detcompile import CompiledModel, Numerics
 from detcompile.passes import backend, lowering
 from detcompile.passes.certificate import Certificate
@@ -208,7 +209,8 @@ def main() -> None:
             keep("compile seconds", time.perf_counter() - start)
             part = f"tp_sizes=(1, 2, 4, 8), tp={arguments.tp}"
             keep_all(part, serve(workers, ["sampled"]))
-            keep("steps of each rank", workers.apply(steps))
+            gc.collect()  # the engine and its cache
+            keep_all("steps of each rank", ((name, workers.apply(step_breakdown, name)) for name in STEPS))
         return
     parts = arguments.parts.split(",")
     if "ours" in parts or "equal" in parts:

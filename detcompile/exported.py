@@ -19,7 +19,9 @@ from detcompile.errors import ArchiveError, InvalidInput
 from detcompile.fingerprints import source_digest
 from detcompile.machine import obstacle
 from detcompile.numerics import Numerics
+from detcompile.passes.cache_writes import require_kept
 from detcompile.passes.certificate import Certificate, Entry
+from detcompile.passes.example_step import example_step
 from detcompile.runtime.engine_setup import EngineModel
 from detcompile.runtime.kv_cache import KVShape
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
@@ -64,6 +66,8 @@ class ExportedModel(CompiledModel):
         self._generator = None
         weights = archive.weights(self.device)
         self.forward = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)
+        step = example_step(self._kv_shapes, len(self._kv_groups), self._state_shapes, self.dtype, self.device)
+        require_kept(self.forward, self._kv_groups, step)
 
     @property
     def device(self) -> torch.device:

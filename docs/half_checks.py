@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile.errors import DetcompileError
 from detcompile.passes import lowering
+from detcompile.passes.plain_graph import run_plainly
 from docs.generate_models import RESULTS
-from docs.model_checks import NUMERICS, Result, as_it_is, one_line, refusal_of, two_rows
+from docs.model_checks import NUMERICS, Result, one_line, refusal_of, two_rows
 from docs.model_configs import MAX_CONTEXT, tiny_model
 
 __all__ = ["ERROR_LIMIT", "examine_half", "loaded"]
@@ -44,7 +45,7 @@ def examine_half(model_type: str, dtype: torch.dtype) -> Result:
             eager = loaded(model_type, dtype, "eager")(input_ids=ids, use_cache=False).logits
             found["eager"] = median_error(eager, expected)
     try:
-        with mock.patch.object(lowering, "compile_fx_inner", as_it_is):
+        with mock.patch.object(lowering, "compile_fx_inner", run_plainly):
             model = detcompile.compile(loaded(model_type, dtype), numerics=NUMERICS, max_context=MAX_CONTEXT)
             both, *alone = (model(rows).logits for rows in (ids, *ids.split(1)))
     except DetcompileError as error:

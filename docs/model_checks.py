@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._functorch.aot_autograd import make_boxed_func
 
 import detcompile
 from detcompile.axes import AXES, Configuration, Tokens, configurations, measure
@@ -25,6 +24,7 @@ from detcompile.passes import lowering
 from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.own_experts import replace_experts
+from detcompile.passes.plain_graph import run_plainly
 from detcompile.passes.positions import give_positions
 from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import shard
@@ -37,7 +37,6 @@ __all__ = [
     "MEANING_LIMIT",
     "NUMERICS",
     "Result",
-    "as_it_is",
     "examine",
     "examine_on_gpu",
     "one_line",
@@ -70,7 +69,7 @@ def examine(model_type: str, codegen: bool = True) -> Result:
             (relative error), axes (name -> holds), tp2 ('yes' or the refusal), operations (of the certificate).
     """
     start = time.monotonic()
-    with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", as_it_is):
+    with contextlib.nullcontext() if codegen else mock.patch.object(lowering, "compile_fx_inner", run_plainly):
         result = _examine(model_type, codegen)
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
@@ -108,11 +107,6 @@ def _examine_on_gpu(model_type: str) -> Result:
 def two_rows() -> Tensor:
     """The ids [2, LENGTH] that every architecture is run on."""
     return torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-
-
-def as_it_is(graph_module: Any, inputs: Any, **kwargs: Any) -> Any:
-    """In place of Inductor: the certified graph, operation by operation."""
-    return make_boxed_func(graph_module.forward)
 
 
 def _examine(model_type: str, codegen: bool) -> Result:

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._functorch.aot_autograd import make_boxed_func
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.api import EMBEDDED
 from detcompile.passes import lowering
+from detcompile.passes.plain_graph import run_plainly
 
 __all__ = ["ARCHITECTURES", "STATEFUL", "VOCAB_SIZE", "certified", "compiled", "random_model", "without_inductor"]
 
@@ -97,7 +97,7 @@ def compiled(
 @contextlib.contextmanager
 def without_inductor() -> Iterator[None]:
     """While entered, compiled graphs run operation by operation, as they were certified: half the time to compile."""
-    with mock.patch.object(lowering, "compile_fx_inner", lambda gm, *_, **__: make_boxed_func(gm.forward)):
+    with mock.patch.object(lowering, "compile_fx_inner", run_plainly):
         yield
 
 

@@ -18,6 +18,7 @@ from detcompile import (
     ExportedModel,
     InvalidInput,
     UnsupportedModel,
+    exported,
     exporting,
     verification,
 )
@@ -120,6 +121,15 @@ def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel]
     assert loaded.certificate == model.certificate and str(loaded.certificate) == str(model.certificate)
     assert loaded.numerics == model.numerics and loaded.max_context == model.max_context
     assert (loaded.dtype, loaded.device, loaded.vocab_size) == (model.dtype, model.device, model.vocab_size)
+
+
+def test_it_has_to_keep_what_it_writes(archives: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(exported, "require_kept", lambda *given: seen.append(given))
+    model = detcompile.load(archives["lfm2"])
+    ((forward, groups, step),) = seen
+    assert forward is model.forward and groups == model.engine_model.kv_groups
+    assert bool(forward(*step).isfinite().all())
 
 
 def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

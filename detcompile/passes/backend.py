@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from detcompile.errors import DetcompileError, UncertifiedOp, UnsupportedModel
@@ -21,6 +20,7 @@ from detcompile.passes.certificate import Certificate, Role, certify
 from detcompile.passes.gates import fuse_gated_products
 from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
+from detcompile.passes.plain_graph import run_plainly
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
 
 __all__ = ["Backend", "Program", "cause", "detcompile_backend"]
@@ -100,7 +100,7 @@ class Backend:
             # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
             self.certificates.append(self._certify(graph_module, named))
             if self.certify_only:
-                return make_boxed_func(graph_module.forward)
+                return run_plainly(graph_module)
             return self.lower(graph_module, inputs, **kwargs)
 
         with pinned_codegen(), functorch_config.patch(enable_autograd_cache=False):

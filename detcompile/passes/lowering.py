@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
@@ -17,6 +16,7 @@ from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.attention import AttentionCall
 from detcompile.passes.backend import Backend, Program, cause
+from detcompile.passes.cache_writes import require_kept
 from detcompile.passes.capture import (
     DenseForward,
     PackedForward,
@@ -26,6 +26,7 @@ from detcompile.passes.capture import (
     probe_attention,
 )
 from detcompile.passes.certificate import Certificate, Role
+from detcompile.passes.example_step import example_step
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.own_experts import replace_experts
 from detcompile.passes.packaging import Packaging
@@ -40,7 +41,6 @@ from detcompile.weights import weights_digest
 
 __all__ = ["Lowered", "Packaged", "lower", "lower_view", "lower_with_states", "package"]
 
-CAPTURE_BLOCK_SIZE = 16
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
 
 
@@ -224,7 +224,9 @@ def _compile_packed(
     states: tuple[StateShape, ...] = (),
 ) -> tuple[Callable[..., Any], Certificate]:
     program, certificate, example = _trace_packed(module, numerics, attention, groups, compile_fx_inner, states)
-    return _bind(program, example), certificate
+    forward = _bind(program, example)
+    require_kept(forward, groups, example)
+    return forward, certificate
 
 
 def _trace_packed(
@@ -239,7 +241,9 @@ def _trace_packed(
     backend = Backend(numerics, _packed_roles(groups), len(attention), join_weights=True, lower=compile_graph)
     backend.expected_recurrences = len(states)
     packed = torch.compile(_with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
-    example = _example(module.model, attention, len(groups), states)
+    parameter = next(module.model.parameters())
+    shapes = [call.shape for call in attention]
+    example = example_step(shapes, len(groups), states, module.model.dtype, parameter.device)
     _run(lambda: packed(*example), module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return program, certificate, example
@@ -335,54 +339,3 @@ def _packed_roles(groups: tuple[KVGroup, ...]) -> Callable[[str, Any], Role]:
 def _dense_role(name: str, value: Any) -> Role:
     """Roles by the names of DenseForward's arguments."""
     return Role("rows", {0: "batch", 1: "tokens"}) if name.startswith(("L_input", "L_pos")) else Role("weight")
-
-
-def _example(
-    model: PreTrainedModel,
-    attention: tuple[AttentionCall, ...],
-    num_groups: int,
-    states: tuple[StateShape, ...],
-) -> tuple[Tensor, Tensor, StepInputs, Tensor]:
-    """A step of two tokens whose extents are marked unknown, so that one graph serves every step."""
-    device, dtype = next(model.parameters()).device, model.dtype
-    num_tokens, num_blocks = 2, 2
-
-    def cache(heads: int, dim: int) -> Tensor:
-        return torch.zeros(num_blocks, CAPTURE_BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
-
-    def metadata(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    shapes = [call.shape for call in attention]
-    step = StepInputs(
-        slot_mappings=tuple(metadata([0, 1], torch.int64) for _ in range(num_groups)),
-        cu_seqlens=metadata([0, num_tokens]),
-        seq_lens=metadata([num_tokens]),
-        block_tables=tuple(metadata([[0, 1]]) for _ in range(num_groups)),
-        k_caches=tuple(cache(kv_heads, head_dim) for kv_heads, head_dim, _ in shapes),
-        v_caches=tuple(cache(kv_heads, v_head_dim) for kv_heads, _, v_head_dim in shapes),
-        state_slots=metadata([0]),
-        states=tuple(
-            torch.zeros(2, *state.shape, dtype=torch.float32 if state.float32 else dtype, device=device)
-            for state in states
-        ),
-    )
-    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
-    position_ids = torch.arange(num_tokens, device=device)[None]
-    logits_to_keep = torch.arange(num_tokens, device=device)
-    for tensor, dims in [
-        (input_ids, 1),
-        (position_ids, 1),
-        (logits_to_keep, 0),
-        *((slots, 0) for slots in step.slot_mappings),
-        (step.cu_seqlens, 0),
-        (step.seq_lens, 0),
-        (step.state_slots, 0),
-        *((table, [0, 1]) for table in step.block_tables),
-    ]:
-        mark_unbacked(tensor, dims)
-    for tensor in (*step.k_caches, *step.v_caches):
-        mark_unbacked(tensor, [0, 1])
-    for state in step.states:
-        mark_unbacked(state, 0)
-    return input_ids, position_ids, step, logits_to_keep

@@ -12,11 +12,12 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
 from torch._inductor.virtualized import V
+
+from detcompile.passes.plain_graph import run_plainly
 
 __all__ = ["Packaging"]
 
@@ -38,7 +39,7 @@ class Packaging:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         assert not self.files, "a packaging holds one graph"
-        traced = make_boxed_func(_copy(gm).forward)  # Dynamo runs what it compiled once; that may be the plain graph
+        traced = run_plainly(gm)  # Dynamo runs what it compiled once; that may be the plain graph
         self.kept = _without_sizes(gm)
         given = [inputs[position] for position in self.kept]
         with _ahead_of_time():
@@ -79,12 +80,6 @@ def _drop_checks(node: fx.Node) -> None:
         assert not computes, f"{user} reads a size of no input of the graph"
         _drop_checks(user)
         user.graph.erase_node(user)
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def _without_sizes(gm: fx.GraphModule) -> tuple[int, ...]:

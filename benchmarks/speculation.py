@@ -150,6 +150,7 @@ class Comparison:
     ) -> None:
         self.target, self.compile_draft = target, compile_draft
         self.rate, self.num_tokens, self.repeats = arguments.rate, arguments.k, arguments.repeats
+        self.kinds = arguments.kinds.split(",")
         batches = [int(batch) for batch in arguments.batches.split(",")]
         self.works = {batch: Workload(batch, arguments.tokens, target.vocab_size) for batch in batches}
         self.config = EngineConfig(
@@ -179,10 +180,13 @@ class Comparison:
             yield {"drafts": "none", "batch": batch, "ms a token": self.plain[batch]}
         del engine
         free()
-        if 1 in self.works:
+        if "tree" in self.kinds and 1 in self.works:
             yield self._tree()
             free()
-        yield from self._drafted("n-gram", lambda rate: Steered(self.truth, rate, self.num_tokens))
+        if "n-gram" in self.kinds:
+            yield from self._drafted("n-gram", lambda rate: Steered(self.truth, rate, self.num_tokens))
+        if "model" not in self.kinds:
+            return
         small = self.compile_draft().drafter(self.num_tokens, num_sequences=max(self.works))
         yield from self._drafted("model", lambda rate: Steered(self.truth, rate, self.num_tokens, small))
 
@@ -253,6 +257,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the embedded model on a CPU")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--kinds", default="tree,n-gram,model", help="of drafts beside plain decoding")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, default=5)

@@ -201,21 +201,26 @@ class Tuner:
             warnings.warn(f"schedule decisions are not kept: {self.path}: {error}", stacklevel=3)
 
 
-@functools.cache
-def template_tuner(template: str, sources: tuple[str, ...], device: torch.device) -> Tuner:
+def template_tuner(template: str, sources: tuple[str | None, ...], device: torch.device) -> Tuner:
     """The tuner of one template on one device, with decisions on disk.
 
     Args:
         template: name of the op family.
         sources: paths of the files holding the kernels; their text is part of the environment.
+        device: "cuda" is the current GPU, whose tensors say "cuda:0": what is tuned for one serves the other.
     """
+    return _template_tuner(template, sources, torch.empty(0, device=device).device)
+
+
+@functools.cache
+def _template_tuner(template: str, sources: tuple[str | None, ...], device: torch.device) -> Tuner:
     cuda = device.type == "cuda"
     environment = {
         "device": torch.cuda.get_device_name(device) if cuda else "triton interpreter",
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if cuda else "",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "source": hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest(),
+        "source": hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources if source)).hexdigest(),
     }
     return Tuner(template, environment, cache_directory() / "schedules")
 

@@ -5,9 +5,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 
 from detcompile.errors import ScheduleError
-from detcompile.templates.tuning import Tuner
+from detcompile.templates.tuning import Tuner, template_tuner
 
 ENVIRONMENT = {"device": "a device", "triton": "3", "source": "digest"}
 BITS = {"reference": b"right", "slow": b"right", "fast": b"right", "planted": b"wrong"}
@@ -143,3 +144,10 @@ def test_a_cache_that_cannot_be_written_is_said_and_survived(tmp_path: Path) -> 
     blocked.write_text("not a folder")
     with pytest.warns(UserWarning, match="not kept"):
         assert Tuner("matmul", ENVIRONMENT, blocked).choose("p", "reference", ["fast"], Probe()) == "fast"
+
+
+def test_one_device_by_two_names_has_one_tuner() -> None:
+    """What is tuned for "cuda" serves the launches of tensors, which say "cuda:0"."""
+    named, numbered = torch.device("cpu"), torch.device("cpu", 0)
+    assert named != numbered
+    assert template_tuner("op", (__file__,), named) is template_tuner("op", (__file__,), numbered)

@@ -1,6 +1,7 @@
 """run_ranks: one function in so many processes of one torch.distributed group, and what each of them returned."""
 
 import faulthandler
+import gc
 import os
 import socket
 import tempfile
@@ -38,6 +39,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_t
 def _rank_main(
     rank: int, num_ranks: int, port: int, device_type: str, folder: str, function: Callable[..., Any], args: Any
 ) -> None:
+    gc.freeze()  # what was imported stays, and need not be walked
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if device_type == "cuda":

@@ -74,17 +74,19 @@ def errors_of_products(tp: int) -> dict[str, Errors]:
 
 
 @torch.no_grad()
-def errors_of_logits(tp: int, draws: int = 1, dtype: torch.dtype = torch.bfloat16) -> Errors:
+def errors_of_logits(
+    tp: int, draws: int = 1, dtype: torch.dtype = torch.bfloat16, num_layers: int = LLAMA["num_hidden_layers"]
+) -> Errors:
     """Of the logits [4, 48, V] of so many llamas with heavy-tailed weights, over the ranks of this group."""
-    found = [_errors_of_a_llama(tp, draw, dtype) for draw in range(draws)]
+    found = [_errors_of_a_llama(tp, draw, dtype, num_layers) for draw in range(draws)]
     return Errors(*(math.sqrt(sum(error**2 for error in errors) / draws) for errors in zip(*found)))
 
 
-def _errors_of_a_llama(tp: int, draw: int, dtype: torch.dtype) -> Errors:
+def _errors_of_a_llama(tp: int, draw: int, dtype: torch.dtype, num_layers: int) -> Errors:
     ids = torch.randint(0, LLAMA["vocab_size"], (4, 48), generator=torch.Generator().manual_seed(3))
-    exact = _llama(draw, dtype).double()(ids, use_cache=False).logits
-    tree = detcompile.compile(_llama(draw, dtype), tp=tp, max_context=256)(ids).logits
-    plain = _llama(draw, dtype)
+    exact = _llama(draw, dtype, num_layers).double()(ids, use_cache=False).logits
+    tree = detcompile.compile(_llama(draw, dtype, num_layers), tp=tp, max_context=256)(ids).logits
+    plain = _llama(draw, dtype, num_layers)
     assert plain.config.base_model_tp_plan is not None
     styles = {f"model.{name}": STYLES[style]() for name, style in plain.config.base_model_tp_plan.items()}
     parallelize_module(plain, init_device_mesh("cpu", (tp,)), styles)
@@ -99,8 +101,8 @@ def _draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> T
     return values.to(dtype)
 
 
-def _llama(draw: int, dtype: torch.dtype) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
+def _llama(draw: int, dtype: torch.dtype, num_layers: int) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA | {"num_hidden_layers": num_layers})).eval()
     for seed, weight in enumerate(model.parameters()):
         if weight.dim() == 2:
             weight.copy_(_draw("heavy", tuple(weight.shape), torch.float32, 100 * draw + seed) / weight.shape[1] ** 0.5)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, InvalidInput, Numerics
+from detcompile.api import EMBEDDED
 from detcompile.axes import score
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.backend import Backend
@@ -59,7 +60,7 @@ DENSE = {
     4: ["falcon", "olmo2"],
 }
 # Models that are compiled and serve steps.
-SERVED = {2: [("gpt2", torch.float32), ("tiny", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}
+SERVED = {2: [("gpt2", torch.float32), ("tiny-draft", torch.bfloat16)], 3: [], 4: [("llama", torch.bfloat16)]}
 PARTS = ("collectives", "dense", "served")
 STEPS = [("composition", 65), ("chunking", 97), ("decode", 17), ("padding", 33)]
 
@@ -98,9 +99,9 @@ def rank_results(
 
 
 def compile_one(name: str, dtype: torch.dtype, device: str, tp: int) -> CompiledModel:
-    """A model of tests.models, or "tiny", on each of tp ranks; on CPUs Inductor compiles "tiny" alone, for time."""
-    if name == "tiny":
-        return detcompile.compile(detcompile.load_model("tiny", dtype=dtype, device=device), tp=tp)
+    """A model of tests.models, or an embedded one, on each of tp ranks; on CPUs Inductor compiles the latter only."""
+    if name in EMBEDDED:
+        return detcompile.compile(detcompile.load_model(name, dtype=dtype, device=device), tp=tp)
     compile_model = certified if device == "cpu" else detcompile.compile
     return compile_model(random_model(name, dtype, device), tp=tp, max_context=MAX_CONTEXT)
 
@@ -205,11 +206,11 @@ def _served(
 
 def _refusal_of_another_model(rank: int, tp: int, device: str) -> str:
     """What compile() says where one rank's weights are not the others'."""
-    model = random_model("llama", torch.float32, device)
+    model = random_model("llama", torch.float32, device, num_hidden_layers=1)
     with torch.no_grad():
         model.lm_head.weight[0, 0] += rank == tp - 1
     try:
-        detcompile.compile(model, tp=tp, max_context=MAX_CONTEXT, numerics=THREE if tp == 3 else None)
+        certified(model, tp=tp, max_context=MAX_CONTEXT, numerics=THREE if tp == 3 else None)
     except InvalidInput as error:
         return str(error)
     return ""

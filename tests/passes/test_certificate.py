@@ -11,7 +11,7 @@ import detcompile
 from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.passes.backend import cause
 from detcompile.passes.certificate import Role
-from tests.models import compiled, random_model
+from tests.models import certified, compiled, random_model
 
 BF16 = torch.bfloat16
 
@@ -28,9 +28,9 @@ class Planted(nn.Module):
 
 
 def with_violation(violation: Callable[[Tensor], Tensor]):
-    """A Qwen3 of a layer whose hidden states [1, T, H] pass through ``violation``."""
-    model = random_model("qwen3", BF16, num_hidden_layers=1)
-    (layer,) = model.model.layers
+    """A GPT-2 of a layer whose hidden states [1, T, H] pass through ``violation``."""
+    model = random_model("gpt2", BF16, n_layer=1)
+    (layer,) = model.transformer.h
     layer.mlp = Planted(layer.mlp, violation)
     return model
 
@@ -171,7 +171,7 @@ def test_the_certificate_prints_and_gives_json() -> None:
 
 
 def test_every_sum_of_a_model_is_pinned() -> None:
-    orders = compiled("llama", torch.float32).certificate.orders
+    orders = certified(random_model("llama", torch.float32, num_hidden_layers=1)).certificate.orders
     assert "Blocked(80, 128)" in " ".join(orders) or any(order.startswith("Blocked(80") for order in orders)
     assert any(order.startswith("Tree(176") for order in orders)
     assert any(order.startswith("Row(80") for order in orders)

@@ -103,7 +103,7 @@ def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> f
 
 
 FAMILIES = {
-    "all-reduce": ("one_shot_kernel", "one_shot_norm_kernel", "two_shot_kernel"),
+    "all-reduce": ("one_shot_kernel", "two_shot_kernel"),
     "landing": ("gather_kernel", "Memcpy"),
     "NCCL": ("nccl",),
     "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel"),

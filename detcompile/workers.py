@@ -86,11 +86,11 @@ class RankServer:
 
     def affordable_blocks(self, config: EngineConfig) -> int:
         """KV blocks that this rank has room for."""
-        return affordable_blocks(self.model.engine_model._replace(shared=True), config)
+        return affordable_blocks(self.model.engine_model, config)
 
     def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
         """Make the worker of an engine, whose steps hand out their hidden states or not."""
-        model = self.model.engine_model._replace(shared=True)
+        model = self.model.engine_model
         if with_states:
             assert model.forward_with_states is not None
             model = model._replace(forward=model.forward_with_states())

@@ -141,14 +141,15 @@ def certify(
             context.states[node] = None
         elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
             try:
-                context.states[node], entry, orders = _certify_node(node, context, numerics)
+                context.states[node], entry, order = _certify_node(node, context, numerics)
             except Refusal as refusal:
                 offenders.append(f"{node.target} at {place_of(node)}: {refusal}")
                 context.states[node] = None
             else:
                 if entry:
                     entries.append(entry)
-                sums |= dict.fromkeys(orders)
+                if order:
+                    sums[order] = None
         elif node.op in ("call_module", "call_method"):
             offenders.append(f"{node.target} at {place_of(node)}: not an ATen operation")
             context.states[node] = None
@@ -212,15 +213,13 @@ def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
     return False
 
 
-def _certify_node(
-    node: fx.Node, context: Context, numerics: Numerics
-) -> tuple[Any, Entry | None, tuple[SumOrder, ...]]:
+def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[Any, Entry | None, SumOrder | None]:
     size = size_arithmetic(node, context)
     if size is not None:
-        return size, None, ()
+        return size, None, None
     target = node.target
     if is_assertion(node):
-        return None, None, ()
+        return None, None, None
     for kind, table in (
         ("movement", MOVEMENT),
         ("order-free", ORDER_FREE),
@@ -232,16 +231,16 @@ def _certify_node(
             require_arguments(node, context)
             state = table[target](node, context)
             _require_apart(node, state, context)
-            orders = _orders_of(node, numerics)
+            order = _order_of(node, numerics)
             kind = "template" if node.args[:1] == (ours.rope_cache.default,) else kind
             kind = "recurrence" if is_recurrence(node) else kind
-            return state, _entry(node, kind, " and ".join(map(str, orders)), _proof(kind, state, orders)), orders
+            return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
             require_arguments(node, context)
             state = pointwise(node, context)
             _require_apart(node, state, context)
-            return state, _entry(node, "pointwise", "", _proof("pointwise", state, ())), ()
+            return state, _entry(node, "pointwise", "", _proof("pointwise", state, None)), None
     raise Refusal(_reason(str(target)))
 
 
@@ -279,20 +278,8 @@ def _reason(target: str) -> str:
     return "no rule proves this operation independent of the batch"
 
 
-def _orders_of(node: fx.Node, numerics: Numerics) -> tuple[SumOrder, ...]:
-    """The pinned orders of a template's sums; they may hold no symbol."""
-    order = _order_of(node, numerics)
-    orders = () if order is None else (order,)
-    if node.target is ours.matmul_all_reduce_norm.default:
-        sums = node.meta["val"][0]
-        orders = (*orders, row_order(_static(sympy_size(sums.shape[-1])), sums.device.type, (), sums.dtype))
-    for own in orders:
-        if own.symbols:
-            raise Refusal(f"the order {own} depends on {sorted(map(str, own.symbols))}")
-    return orders
-
-
 def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
+    """The pinned order of a template; it may hold no symbol."""
     target, args = node.target, node.args
     if target is ours.matmul.default:
         radices = _declared(args[4], numerics)
@@ -332,6 +319,8 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
         order = row_order(length, value.device.type, _declared(radices, numerics), value.dtype)
     else:
         return None
+    if order.symbols:
+        raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
     return order
 
 
@@ -347,7 +336,7 @@ def _static(size: sympy.Expr) -> int:
     return int(size)
 
 
-def _proof(kind: str, state: Any, orders: tuple[SumOrder, ...]) -> str:
+def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
     if kind == "attention":
         return "row t of tokens reads keys of its own prefix"
     if kind == "recurrence":
@@ -357,7 +346,7 @@ def _proof(kind: str, state: Any, orders: tuple[SumOrder, ...]) -> str:
     results = state if isinstance(state, tuple) else (state,)
     spaces = dict.fromkeys(row for rows in results if isinstance(rows, Rows) for row in rows.row_spaces)
     reads = f"row t of {', '.join(spaces)} reads row t" if spaces else "reads no row"
-    return f"{reads}; order holds no symbol" if orders else reads
+    return f"{reads}; order holds no symbol" if order else reads
 
 
 def _name(node: fx.Node) -> str:

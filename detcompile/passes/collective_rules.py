@@ -44,14 +44,6 @@ def _matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:
     return out if residual is None else join([out, ctx.rows(residual)], len(out.dims))
 
 
-def _matmul_all_reduce_norm(node: fx.Node, ctx: Context) -> tuple[Rows, Rows]:
-    out, weight = _matmul_all_reduce(node, ctx), node.args[8]
-    require_feature(out, -1, "a row reduction")
-    if weight is not None:
-        require_weight(ctx.rows(weight), "the weight of a norm")
-    return out, out
-
-
 def _expert_matmul_partial(node: fx.Node, ctx: Context) -> Rows:
     """A sum over a share of K: it means nothing until the ranks' shares are added."""
     for user in node.users:
@@ -83,7 +75,6 @@ PARTIAL = ours.expert_matmul_partial.default
 COLLECTIVES: Mapping[Any, Rule] = {
     ours.all_gather_columns.default: _all_gather_columns,
     ours.matmul_all_reduce.default: _matmul_all_reduce,
-    ours.matmul_all_reduce_norm.default: _matmul_all_reduce_norm,
     PARTIAL: _expert_matmul_partial,
     ours.sharded_embedding.default: embedding,
     ours.tree_all_reduce.default: _tree_all_reduce,
@@ -92,7 +83,7 @@ COLLECTIVES: Mapping[Any, Rule] = {
 
 def shared_order(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     """The order of the whole sum that a product's ranks share; None for what adds nothing of its own."""
-    if node.target in (ours.matmul_all_reduce.default, ours.matmul_all_reduce_norm.default):
+    if node.target is ours.matmul_all_reduce.default:
         radices, above = node.args[4:6]
         tp, trees = math.prod(above), [above]
     elif node.target is PARTIAL:

@@ -1,6 +1,4 @@
-"""Matrix products become the matmul template, with bias and residual, and over ranks the norm, as its epilogue."""
-
-import operator
+"""Matrix products become the matmul template, with bias and residual as its epilogue."""
 
 import torch
 from torch import fx
@@ -9,7 +7,7 @@ import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.canonicalize import VIEWS, insert
 from detcompile.passes.provenance import shape_of
 
-__all__ = ["fuse_norms", "fuse_residuals", "pin_matmuls", "transposed_weight"]
+__all__ = ["fuse_residuals", "pin_matmuls", "transposed_weight"]
 
 aten, ours = torch.ops.aten, torch.ops.detcompile
 # The argument's position.
@@ -91,33 +89,3 @@ def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, y: fx.Node, r: fx.Nod
     add.replace_all_uses_with(fused)
     for dead in dict.fromkeys((add, y, product)):
         graph.erase_node(dead)
-
-
-def fuse_norms(gm: fx.GraphModule) -> fx.GraphModule:
-    """y = view(matmul_all_reduce(...)); n = rms_norm(y, w, eps, ...)
-        ->  sum, normed = matmul_all_reduce_norm(..., w, eps, ...); y, n = view(sum), view(normed)
-
-    The sum is rounded before it is normed, as it was.
-    """
-    for norm in gm.graph.find_nodes(op="call_function", target=ours.rms_norm.default):
-        y, weight = norm.args[:2]
-        product = y.args[0] if y.target in VIEWS else y
-        if (
-            product.target is ours.matmul_all_reduce.default
-            and shape_of(y)[-1] == shape_of(product)[-1]
-            and (weight is None or weight < product)
-        ):
-            _fuse_norm(gm.graph, product, y, norm)
-    return gm
-
-
-def _fuse_norm(graph: fx.Graph, product: fx.Node, y: fx.Node, norm: fx.Node) -> None:
-    fused = insert(graph, ours.matmul_all_reduce_norm.default, (*product.args, *norm.args[1:]), product)
-    fused.meta["stack_trace"] = product.meta.get("stack_trace", "")
-    total, normed = (insert(graph, operator.getitem, (fused, i), product) for i in range(2))
-    if y is not product:
-        normed = insert(graph, y.target, (normed, *y.args[1:]), norm)
-    norm.replace_all_uses_with(normed)
-    graph.erase_node(norm)
-    product.replace_all_uses_with(total)
-    graph.erase_node(product)

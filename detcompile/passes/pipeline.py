@@ -17,7 +17,7 @@ from detcompile.passes.batched_products import pin_batched_products
 from detcompile.passes.canonicalize import canonicalize
 from detcompile.passes.fills import join_fills
 from detcompile.passes.gates import fuse_gates
-from detcompile.passes.matmuls import fuse_norms, fuse_residuals, pin_matmuls
+from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.rankings import pin_sorts, pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
@@ -34,7 +34,6 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     pin_reductions,
     pin_matmuls,
     fuse_residuals,
-    fuse_norms,
     fuse_gates,
     fuse_rope,
 )

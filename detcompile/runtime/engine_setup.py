@@ -52,7 +52,6 @@ class EngineModel(NamedTuple):
     hidden_size: int = 0  # of the states that the head reads; 0 where they cannot be had
     forward_with_states: Callable[[], Callable[..., Any]] | None = None  # compiles it; None where it cannot be had
     state_shapes: tuple[StateShape, ...] = ()  # what its layers carry from token to token
-    shared: bool = False  # among ranks, so that the host launches a large step more slowly than a GPU runs its share
 
 
 def new_engine(
@@ -79,7 +78,6 @@ def new_engine(
         require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
         if model.forward_with_states is not None:
             model = model._replace(forward=model.forward_with_states())
-    model = model._replace(shared=ranks is not None)
     num_blocks = config.num_blocks or affordable_blocks(model, config)
     num_states = affordable_states(model, config)
     if ranks is not None:
@@ -92,8 +90,7 @@ def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int, num_st
     """What runs an engine's steps, with its KV cache and its states, warmed up."""
     on_gpu = model.device.type == "cuda"
     cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
-    cache = new_cache(model, num_blocks, config.block_size, num_states)
-    runner = Runner(model.forward, cache, cuda_graphs, large_graphs=model.shared)
+    runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size, num_states), cuda_graphs)
     worker = Worker(runner, Sampler(model.num_logits, model.device))
     if cuda_graphs:
         longest = min(num_blocks, -(-(model.max_context + 1) // config.block_size))
@@ -189,7 +186,6 @@ def _room(model: EngineModel, config: EngineConfig) -> int:
     if config.scheduler == "prefill_first":
         tokens = max(tokens, model.max_context)
     step = probe.peak_bytes(tokens, config.max_num_seqs)
-    step += step * model.shared  # outside the graphs, and in them
     free, total = torch.cuda.mem_get_info(model.device)
     reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     return int(total * config.memory_fraction) - (total - free - reserved) - step - GRAPH_BYTES

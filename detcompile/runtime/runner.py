@@ -22,7 +22,6 @@ from detcompile.templates.tuning import capture
 __all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner"]
 
 MOST_SEQUENCES = 4096  # of a step
-MOST_LARGE_GRAPHS = 32
 NUM_STAGING = 3  # one being written while the copies of those before may still run
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
@@ -33,16 +32,13 @@ class Runner:
     """Runs steps of ``forward`` over one KV cache.
 
     With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph: steps of one token a sequence at
-    first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never, or with
-    ``large_graphs`` at second sight of as many tokens. A graph also serves shorter tables than its own. Padding takes
-    part in no live row's arithmetic, so all give the same bits.
+    first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never. A graph also serves
+    shorter tables than its own. Padding takes part in no live row's arithmetic, so all give the same bits.
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
             them and the states [R, H] that they were made of.
         cuda_graphs: needs a cache on a CUDA device.
-        large_graphs: worth it where the host takes longer to launch a large step than the device to run it. They take
-            the memory of such a step once more.
 
     Attributes:
         states: of the last launch, good until the next one; None if the forward gives none.
@@ -51,14 +47,12 @@ class Runner:
         InvalidInput: CUDA graphs without a CUDA device.
     """
 
-    def __init__(self, forward: Forward, kv_cache: KVCache, cuda_graphs: bool, large_graphs: bool = False) -> None:
+    def __init__(self, forward: Forward, kv_cache: KVCache, cuda_graphs: bool) -> None:
         if cuda_graphs and kv_cache.device.type != "cuda":
             raise InvalidInput(f"CUDA graphs need a GPU, the KV cache is on {kv_cache.device}: turn them off")
         self.forward = forward
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
-        self.large_graphs = large_graphs
-        self._num_large = 0
         self.states: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, _Graph] = {}
@@ -127,7 +121,7 @@ class Runner:
     def layout(self, arrays: StepArrays) -> StepLayout:
         """The padded layout that a step runs in."""
         exact = StepLayout.of(arrays)
-        return exact.padded(self.kv_cache.block_size, self.large_graphs) if self.cuda_graphs else exact
+        return exact.padded(self.kv_cache.block_size) if self.cuda_graphs else exact
 
     def _graph_for(self, layout: StepLayout) -> "_Graph | None":
         """The graph of this layout, or else of the same with wider tables: so that no step waits for a capture."""
@@ -140,18 +134,13 @@ class Runner:
         return None
 
     def _worth_a_graph(self, layout: StepLayout) -> bool:
-        if not self.cuda_graphs:
+        if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1]:
             return False
         if layout.tokens == layout.sequences == layout.rows:
-            return layout.tokens <= TOKEN_BUCKETS[-1]
-        is_large = layout.tokens > MIXED_BUCKETS[-1]
-        fits = self.large_graphs and layout.sequences == layout.rows and self._num_large < MOST_LARGE_GRAPHS
-        if is_large and not fits:
-            return False
+            return True
         again = layout in self._seen
         self._seen.add(layout)
-        self._num_large += is_large and again
-        return again
+        return again and layout.tokens <= MIXED_BUCKETS[-1]
 
     def _capture(self, arrays: StepArrays, layout: StepLayout) -> "_Graph":
         """A graph of this layout; the step runs on the way and writes what its replay will write again.

@@ -54,22 +54,16 @@ class StepLayout(NamedTuple):
         copies = arrays.slot_mappings.shape[1]
         return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups, copies)
 
-    def padded(self, block_size: int, large: bool = False) -> "StepLayout":
-        """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables.
-
-        Args:
-            large: mixed steps of more tokens than MIXED_BUCKETS have graphs too, each of its own number of tokens.
-        """
+    def padded(self, block_size: int) -> "StepLayout":
+        """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
         blocks = 1 << (max(self.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
         copies = 1 if self.copies == 1 else max(FEWEST_COPIES, 1 << (self.copies - 1).bit_length())
         if self.tokens == self.sequences == self.rows:
             bucket = _bucket(self.tokens, TOKEN_BUCKETS)
             return self._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks, copies=copies)
-        is_large = self.tokens > MIXED_BUCKETS[-1]
-        few = max(self.sequences, self.rows) <= MIXED_BUCKETS[-1]
-        if self.rows > self.tokens or (is_large and not (large and few)):
+        if self.tokens > MIXED_BUCKETS[-1] or self.rows > self.tokens:
             return self._replace(blocks=blocks)
-        tokens = self.tokens if is_large else _bucket(self.tokens, MIXED_BUCKETS)
+        tokens = _bucket(self.tokens, MIXED_BUCKETS)
         sequences = min(tokens, 1 << (max(self.sequences, self.rows, FEWEST_MIXED) - 1).bit_length())
         return self._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks, copies=copies)
 

@@ -7,17 +7,16 @@ Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`
         y   = round(acc + bias);   out = round(residual + y)           the epilogue of detcompile::matmul
     matmul_all_reduce(x [M, K/R], w [N, K/R], bias, residual, radices, radices_above, group, out_dtype) -> [M, N]:
         tree_all_reduce of each rank's x @ w.T, which is its subtree of Tree(K, radices_above + radices)
-    matmul_all_reduce_norm(..., norm_weight, eps, round_before_weight) -> ([M, N], [M, N]): it, and rms_norm of it
     all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
     sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table whose rows lie on the ranks
 
 So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one. The partials travel as they are and
 every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
 that is little, in two (a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much.
-GPUs that map each other's memory do this in one kernel (collectives_triton.py), of few tokens together with the norm
-that follows (collectives_norm.py), and where there is very much, while they still multiply (collectives_landing.py). No
-element's sum notices. No floating-point number is added by the communication library: what sharded_embedding sums are
-the bytes, as integers, of which all ranks but one hold zeros.
+GPUs that map each other's memory do this in one kernel (collectives_triton.py), and where there is very much, while
+they still multiply (collectives_landing.py). No element's sum notices. No
+floating-point number is added by the communication library: what sharded_embedding sums are the bytes, as integers, of
+which all ranks but one hold zeros.
 """
 
 import math
@@ -33,16 +32,15 @@ from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
 from detcompile.templates.collectives_landing import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
 from detcompile.templates.collectives_memory import Landing, PeerMemory, landing_of, peer_memory
-from detcompile.templates.collectives_norm import Norm, norm_plan, reduce_and_norm
 from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
+from detcompile.templates.tuning import capturing
 
 __all__ = [
     "TWO_SHOT_BYTES",
     "add_partials",
     "matmul_all_reduce",
-    "matmul_all_reduce_norm",
     "partial_product",
     "reference_tree_sum",
     "tree_all_reduce",
@@ -59,11 +57,6 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 _LIBRARY.define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
     " str group, ScalarType out_dtype) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    "matmul_all_reduce_norm(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
-    " str group, ScalarType out_dtype, Tensor? norm_weight, float eps, bool round_before_weight) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _LIBRARY.define(
@@ -96,7 +89,8 @@ def matmul_all_reduce(
     """The op on any device.
 
     Args:
-        landing: whether partials travel while others are made, where they can; None: where that is likely faster.
+        landing: whether partials travel while others are made, where they can; None: of many tokens in a CUDA graph,
+            as the host takes longer to launch all the parts than they save.
 
     Raises:
         InvalidInput: the radices above do not make the group's size.
@@ -118,44 +112,15 @@ def matmul_all_reduce(
     return out
 
 
-def matmul_all_reduce_norm(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    radices: Sequence[int],
-    radices_above: Sequence[int],
-    group: str,
-    out_dtype: torch.dtype,
-    norm_weight: Tensor | None,
-    eps: float,
-    round_before_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """The op on any device. Few tokens are added and normed by one kernel, where GPUs map each other's memory.
-
-    Raises:
-        InvalidInput: the radices above do not make the group's size, or a weight is not [N].
-    """
-    _require_tree(radices_above, group)
-    M, N = x.shape[0], w.shape[0]
-    memory = peer_memory(group, x.device) if x.is_cuda else None
-    plan = norm_plan(M, N, out_dtype) if memory is not None and _levels(radices_above) <= LEVELS else None
-    if memory is None or plan is None:
-        out = matmul_all_reduce(x, w, bias, residual, radices, radices_above, group, out_dtype)
-        return out, torch.ops.detcompile.rms_norm(out, norm_weight, eps, round_before_weight)
-    out, normed = (x.new_empty((M, N), dtype=out_dtype) for _ in range(2))
-    reduction = Reduction(partial_product(x, w, radices), *_epilogue(bias, residual), tuple(radices_above), out)
-    reduce_and_norm(memory, reduction, Norm(norm_weight, eps, round_before_weight, normed), plan)
-    return out, normed
-
-
 def _landing(
     memory: PeerMemory, group: str, M: int, N: int, radices: Sequence[int], wanted: bool | None
 ) -> Landing | None:
     """Where sums of this size land; None if they travel otherwise."""
-    if (M >= LEAST_TOKENS if wanted is None else wanted) and _levels(radices) <= LEVELS and 0 < N <= MOST_FEATURES:
-        return landing_of(group, memory.flags.device) if M else None
-    return None
+    asked = M >= LEAST_TOKENS if wanted is None else wanted
+    if not asked or M == 0 or _levels(radices) > LEVELS or not 0 < N <= MOST_FEATURES:
+        return None
+    landing = landing_of(group, memory.flags.device)  # opened before a graph is captured, where it cannot be
+    return landing if wanted or capturing() else None
 
 
 def _require_tree(radices: Sequence[int], group: str) -> None:
@@ -308,7 +273,6 @@ def _sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str) -> T
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("matmul_all_reduce", matmul_all_reduce, _device)
-    _LIBRARY.impl("matmul_all_reduce_norm", matmul_all_reduce_norm, _device)
     _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
     _LIBRARY.impl("all_gather_columns", _all_gather_columns, _device)
     _LIBRARY.impl("sharded_embedding", _sharded_embedding, _device)
@@ -317,12 +281,6 @@ for _device in ("CPU", "CUDA"):
 @torch.library.register_fake("detcompile::matmul_all_reduce", lib=_LIBRARY)
 def _(x, w, bias, residual, radices, radices_above, group, out_dtype):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
-
-
-@torch.library.register_fake("detcompile::matmul_all_reduce_norm", lib=_LIBRARY)
-def _(x, w, bias, residual, radices, radices_above, group, out_dtype, norm_weight, eps, round_before_weight):
-    out, normed = (x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype) for _ in range(2))
-    return out, normed
 
 
 @torch.library.register_fake("detcompile::tree_all_reduce", lib=_LIBRARY)

@@ -32,7 +32,7 @@ from detcompile.templates.tuning import capturing
 __all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "landing_of", "peer_memory"]
 
 CHANNELS = 256
-BOX = 8192  # float32 elements
+BOX = 4096  # float32 elements
 LANDING = 1 << 25  # elements, all senders together: 134 MB, and as much for the sums
 LANES = 8  # ranks at most; a power of two
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

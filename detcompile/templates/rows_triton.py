@@ -32,7 +32,7 @@ from detcompile.templates.row_tiles import (
     store_rows,
 )
 
-__all__ = ["layer_norm_cuda", "rms_norm_cuda", "rms_normed", "row_sum_cuda", "row_var_mean_cuda"]
+__all__ = ["layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda"]
 
 PLAIN = tl.constexpr(0)
 SQUARE = tl.constexpr(1)
@@ -128,21 +128,12 @@ def _rms_norm_kernel(
         squares = row_total(x * x, ROWS, LANES, VECTOR, SHUFFLE)
     else:
         squares = chunk_sums(partial_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE)
-    y = rms_normed(x, squares, weight if HAS_WEIGHT else x, eps, HAS_WEIGHT, ROUND_FIRST, out_ptr.dtype.element_ty, R)
-    store_rows(out_ptr, row, column, T, y, R)
-
-
-@triton.jit
-def rms_normed(
-    x, squares, weight, eps, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr
-):  # fmt: skip
-    """Rows x [ROWS, W] whose sums of squares are ``squares``, normed and weighted in float32."""
     y = x * rms_scale(squares, eps, R)[:, None]
     if ROUND_FIRST:
-        y = y.to(DTYPE).to(tl.float32)
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         y = y * weight
-    return y
+    store_rows(out_ptr, row, column, T, y, R)
 
 
 @triton.jit(do_not_specialize=CALLERS)

@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -53,8 +54,12 @@ def _rank_main(
         traceback.print_exc()  # spawn shows one rank's, which need not be the one that broke first
         raise  # without leaving the group: NCCL would wait there for ranks that wait for this one
     torch.save(result, Path(folder, f"{rank}.pt"))
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # leaving the group would wait for CUDA graphs that hold NCCL's kernels and are garbage by now
     dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _free_port() -> int:

@@ -194,19 +194,13 @@ OF_GROUPS: dict[str, tuple[Rewire, str]] = {
 
 
 def products(gm: fx.GraphModule) -> list[fx.Node]:
-    return gm.graph.find_nodes(op="call_function", target=ours.matmul_all_reduce_norm.default)
-
-
-def sum_of(product: fx.Node) -> fx.Node:
-    return next(user for user in product.users if user.args[1] == 0)
+    return gm.graph.find_nodes(op="call_function", target=ours.matmul_all_reduce.default)
 
 
 def reduced_twice(gm: fx.GraphModule) -> None:
-    first = sum_of(products(gm)[0])
+    first = products(gm)[0]
     with gm.graph.inserting_after(first):
-        again = gm.graph.call_function(
-            ours.tree_all_reduce.default, (first, None, None, *products(gm)[0].args[5:8])
-        )
+        again = gm.graph.call_function(ours.tree_all_reduce.default, (first, None, None, *first.args[5:]))
     again.meta = dict(first.meta)
     first.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
@@ -231,18 +225,12 @@ def rows_for_the_bias(gm: fx.GraphModule) -> None:
     first.args = (*first.args[:2], first.args[0], *first.args[3:])
 
 
-def rows_for_the_norm(gm: fx.GraphModule) -> None:
-    first = products(gm)[0]
-    first.args = (*first.args[:8], first.args[0], *first.args[9:])
-
-
 def summed_by_torch(gm: fx.GraphModule) -> None:
     first = products(gm)[0]
     with gm.graph.inserting_before(first):
         own = gm.graph.call_function(ours.matmul.default, (*first.args[:2], None, None, []))
-    own.meta = dict(sum_of(first).meta)
-    total = sum_of(first)
-    total.target, total.args = torch.ops._c10d_functional.all_reduce.default, (own, "sum", "0")
+    own.meta = dict(first.meta)
+    first.target, first.args = torch.ops._c10d_functional.all_reduce.default, (own, "sum", "0")
 
 
 def gathered_by_torch(gm: fx.GraphModule) -> None:
@@ -258,7 +246,6 @@ OF_RANKS: dict[str, tuple[Rewire, str]] = {
     "a_subtree_of_its_own": (subtree_of_its_own, "a subtree (2,) on each of 2 ranks"),
     "rows_for_the_weight": (rows_for_the_weight, "the second matrix"),
     "rows_for_the_bias": (rows_for_the_bias, "the bias"),
-    "rows_for_the_norm": (rows_for_the_norm, "the weight of a norm"),
     "summed_by_torch": (summed_by_torch, "_c10d_functional.all_reduce.default"),
     "gathered_by_torch": (gathered_by_torch, "_c10d_functional.all_gather_into_tensor.default at"),
 }

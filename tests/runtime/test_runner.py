@@ -252,37 +252,6 @@ def test_replayed_steps_equal_plain_ones():
         assert_bitwise_equal(replayed, plain)
 
 
-@on_a_gpu
-def test_large_steps_that_come_back_are_replayed_and_equal_plain_ones():
-    results = []
-    for large_graphs in (False, True):
-        runner, blocks = cuda_runner(True), make_blocks(128)
-        runner.large_graphs = large_graphs
-        logits = []
-        for counts in [(300, 301), (300, 301), (301, 300, 0), (601,), (602,), (301, 300)]:
-            sequences = [Sequence(list(range(7, 7 + count))) for count in counts if count]
-            logits.append(runner.run(build_step([(s, len(s.token_ids)) for s in sequences], blocks)))
-            for sequence in sequences:
-                blocks.release(sequence)
-        results.append([torch.cat(logits), *runner.kv_cache.k_caches])
-        assert [layout.tokens for layout in runner._graphs] == [601] * large_graphs
-    for replayed, plain in zip(*results):
-        assert_bitwise_equal(replayed, plain)
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_which_steps_are_worth_a_graph(large):
-    """At second sight up to 512 tokens, and with large graphs any step whose rows of logits are not many."""
-    runner = Runner(forward, make_cache(), False, large_graphs=large)
-    runner.cuda_graphs = True
-    exact = [StepLayout(t, 3, r, 4, 1) for t, r in ((5, 3), (512, 3), (513, 3), (8192, 3), (8192, 8192))]
-    layouts = [layout.padded(BLOCK_SIZE, large) for layout in exact]
-    assert [layout.tokens for layout in layouts] == [16, 512, 513, 8192, 8192]
-    assert layouts[-1] == exact[-1]._replace(blocks=32)
-    assert not any(runner._worth_a_graph(layout) for layout in layouts)
-    assert [runner._worth_a_graph(layout) for layout in layouts] == [True, True, large, large, False]
-
-
 @given(most_blocks=st.integers(1, 3000), block_size=st.sampled_from([16, 48, 64, 256, 1024]))
 def test_the_widest_table_of_a_warm_up_holds_any_sequence(most_blocks, block_size):
     widths = table_widths(most_blocks, block_size)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from detcompile.float32 import add_tree
-from detcompile.templates import collectives_landing, collectives_memory, collectives_norm, collectives_triton
+from detcompile.templates import collectives_landing, collectives_memory, collectives_triton
 from detcompile.templates.collectives_memory import CHANNELS, LANES, Landing, PeerMemory
-from detcompile.templates.collectives_norm import Norm, norm_plan, reduce_and_norm
 from detcompile.templates.collectives_triton import Reduction
-from detcompile.templates.rows_triton import rms_norm_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
 
@@ -33,8 +31,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collectives_triton, "BOX", BOX)
         monkeypatch.setattr(collectives_triton, "CHANNELS", 3)
         monkeypatch.setattr(collectives_triton, "BLOCKS", ((64, 4), (BOX, 4)))
-        monkeypatch.setattr(collectives_norm, "BOX", BOX)
-        monkeypatch.setattr(collectives_norm, "LEAST_WIDTH", 1)
         monkeypatch.setattr(collectives_landing, "CHANNELS", 2)
         monkeypatch.setattr(collectives_landing, "BLOCK", 64)
 
@@ -120,34 +116,6 @@ def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
         assert ranks[0].epochs[:1].tolist() == [9]
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("M", "features", "radices"), [(1, 1, (2,)), (3, 0.7, (2, 2)), (5, 0.5, (3,))], ids=str)
-def test_a_sum_that_is_normed_at_once_has_the_bits_of_both_apart(
-    M: int, features: float, radices: tuple[int, ...], weighted: bool
-):
-    torch.manual_seed(M)
-    N = int(features * BOX) // 8 * 8
-    num_ranks = int(torch.tensor(radices).prod())
-    for dtype, round_first in ((torch.float32, True), (torch.float16, False), (torch.float16, True)):
-        partials, bias, residual = values(num_ranks, M, N), values(N), values(M, N, dtype=dtype)
-        total = torch.from_numpy(add_tree(list(partials.numpy()), radices)) + bias
-        expected = (residual.float() + total.to(dtype).float()).to(dtype).to(DEVICE)
-        weight = values(N, dtype=dtype).to(DEVICE) if weighted else None
-        plan = norm_plan(M, N, dtype)
-        assert plan is not None
-        outs, normed = (torch.empty(num_ranks, M, N, dtype=dtype, device=DEVICE) for _ in range(2))
-        ranks = memories(num_ranks)
-        for _ in range(2):
-            for memory, partial, out, own in zip(ranks, partials, outs, normed):
-                memory.epochs.fill_(7)
-                reduction = Reduction(partial.to(DEVICE), bias.to(DEVICE), residual.to(DEVICE), radices, out)
-                reduce_and_norm(memory, reduction, Norm(weight, 1e-6, round_first, own), plan)
-        apart = rms_norm_cuda(expected, weight, 1e-6, round_first)
-        for out, own in zip(outs, normed):
-            assert_bitwise_equal(out, expected, f"sums of {dtype}")
-            assert_bitwise_equal(own, apart, f"norms of {dtype}")
 
 
 def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():

@@ -5,12 +5,15 @@ kernel is defined. The interpreter's loops take ``int()`` of a one-element array
 patch. Its ``tl.dot`` has BLAS's order, and is wrong for bfloat16: here it takes float32 only, in the GPU's order.
 """
 
+import ctypes
 import os
+import subprocess
+import tempfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-
-from detcompile.float32 import fma_float32
 
 __all__ = ["DEVICE", "DOT_DTYPES", "INTERPRETED", "NEEDS_GPU", "NEEDS_TRITON"]
 
@@ -30,6 +33,7 @@ NEEDS_TRITON = [
 ]
 
 if INTERPRETED:
+    from triton import language
     from triton.runtime import interpreter
 
     _patch_lang_tensor = interpreter._patch_lang_tensor
@@ -38,12 +42,48 @@ if INTERPRETED:
         _patch_lang_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    _DOT = """
+    #include <cmath>
+    extern "C" void dot(const float *a_MK, const float *b_KN, float *acc_MN, long M, long N, long K) {
+      for (long m = 0; m < M; m++)
+        for (long k = 0; k < K; k++)
+          for (long n = 0; n < N; n++)
+            acc_MN[m * N + n] = std::fma(a_MK[m * K + k], b_KN[k * N + n], acc_MN[m * N + n]);
+    }
+    """
+
+    def _compiled_dot() -> ctypes._CFuncPtr:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder, "dot.so")
+            command = [os.environ.get("CXX", "g++"), "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
+            subprocess.run([*command, "-x", "c++", "-", "-o", str(library)], input=_DOT, text=True, check=True)
+            dot = ctypes.CDLL(str(library)).dot
+        dot.argtypes, dot.restype = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3, None
+        return dot
+
+    _run_dot = _compiled_dot()
+
     def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
-        """One FMA a k, ascending: what the GPU does for float32, and what `Sequential` says."""
-        acc = d.data
-        for k in range(a.data.shape[1]):
-            acc = fma_float32(a.data[:, k, None], b.data[None, k], acc)
+        """One FMA a k, ascending: what the GPU does for float32, and what `Sequential` says. Compiled, for time."""
+        a, b = (np.ascontiguousarray(operand.data, dtype=np.float32) for operand in (a, b))
+        acc = np.array(d.data, dtype=np.float32, order="C")
+        _run_dot(a.ctypes.data, b.ctypes.data, acc.ctypes.data, *acc.shape, a.shape[1])
         return interpreter.TensorHandle(acc, d.dtype.scalar)
 
+    _patch_lang, _patched = interpreter._patch_lang, set()
+
+    def _patch_lang_once(fn):  # type: ignore[no-untyped-def]
+        """While a kernel runs, Triton patches its language anew at each call of a function: once is enough."""
+        langs = {id(value) for value in fn.__globals__.values() if value is language or value is language.core}
+        if langs <= _patched:
+            return interpreter._LangPatchScope()
+        scope = _patch_lang(fn)
+        if not _patched:  # the kernel's own, which alone is restored
+            restore = scope.restore
+            scope.restore = lambda: (_patched.clear(), restore())
+        _patched.update(langs)
+        return scope
+
+    interpreter._patch_lang = _patch_lang_once
     interpreter._patch_lang_tensor = _patch
     interpreter.InterpreterBuilder.create_dot = _dot

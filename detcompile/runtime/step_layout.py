@@ -3,6 +3,8 @@
 Legend: as in runtime/runner.py.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,13 +79,8 @@ class StepBuffer:
 
     def __init__(self, layout: StepLayout, device: torch.device, memory: Tensor | None = None) -> None:
         self.layout = layout
-        places, size = {}, 0
-        for name, (dtype, shape) in layout.fields().items():
-            length = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            places[name] = (size, length, dtype, shape)
-            size += -(-length // ALIGNMENT) * ALIGNMENT
+        self._places, size = _places(layout)
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
-        self._places = places
 
     def fill(self, arrays: StepArrays) -> None:
         """Write a step that fits, and its padding: of memory on the host.
@@ -112,6 +109,17 @@ class StepBuffer:
             name: self.bytes[start : start + length].view(kinds[dtype]).view(shape)
             for name, (start, length, dtype, shape) in self._places.items()
         }
+
+
+@functools.lru_cache(maxsize=512)
+def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int, type[np.generic], tuple[int, ...]]], int]:
+    """First byte, length, dtype and shape of each array, and the bytes of all."""
+    places, size = {}, 0
+    for name, (dtype, shape) in layout.fields().items():
+        length = math.prod(shape) * np.dtype(dtype).itemsize
+        places[name] = (size, length, dtype, shape)
+        size += -(-length // ALIGNMENT) * ALIGNMENT
+    return places, size
 
 
 def table_widths(most_blocks: int, block_size: int) -> list[int]:

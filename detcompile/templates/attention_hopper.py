@@ -12,7 +12,6 @@ block in which not every row sees every key is looked through for values that ar
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from detcompile.templates import matmul_hopper
 from detcompile.templates.attention_hopper_tile import KEYS, LANES, SUMS, attend_tile
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.tuning import multiprocessors
@@ -47,7 +47,7 @@ TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, o
 
 def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
     """Whether descriptors can read k and v: [pages, page, KV heads, D] or dense [B, T, KV heads, D]."""
-    if k.device.type != "cuda" or torch.cuda.get_device_capability(k.device)[0] != 9 or k.dtype.itemsize != 2:
+    if not matmul_hopper.supports(k.device, k.dtype):
         return False
     d, page = k.shape[3], k.shape[1]
     if d not in (64, 128) or v.shape[3] != d or (paged and page % 64 and page not in (16, 32)):

@@ -15,6 +15,8 @@ GATED: B is a gate's features and behind them as many of what it lets through. A
 and writes silu(gate) * up alone.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -46,6 +48,7 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 
 
+@functools.cache
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this kernel runs there; operands must also suit tensor descriptors, contiguous along K."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and dtype.itemsize == 2
@@ -100,7 +103,12 @@ def _registers(consumers: int, width: int) -> int:
 
 
 def _descriptor(rows: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, _TYPES[rows.dtype]))
+    return TensorDescriptor.from_tensor(rows, block, _layout(tuple(block), rows.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
 
 
 @gluon.jit

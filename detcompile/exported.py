@@ -27,6 +27,7 @@ from detcompile.runtime.kv_cache import KVShape
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
 from detcompile.sum_order import SumOrder
 from detcompile.templates import cpu_library
+from detcompile.templates.float_mode import in_float_mode
 
 __all__ = ["CERTIFICATE", "ExportedModel", "FORMAT", "KERNELS", "TOKENIZER", "certificate_json", "facts_of", "load"]
 
@@ -65,7 +66,8 @@ class ExportedModel(CompiledModel):
         self.recurrences = None
         self._generator = None
         weights = archive.weights(self.device)
-        self.forward = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)
+        program = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)
+        self.forward = in_float_mode(program, self.device, facts["num_threads"])
         step = example_step(self._kv_shapes, len(self._kv_groups), self._state_shapes, self.dtype, self.device)
         require_kept(self.forward, self._kv_groups, step)
 

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from detcompile.api import compile
@@ -64,6 +65,7 @@ def export(
     members: dict[str, bytes | Path] = {f"{LIBRARY_FOLDER}/{file.name}": file for file in packaged.files}
     members |= _others(compiled)
     facts = {**facts_of(compiled), "machine": this_machine(compiled.device), "arguments": packaged.arguments}
+    facts["num_threads"] = torch.get_num_threads()  # that its kernels ask for
     beside = path.with_suffix(".safetensors") if weights == "beside" else None
     write_archive(path, facts, members, packaged.weights, beside)
     return path

@@ -132,6 +132,22 @@ def test_it_has_to_keep_what_it_writes(archives: dict[str, Path], monkeypatch: p
     assert bool(forward(*step).isfinite().all())
 
 
+def test_it_keeps_subnormals_whatever_the_caller_set(archives: dict[str, Path], tmp_path: Path) -> None:
+    weights = Archive(archives["lfm2"]).weights(torch.device("cpu"))
+    (norm,) = (name for name in weights if "norm" in name and "layers" not in name)
+    weights[norm] *= 2.0**-130
+    small = detcompile.load(rewritten(archives["lfm2"], tmp_path / "small.pt2", weights=weights))
+    ids = torch.arange(9)[None]
+    kept = small(ids).logits
+    assert bool((kept.abs() < 2.0**-126).any()) and bool((kept != 0).any())
+    try:
+        torch.set_flush_denormal(True)
+        flushing = small(ids).logits
+    finally:
+        torch.set_flush_denormal(False)
+    assert_bitwise_equal(flushing, kept)
+
+
 def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:
     torch.manual_seed(0)
     ids, mask = torch.randint(0, 160, (3, 9)), torch.ones(3, 9, dtype=torch.int64)

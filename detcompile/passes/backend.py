@@ -22,6 +22,7 @@ from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.plain_graph import run_plainly
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
+from detcompile.templates.float_mode import in_float_mode
 
 __all__ = ["Backend", "Program", "cause", "detcompile_backend"]
 
@@ -109,7 +110,7 @@ class Backend:
             )
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         wide = {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups}
-        run = _fed(run, wide)
+        run = _in_float_mode(_fed(run, wide), example_inputs)
         self.programs.append(Program(run, values, list(example_inputs), roles, wide, checked))
         return run
 
@@ -154,6 +155,14 @@ def _fed(run: Compiled, weights: Mapping[int, torch.Tensor]) -> Compiled:
         return run(*(weights.get(i, value) for i, value in enumerate(given)))
 
     return fed
+
+
+def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
+    """``run`` in the standard mode, in all threads that its kernels were compiled for."""
+    devices = {given.device for given in inputs if isinstance(given, torch.Tensor)}
+    if any(device.type != "cpu" for device in devices):
+        return run
+    return in_float_mode(run, torch.device("cpu"), torch.get_num_threads())
 
 
 def default_role(name: str, value: torch.Tensor) -> Role:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.templates.float_mode import float_mode
 
 __all__ = ["UnpaddedBatch", "check_batch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
 
@@ -119,9 +120,10 @@ def language_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
     if len(bad):
         raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")
-    logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
-    chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
-    return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
+    with float_mode(logits.device):
+        logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
+        chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
+        return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:

@@ -23,6 +23,7 @@ from detcompile.runtime.penalties import FreshCounts, TokenCounts, penalise
 from detcompile.runtime.philox import gumbel_noise_of
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sampling_plan import PROBABILITY_UNIT, RowGroup, SampleRow, SamplingPlan, plan_rows
+from detcompile.templates.float_mode import float_mode
 from detcompile.templates.sampling_triton import gumbel_argmax_cuda
 
 __all__ = ["SampleRow", "Sampled", "Sampler", "SamplingParams", "TokenLogprobs", "sample", "token_logprobs"]
@@ -62,6 +63,7 @@ class Sampler:
         self.radices = tuple(radices)
         self.eos_token_ids = tuple(eos_token_ids)
         self._counts = TokenCounts(vocab_size, self.device)
+        self._float_mode = float_mode(self.device)
 
     def prepare(self, rows: Sequence[SampleRow]) -> SamplingPlan:
         """Lay out a step on the host.
@@ -85,7 +87,10 @@ class Sampler:
     def __call__(self, logits: Tensor, plan: SamplingPlan) -> Sampled:
         """Draw from ``logits`` [R', V], of which the first R rows are the plan's."""
         assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
-        rows = logits[: plan.num_rows]
+        with self._float_mode:
+            return self._sampled(logits[: plan.num_rows], plan)
+
+    def _sampled(self, rows: Tensor, plan: SamplingPlan) -> Sampled:
         tokens, invalid = _likeliest(rows)
         if plan.columns is None:
             return Sampled(tokens, invalid, None)
@@ -105,6 +110,10 @@ class Sampler:
     @torch.no_grad()
     def probabilities(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         """What each row of ``logits`` [R, V] would be drawn from, [R, V] float32; zeros of rows that are greedy."""
+        with self._float_mode:
+            return self._chances(logits, plan)
+
+    def _chances(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         found = torch.zeros(plan.num_rows, self.vocab_size, dtype=torch.float32, device=logits.device)
         columns = {} if plan.columns is None else plan.columns.to(self.device)
         for group in plan.groups:

@@ -17,6 +17,7 @@ from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogpro
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step_layout import TOKEN_BUCKETS, mixed_layouts, table_widths
 from detcompile.step import NO_SLOT, PADDING_SLOT
+from detcompile.templates.float_mode import float_mode
 
 __all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker"]
 
@@ -69,10 +70,15 @@ class Worker:
         self.runner = runner
         self.sampler = sampler
         self.device = runner.kv_cache.device
+        self._float_mode = float_mode(self.device)
 
     @torch.no_grad()
     def launch(self, work: StepWork) -> LaunchedStep:
         """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
+        with self._float_mode:
+            return self._launch(work)
+
+    def _launch(self, work: StepWork) -> LaunchedStep:
         plan = self.sampler.prepare(work.rows) if work.rows else None
         if work.copies:
             sources, targets = self._to_device(np.array(work.copies, np.int64).T.copy())

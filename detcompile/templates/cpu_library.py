@@ -70,6 +70,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     "detcompile_add_partials": (None, [ctypes.c_char_p]),  # the same
     "detcompile_dequantize": (None, [ctypes.c_char_p]),  # struct Call of dequantize.cpp
     "detcompile_pair_faults": (_INT64, []),
+    "detcompile_enter_floats": (None, [_INT32, _POINTER]),
+    "detcompile_leave_floats": (None, []),
     "detcompile_row_sum": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32, _INT32, _INT32]),
     "detcompile_row_var_mean": (
         None,

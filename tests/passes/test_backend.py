@@ -77,3 +77,22 @@ def test_a_mean_over_a_batch_is_refused(rows: int, said: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
         torch.compile(lambda x: x - x.mean(0), backend="detcompile")(torch.randn(rows, 8))
+
+
+def test_subnormals_are_kept_whatever_the_caller_set() -> None:
+    """By generated code and by a kernel of ours; the caller flushes before it compiles, and before it calls."""
+    torch._dynamo.reset()
+    x = torch.randn(70, 48)
+    with torch.no_grad():
+        try:
+            torch.set_flush_denormal(True)
+            compiled = torch.compile(lambda x: (x * 2.0**-128 + 2.0**-140).sum(-1), backend="detcompile")
+            torch._dynamo.mark_dynamic(x, 0)
+            flushing = compiled(x)
+            again = compiled(x)
+        finally:
+            torch.set_flush_denormal(False)
+        plain = compiled(x)
+    assert_bitwise_equal(flushing, plain)
+    assert_bitwise_equal(again, plain)
+    assert bool((plain.abs() < 2.0**-126).any()) and bool((plain != 0).all())

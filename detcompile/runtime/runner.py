@@ -17,7 +17,7 @@ from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepLayout
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.tuning import capture
+from detcompile.templates.tuning import capture, for_graph
 
 __all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner"]
 
@@ -220,11 +220,11 @@ class _Graph:
         self.buffers = buffers
         warmup_stream = torch.cuda.Stream()
         warmup_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warmup_stream):
+        with for_graph(), torch.cuda.stream(warmup_stream):
             forward()  # compiles kernels and settles workspaces
         torch.cuda.current_stream().wait_stream(warmup_stream)
         self.graph = torch.cuda.CUDAGraph()
-        with capture(self.graph, pool=memory_pool):
+        with for_graph(), capture(self.graph, pool=memory_pool):
             self.found = forward()
 
     def replay(self) -> Any:

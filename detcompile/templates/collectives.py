@@ -35,7 +35,7 @@ from detcompile.templates.collectives_memory import Landing, PeerMemory, landing
 from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
-from detcompile.templates.tuning import capturing
+from detcompile.templates.tuning import is_for_graph
 
 __all__ = [
     "TWO_SHOT_BYTES",
@@ -89,7 +89,7 @@ def matmul_all_reduce(
     """The op on any device.
 
     Args:
-        landing: whether partials travel while others are made, where they can; None: of many tokens in a CUDA graph,
+        landing: whether partials travel while others are made, where they can; None: of many tokens and ``for_graph``,
             as the host takes longer to launch all the parts than they save.
 
     Raises:
@@ -116,11 +116,10 @@ def _landing(
     memory: PeerMemory, group: str, M: int, N: int, radices: Sequence[int], wanted: bool | None
 ) -> Landing | None:
     """Where sums of this size land; None if they travel otherwise."""
-    asked = M >= LEAST_TOKENS if wanted is None else wanted
+    asked = (M >= LEAST_TOKENS and is_for_graph()) if wanted is None else wanted
     if not asked or M == 0 or _levels(radices) > LEVELS or not 0 < N <= MOST_FEATURES:
         return None
-    landing = landing_of(group, memory.flags.device)  # opened before a graph is captured, where it cannot be
-    return landing if wanted or capturing() else None
+    return landing_of(group, memory.flags.device)
 
 
 def _require_tree(radices: Sequence[int], group: str) -> None:

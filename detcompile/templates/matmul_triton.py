@@ -210,7 +210,6 @@ def order_name(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> str:
     return str(matmul_order(k, dtype, radices))
 
 
-@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

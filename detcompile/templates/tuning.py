@@ -13,6 +13,7 @@ template's source. Writers merge under a file lock and replace the file atomical
 was written for something else, is rebuilt.
 """
 
+import contextvars
 import fcntl
 import functools
 import gc
@@ -33,7 +34,19 @@ import triton
 from detcompile.config import cache_directory
 from detcompile.errors import ScheduleError
 
-__all__ = ["Decision", "Tuner", "capture", "capturing", "graph_seconds", "multiprocessors", "template_tuner"]
+__all__ = [
+    "Decision",
+    "Tuner",
+    "capture",
+    "capturing",
+    "for_graph",
+    "graph_seconds",
+    "is_for_graph",
+    "multiprocessors",
+    "template_tuner",
+]
+
+_FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
 
 S = TypeVar("S")  # a schedule: any value with a distinct str
 
@@ -234,6 +247,21 @@ def multiprocessors(device: torch.device) -> int:
 def capturing() -> bool:
     """True while a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def for_graph() -> Iterator[None]:
+    """What runs here is captured, or warms up what will be: many small launches cost nothing when it is replayed."""
+    token = _FOR_GRAPH.set(True)
+    try:
+        yield
+    finally:
+        _FOR_GRAPH.reset(token)
+
+
+def is_for_graph() -> bool:
+    """Whether this is inside ``for_graph``."""
+    return _FOR_GRAPH.get()
 
 
 @contextmanager

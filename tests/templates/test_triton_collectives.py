@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detcompile.float32 import add_tree
-from detcompile.templates import collectives_landing, collectives_memory, collectives_triton
+from detcompile.templates import collectives, collectives_landing, collectives_memory, collectives_triton, tuning
 from detcompile.templates.collectives_memory import CHANNELS, LANES, Landing, PeerMemory
 from detcompile.templates.collectives_triton import Reduction
 from tests.bits import assert_bitwise_equal
@@ -125,6 +125,19 @@ def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():
         collectives_triton.reduce_over_peers(first, reduction, two_shot)
     assert first.epochs[:4].tolist() == [10, 7, 7, 7]
     assert int(first.flags[first.rank]) == 10  # lanes without another rank speak with themselves
+
+
+def test_products_of_many_tokens_land_where_a_graph_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collectives, "landing_of", lambda group, device: "a landing")
+    (memory, _) = memories(2)
+
+    def where(M: int, wanted: bool | None = None) -> object:
+        return collectives._landing(memory, "a group", M, 64, (2,), wanted)
+
+    assert [where(4096), where(4096, True), where(0, True), where(4096, False)] == [None, "a landing", None, None]
+    with tuning.for_graph():
+        assert [where(1023), where(1024), where(4096, False)] == [None, "a landing", None]
+    assert where(1024) is None
 
 
 def test_more_is_sent_in_two_shots_and_no_block_outgrows_its_box():

@@ -117,7 +117,8 @@ def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
     """Milliseconds of a step, of the host's launching it, of its kernels by family, and of the longest kernels by name.
 
     A kernel that starts while the one before ends counts from its start, so that the sum can be more than the step. An
-    all-reduce counts from its start on this rank, so that it counts the wait for other ranks too.
+    all-reduce counts from its start on this rank, so that it counts the wait for other ranks too. Every copy counts as
+    landing.
     """
     whole = milliseconds(run)
     start = time.perf_counter()

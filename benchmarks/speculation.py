@@ -44,6 +44,7 @@ from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
 
 QWEN3_0_6B = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "tie_word_embeddings": True}
+KINDS = ("tree", "n-gram", "model")
 PROMPT_LENGTH = 16
 MAX_CONTEXT = 1024  # of the draft
 TREE: tuple[NodePath, ...] = (
@@ -150,7 +151,7 @@ class Comparison:
     ) -> None:
         self.target, self.compile_draft = target, compile_draft
         self.rate, self.num_tokens, self.repeats = arguments.rate, arguments.k, arguments.repeats
-        self.kinds = arguments.kinds.split(",")
+        self.kinds = arguments.kinds
         batches = [int(batch) for batch in arguments.batches.split(",")]
         self.works = {batch: Workload(batch, arguments.tokens, target.vocab_size) for batch in batches}
         self.config = EngineConfig(
@@ -257,7 +258,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the embedded model on a CPU")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--kinds", default="tree,n-gram,model", help="of drafts beside plain decoding")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of drafts beside plain decoding")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, default=5)

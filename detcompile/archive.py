@@ -107,7 +107,7 @@ class Archive:
             raise _damaged(path, "the directory of its members")
         for name in (MANIFEST, MANIFEST_DIGEST):
             if name not in self._places:
-                raise ArchiveError(f"{path} is no archive of detcompile: it holds no {name}")
+                raise ArchiveError(f"{path} holds no {name}: no archive of detcompile. Give one that export wrote")
         if _digest(self._view(MANIFEST)) != self.read(MANIFEST_DIGEST).decode(errors="replace"):
             raise _damaged(path, MANIFEST)
         self.facts: dict[str, Any] = json.loads(self.read(MANIFEST))
@@ -161,9 +161,9 @@ def _mapped(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
-        raise ArchiveError(f"{path} cannot be read: {error.strerror}") from error
+        raise ArchiveError(f"{path} cannot be read: {error.strerror}. Put the file that export wrote there.") from error
     except ValueError as error:
-        raise ArchiveError(f"{path} is empty") from error
+        raise ArchiveError(f"{path} is empty: copy or export it again") from error
 
 
 def _places(content: mmap.mmap, path: Path) -> dict[str, tuple[int, int]]:

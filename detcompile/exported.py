@@ -142,6 +142,7 @@ def load(path: str | Path) -> ExportedModel:
     Raises:
         ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
         InvalidInput: there is no such file; or this process runs CPU kernels of another compiler.
+        UnsupportedModel: the program, run over one step, did not write its KV caches in place (passes.cache_writes).
     """
     path = Path(path)
     if not path.is_file():
@@ -154,7 +155,7 @@ def load(path: str | Path) -> ExportedModel:
     if reason:
         raise ArchiveError(f"{path} does not run here with its bits: {reason}")
     if facts["fingerprint_parts"]["source"] != source_digest():
-        raise ArchiveError(f"{path} was made by another version of detcompile : export it again")
+        raise ArchiveError(f"{path} was made by another version of detcompile: export it again")
     for name in archive.names(KERNELS):
         cpu_library.adopt(Path(name).stem, archive.read(name))
     return ExportedModel(archive)

@@ -40,7 +40,7 @@ TOGETHER = {
         "tests/test_tune_speculation.py",
         "tests/test_workers.py",
     ),
-    "libraries": ("tests/templates/test_[!t]*",),  # all but Triton's
+    "libraries": ("tests/templates/test_[!t]*",),  # all but Triton's and the tuner's
 }
 # They take a minute or more: begun last, one of them would leave the other workers idle.
 LONG = (

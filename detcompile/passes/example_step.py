@@ -9,9 +9,9 @@ from torch._dynamo.decorators import mark_unbacked
 
 from detcompile.step import StateShape, StepInputs
 
-__all__ = ["ExampleStep", "example_step"]
+__all__ = ["BLOCK_SIZE", "ExampleStep", "example_step"]
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 16  # of the step's caches; the extent is marked unknown like the others
 ExampleStep = tuple[Tensor, Tensor, StepInputs, Tensor]  # what a forward takes
 
 

@@ -25,7 +25,7 @@ from detcompile.passes.quantized_linear import QuantizedLinear, replace_module
 __all__ = ["load_quantized", "quantization_of"]
 
 METHOD = "detcompile"  # the name of our quantizer in transformers
-DTYPES = {
+DTYPES = {  # by their names in safetensors
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -106,13 +106,16 @@ class CheckpointReader(HfQuantizer):
             packed[module][leaf] = tensor
         quantized = {name: found for name, found in packed.items() if any(mark in found for mark in layout.marks)}
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        if not quantized:
+            raise UnsupportedModel(
+                f"the checkpoint of {type(model).__name__} names a quantisation and holds no quantised linear: if it is"
+                " a plain one, remove quantization_config from its config.json"
+            )
         unknown = next((name for name in quantized if name not in linears), None)
-        if unknown is not None or not quantized:
+        if unknown is not None:
             raise UnsupportedModel(
                 f"{unknown}: quantised, and no linear of {type(model).__name__} (experts?); "
                 "load a checkpoint in which nothing else is quantised"
-                if unknown is not None
-                else f"the checkpoint of {type(model).__name__} names a quantisation and holds no quantised linear"
             )
         for name, tensors in quantized.items():
             replace_module(model, name, PackedLinear(tensors))
@@ -135,13 +138,23 @@ class CheckpointReader(HfQuantizer):
 
 
 def _tensors(files: Iterable[str]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Names of a checkpoint's tensors, and tensors of their shapes and dtypes without memory."""
+    """Names of a checkpoint's tensors, and tensors of their shapes and dtypes without memory.
+
+    Raises:
+        UnsupportedModel: a file of another format, or a dtype that no layout has.
+    """
     for file in files:
         if not file.endswith(".safetensors"):
-            raise UnsupportedModel(f"{file}: a quantised checkpoint is read from safetensors files")
+            raise UnsupportedModel(f"{file}: a quantised checkpoint is read from safetensors files: convert it to them")
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
         for name, entry in header.items():
-            if name != "__metadata__":
-                yield name, torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise UnsupportedModel(
+                    f"{name} in {file} is {entry['dtype']}, which is not read (known: {', '.join(DTYPES)}): load an "
+                    "unquantised checkpoint"
+                )
+            yield name, torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")

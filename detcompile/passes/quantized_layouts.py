@@ -1,7 +1,8 @@
 """How checkpoints lay out quantised linears, read into the one layout of templates/quantized.py.
 
-Legend: N output features, K input features, G groups of K. A reader takes the tensors of one linear by their names in
-the checkpoint, and returns the weight and, where the groups are not of successive k, the order of K in which they are.
+Legend: N output features, K input features, G groups of K, per = 32 / bits numbers in an int32 word. A reader takes the
+tensors of one linear by their names in the checkpoint, and returns the weight and, where the groups are not of
+successive k, the order of K in which they are.
 
 | method | layout | source |
 |---|---|---|
@@ -22,6 +23,7 @@ from detcompile.templates.quantized import QuantizedWeight, pack_nibbles
 
 __all__ = ["LAYOUTS", "Layout", "float8_weight", "unpack_words"]
 
+OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word holds in its i-th nibble
 Tensors = Mapping[str, Tensor]
 Read = tuple[QuantizedWeight, Tensor | None]
@@ -52,15 +54,17 @@ def float8_weight(name: str, weight: Tensor, scales: Tensor) -> QuantizedWeight:
         UnsupportedModel: another float8, or scales whose blocks are not of one size.
     """
     if weight.dtype is not torch.float8_e4m3fn:
-        raise UnsupportedModel(f"{name}.weight is {weight.dtype}; read are weights of float8_e4m3fn")
+        raise UnsupportedModel(f"{name}.weight is {weight.dtype}, where float8_e4m3fn alone is read: " + OTHERWISE)
     if scales.dtype is torch.uint8:
-        raise UnsupportedModel(f"{name}: scales of eight exponent bits (mxfp8) are not read; dequantise the checkpoint")
+        raise UnsupportedModel(f"{name}: scales of eight exponent bits (mxfp8) are not read: " + OTHERWISE)
     scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
     scales = scales[:, None] if scales.dim() == 1 else scales
     (n, k), (blocks_n, blocks_k) = weight.shape, scales.shape
     rows, group = _block(n, blocks_n), _block(k, blocks_k)
     if rows is None or group is None:
-        raise UnsupportedModel(f"{name}: scales {tuple(scales.shape)} cut {n} x {k} into no blocks of one size")
+        raise UnsupportedModel(
+            f"{name}: scales {tuple(scales.shape)} cut {n} x {k} into no blocks of one size: " + OTHERWISE
+        )
     exact = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.float()
     return QuantizedWeight(weight, exact.t().contiguous(), None, k, group, rows)
 
@@ -100,7 +104,7 @@ def _read_gptq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     if not torch.equal(of_k.long(), in_turn):
         order = of_k.argsort(stable=True)
         if not torch.equal(of_k[order].long(), in_turn):
-            raise UnsupportedModel(f"{name}.g_idx: groups that are not of {group} k each are not read")
+            raise UnsupportedModel(f"{name}.g_idx: groups that are not of {group} k each are not read: " + OTHERWISE)
         q = q[:, order]
     return _integers(q, tensors["scales"], zeros[:, : len(q)], bits, group), order
 
@@ -123,11 +127,16 @@ def _read_awq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
 
 def _check_compressed(config: Mapping[str, Any]) -> None:
     _require(config, "compressed-tensors", "format", ("pack-quantized", "int-quantized", "float-quantized"))
-    for name, group in config["config_groups"].items():
-        weights = group["weights"]
-        kind = weights["type"], weights["num_bits"]
+    if config.get("kv_cache_scheme") is not None:
+        raise UnsupportedModel(
+            "compressed-tensors: kv_cache_scheme quantises keys and values, which is not read: remove it from the"
+            " config.json, so that they keep the model's dtype, or load an unquantised checkpoint"
+        )
+    for name, group in (config.get("config_groups") or {"config_groups": {}}).items():
+        weights = group.get("weights") or {}
+        kind = weights.get("type"), weights.get("num_bits")
         if kind not in (("int", 4), ("int", 8), ("float", 8)) or group.get("format") not in (None, config["format"]):
-            held = f"{kind[0]}{kind[1]}"
+            held = f"{kind[0]}{kind[1]}" if weights else "no weights"
             raise UnsupportedModel(
                 f"compressed-tensors: {name} holds {held}, which is not read (known: int4, int8, float8): load an "
                 "unquantised checkpoint, or quantise it again as one of these"
@@ -136,7 +145,7 @@ def _check_compressed(config: Mapping[str, Any]) -> None:
 
 def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
     if "weight_g_idx" in tensors:
-        raise UnsupportedModel(f"{name}: compressed-tensors with an order of activations is not read")
+        raise UnsupportedModel(f"{name}: compressed-tensors with an order of activations is not read: " + OTHERWISE)
     scales = tensors["weight_scale"]
     if "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn:
         return float8_weight(name, tensors["weight"], scales), None

@@ -18,12 +18,11 @@ from torch import Tensor
 from detcompile.templates import cpu_library
 from detcompile.templates.dequant_triton import dequant_matmul_cuda
 from detcompile.templates.matmul import matmul_cpu, reference_matmul
-from detcompile.templates.quantized import QuantizedWeight, dequantized, require_quantized
+from detcompile.templates.quantized import KINDS, QuantizedWeight, dequantized, require_quantized
 
 __all__ = ["dequant_matmul_cpu", "dequantized_cpu", "reference_dequant_matmul"]
 
 _CALL = struct.Struct("PqPPqPqqqqq4i")  # struct Call of dequantize.cpp
-_KINDS = {torch.uint8: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 _TILE_BYTES = 1 << 21  # of dequantised weights: they stay in a core's cache until they are multiplied
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
@@ -86,7 +85,7 @@ def dequantized_cpu(
         weight.k,
         weight.group,
         weight.rows,
-        _KINDS[w.dtype],
+        KINDS[w.dtype],
         cpu_library.dtype_code(scales),
         cpu_library.dtype_code(out),
         cpu_library.thread_count(),

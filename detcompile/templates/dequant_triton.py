@@ -18,7 +18,7 @@ from detcompile.templates import dependent_launch, dequant_kernels, matmul_kerne
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.dequant_schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates
 from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
-from detcompile.templates.quantized import NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
+from detcompile.templates.quantized import KINDS, NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
 from detcompile.templates.tuning import Tuner, capturing, template_tuner
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "tuner",
 ]
 
-_KINDS = {torch.uint8: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 _LARGEST_BUCKET = 4096
 
 
@@ -245,7 +244,7 @@ def _contiguous(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]
 
 def _format(weight: QuantizedWeight) -> dict[str, int | bool]:
     return {
-        "KIND": _KINDS[weight.w.dtype],
+        "KIND": KINDS[weight.w.dtype],
         "GROUP_K": weight.group,
         "ROWS": weight.rows,
         "HAS_ZEROS": weight.zeros is not None,

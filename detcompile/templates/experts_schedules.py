@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from detcompile.templates.matmul_schedules import GemmSchedule
 
-__all__ = ["ExpertsProblem", "FEW_ROWS", "expert_candidates", "reference_expert_schedule"]
+__all__ = ["ExpertsProblem", "FEW_ROWS", "REFERENCE", "expert_candidates"]
 
 FEW_ROWS = 64  # that a program looks through for its expert's
+REFERENCE = GemmSchedule("pointers", 32, 64, 32, 4, 2)  # serves where no candidate passes; gated like them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +108,6 @@ _FLOAT32: list[_Row] = [
 ]
 
 
-def reference_expert_schedule(problem: ExpertsProblem) -> GemmSchedule:
-    """The schedule that serves where no candidate passes; the gate asks it, too, for the bytes of matmul."""
-    return GemmSchedule("pointers", 32, 64, 32, 4, 2)
-
-
 @functools.cache
 def expert_candidates(problem: ExpertsProblem) -> tuple[GemmSchedule, ...]:
     """Schedules for this problem, the likely fastest first. All but "few" serve any number of rows."""
@@ -122,9 +118,7 @@ def expert_candidates(problem: ExpertsProblem) -> tuple[GemmSchedule, ...]:
     else:
         if problem.bucket <= FEW_ROWS:
             rows += _FEW[problem.bucket]
-        each = max(
-            16, min(128, problem.bucket // problem.experts)
-        )  # of rows that spread evenly; some experts have more
-        width = 1 << (each - 1).bit_length()
+        evenly = max(16, min(128, problem.bucket // problem.experts))  # rows an expert; some have more
+        width = 1 << (evenly - 1).bit_length()
         rows += _GROUPED[width] + _GROUPED.get(2 * width, [])[:2]
     return tuple(GemmSchedule(*row) for row in rows if problem.aligned or row[0] not in ("tma", "sorted"))

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from detcompile.errors import ScheduleError
 from detcompile.templates import dependent_launch, experts_kernels, matmul_kernels, matmul_triton
 from detcompile.templates.dependent_launch import launch_options
-from detcompile.templates.experts_schedules import ExpertsProblem, expert_candidates, reference_expert_schedule
+from detcompile.templates.experts_schedules import REFERENCE, ExpertsProblem, expert_candidates
 from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, multiprocessors, template_tuner
 
@@ -85,7 +85,7 @@ def tune_experts(
     """Times every admitted schedule; later launches of the problem take the winner."""
     winner = tuner(device).tune(
         str(problem),
-        reference_expert_schedule(problem),
+        REFERENCE,
         expert_candidates(problem),
         probe_experts(problem, device),
         seconds,
@@ -176,7 +176,7 @@ def _choose(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
     bits = functools.cache(lambda: probe_experts(problem, device))  # drawn only if the gate has to run
     return tuner(device).choose(
         str(problem),
-        reference_expert_schedule(problem),
+        REFERENCE,
         expert_candidates(problem),
         lambda schedule: bits()(schedule),
     )
@@ -190,7 +190,7 @@ def _recall(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
     schedules = {
         str(schedule): schedule
         for p in alternatives
-        for schedule in (*expert_candidates(p), reference_expert_schedule(p))
+        for schedule in (*expert_candidates(p), REFERENCE)
         if schedule.kind != "few" or schedule.block_m >= problem.bucket
     }
     return tuner(device).recall([str(p) for p in alternatives], schedules)

@@ -20,10 +20,18 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["NIBBLE_BLOCK", "QuantizedWeight", "dequantized", "pack_nibbles", "require_quantized", "unpack_nibbles"]
+__all__ = [
+    "KINDS",
+    "NIBBLE_BLOCK",
+    "QuantizedWeight",
+    "dequantized",
+    "pack_nibbles",
+    "require_quantized",
+    "unpack_nibbles",
+]
 
 NIBBLE_BLOCK = 128  # k of which a byte holds the i-th and the (64 + i)-th
-_KINDS = {torch.uint8: 4, torch.int8: 8, torch.float8_e4m3fn: 8}
+KINDS = {torch.uint8: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of `w`, as the kernels of both devices number them
 
 
 class QuantizedWeight(NamedTuple):
@@ -39,7 +47,7 @@ class QuantizedWeight(NamedTuple):
     @property
     def bits(self) -> int:
         """Of one weight."""
-        return _KINDS[self.w.dtype]
+        return 4 if self.w.dtype is torch.uint8 else 8
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
@@ -80,7 +88,7 @@ def require_quantized(x: Tensor, weight: QuantizedWeight) -> None:
         InvalidInput: they do not.
     """
     w, scales, zeros, k, group, rows = weight
-    if w.dtype not in _KINDS:
+    if w.dtype not in KINDS:
         raise InvalidInput(f"detcompile::dequant_matmul: w is {w.dtype}; it takes uint8 (int4), int8 and float8_e4m3fn")
     width = -(-k // NIBBLE_BLOCK) * 64 if w.dtype is torch.uint8 else k
     if x.dim() != 2 or x.shape[1] != k or w.dim() != 2 or w.shape[1] != width or group < 1 or rows < 1:

@@ -28,6 +28,8 @@ from tests.models import VOCAB_SIZE, random_model
 from tests.quantized_checkpoints import CHECKPOINTS, WIDTHS, pack_words, write_checkpoint
 from tests.templates.quantized_cases import quantized_weight
 
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_is_read_as_what_it_means(name: str, tmp_path: Path) -> None:
@@ -101,6 +103,9 @@ def test_the_engine_serves_it() -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with version='gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt='e5m2'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "with format='marlin-24'"),
+        (PACKED | {"config_groups": {"group_0": {"weights": None}}}, "group_0 holds no weights"),
+        (PACKED, "config_groups holds no weights"),
+        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme quantises keys and values"),
         (CHECKPOINTS["awq"][0], "names a quantisation and holds no quantised linear"),
     ],
 )
@@ -118,6 +123,15 @@ def test_quantised_experts_are_refused_by_name(tmp_path: Path) -> None:
     moved = {key.replace("layers.1.mlp.up_proj", "layers.1.mlp.experts.0.up_proj"): t for key, t in tensors.items()}
     save_file(moved, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"layers.1.mlp.experts.0.up_proj: quantised, and no linear"):
+        detcompile.load_model(tmp_path, device="cpu")
+
+
+def test_a_dtype_that_no_layout_has_is_refused_by_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "awq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.qweight"
+    save_file(tensors | {name: tensors[name].view(torch.uint32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=rf"{re.escape(name)} in .* is U32, which is not read"):
         detcompile.load_model(tmp_path, device="cpu")
 
 

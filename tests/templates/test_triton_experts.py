@@ -7,7 +7,7 @@ from torch import Tensor
 from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
 from detcompile.templates.experts import reference_expert_matmul
-from detcompile.templates.experts_schedules import expert_candidates, reference_expert_schedule
+from detcompile.templates.experts_schedules import REFERENCE, expert_candidates
 from detcompile.templates.experts_triton import (
     expert_matmul_cuda,
     experts_problem,
@@ -146,7 +146,7 @@ def test_the_op_chooses_a_gated_schedule() -> None:
     x, ids, w, bias = problem(9, 2, DOT_DTYPES[0])
     out = expert_matmul_cuda(x, ids, w, bias)
     found = experts_problem(ids.numel(), x, w, bias)
-    assert_bitwise_equal(out, run_experts(reference_expert_schedule(found), x, ids, w, bias))
+    assert_bitwise_equal(out, run_experts(REFERENCE, x, ids, w, bias))
     assert_bitwise_equal(out, alone(x, ids, w, bias), "the op and matmul")
     rows = [row for row in tuner(x.device).table() if row["problem"] == str(found)]
     assert rows and rows[0]["chosen"]
@@ -181,9 +181,9 @@ class TestOnTheGpu:
         experts, choices, n, k = shape
         x, ids, w, _ = problem(tokens, choices, torch.bfloat16, n, k, experts)
         found = experts_problem(ids.numel(), x, w, None)
-        expected = run_experts(reference_expert_schedule(found), x, ids, w)
+        expected = run_experts(REFERENCE, x, ids, w)
         admitted = tuner(x.device).admitted(
-            str(found), reference_expert_schedule(found), expert_candidates(found), probe_experts(found, x.device)
+            str(found), REFERENCE, expert_candidates(found), probe_experts(found, x.device)
         )
         refused = tuner(x.device).refusals().get(str(found))
         print(f"{found}: {len(admitted)} of {len(expert_candidates(found))}, refused {refused}")
@@ -225,5 +225,5 @@ class TestOnTheGpu:
         expected = expert_matmul_cuda(x, ids, w, None)
         found = experts_problem(ids.numel(), x, w, None)
         winner = tune_experts(found, x.device, lambda schedule: float(schedule.block_k))
-        assert str(winner) in {str(s) for s in (*expert_candidates(found), reference_expert_schedule(found))}
+        assert str(winner) in {str(s) for s in (*expert_candidates(found), REFERENCE)}
         assert_bitwise_equal(expert_matmul_cuda(x, ids, w, None), expected)

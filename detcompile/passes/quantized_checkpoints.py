@@ -83,6 +83,20 @@ class PackedLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
+class _OfLinear(dict[str, torch.Tensor]):
+    """A linear's tensors by their names in the checkpoint; one that is asked for in vain is an error that says so."""
+
+    def __init__(self, linear: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.linear = linear
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise UnsupportedModel(
+            f"{self.linear}: the checkpoint has {', '.join(self)} and no {name}, which this quantisation needs: fetch"
+            " it again, or load another checkpoint"
+        )
+
+
 @register_quantization_config(METHOD)
 class CheckpointConfig(QuantizationConfigMixin):
     """Carries the checkpoint's own quantization_config."""
@@ -124,7 +138,7 @@ class CheckpointReader(HfQuantizer):
         settings = self.quantization_config.checkpoint
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                tensors = {leaf: parameter.detach() for leaf, parameter in module.named_parameters()}
+                tensors = _OfLinear(name, {leaf: parameter.detach() for leaf, parameter in module.named_parameters()})
                 weight, order = LAYOUTS[settings["quant_method"]].read(name, tensors, settings)
                 bias = None if "bias" not in tensors else tensors["bias"].to(model.dtype)
                 replace_module(model, name, QuantizedLinear(weight, bias, order))

@@ -135,6 +135,18 @@ def test_a_dtype_that_no_layout_has_is_refused_by_name(tmp_path: Path) -> None:
         detcompile.load_model(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("method", "missing"), [("awq", "qzeros"), ("gptq", "scales"), ("compressed int4", "weight_shape")]
+)
+def test_a_linear_that_lacks_a_tensor_is_named(method: str, missing: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, method)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"model.layers.0.mlp.up_proj.{missing}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=rf"layers.0.mlp.up_proj: the checkpoint has .* and no {missing}, which"):
+        detcompile.load_model(tmp_path, device="cpu")
+
+
 def test_what_transformers_quantised_itself_is_replaced_or_refused() -> None:
     model = random_model("qwen3", torch.bfloat16, **WIDTHS)
     model.config.quantization_config = SimpleNamespace(quant_method="quanto")

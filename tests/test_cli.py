@@ -1,5 +1,6 @@
 """The command line as a user runs it: results, logs and exit codes."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,17 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from detcompile import cli
+from detcompile import CompiledModel, cli
 from detcompile.axes import AXES
 from detcompile.errors import InvalidInput
 from detcompile.generate_command import read_prompts, with_own_seeds
 from detcompile.runtime.sampling_params import SamplingParams
-from tests.models import ARCHITECTURES, compiled
+from tests.models import ARCHITECTURES, compiled, without_inductor
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 MODEL = "tiny-draft"  # as "tiny", and sooner compiled
@@ -34,33 +36,37 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> subprocess.CompletedProcess[str]:
+def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """As ``run``, in this process."""
-    monkeypatch.setattr(sys, "argv", ["detcompile", *arguments])
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    said = capsys.readouterr()
-    return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["detcompile", *arguments]),
+        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def compiled_here(*_: object) -> CompiledModel:
+    return compiled(MODEL, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def answered() -> subprocess.CompletedProcess[str]:
     """Three prompts and one that is too long, a line each, on standard input."""
     lines = [PROMPTS[0], "", "x = 1 + " * 1000, *PROMPTS[1:], ""]
-    return run("generate", MODEL, *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
+    with mock.patch.object(cli, "_compile", compiled_here):
+        return run_here("generate", MODEL, *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
 
 
-def test_verify_prints_one_json_object_and_every_axis_holds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_compile", lambda spec: compiled(MODEL, torch.bfloat16))
-    done = run_here(monkeypatch, capsys, "verify", MODEL, "--json", "--configurations", "3", "--device", "cpu")
+def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
+    with mock.patch.object(cli, "_compile", compiled_here):
+        done = run_here("verify", MODEL, "--json", "--configurations", "3", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["fingerprint"]) == 64
@@ -74,7 +80,8 @@ def test_verify_prints_one_json_object_and_every_axis_holds(
 def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
     page = tmp_path / "report.html"
     options = ("--random", "--dtype", "float32", "--tp-sizes", "1,2", "--json", "--device", "cpu", "--html", str(page))
-    done = run("check", MODEL, *options)
+    with without_inductor():
+        done = run_here("check", MODEL, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fingerprint"] in page.read_text() and all(order in page.read_text() for order in found["orders"])
@@ -96,7 +103,7 @@ def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
     content = archive.read_bytes()
     archive.write_bytes(content[: len(content) // 2])
     for refused, name in (
-        (run("check", str(archive)), "ArchiveError"),
+        (run_here("check", str(archive)), "ArchiveError"),
         (run("export", "tiny", str(tmp_path / "tiny.zip")), "InvalidInput"),
     ):
         assert refused.returncode == 2 and refused.stderr.strip().startswith(name), refused.stderr
@@ -175,12 +182,10 @@ def test_generate_streams_a_prompt_into_a_terminal() -> None:
     assert "24 tokens (length); seed" in said
 
 
-def test_texts_of_several_answers_have_headings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_compile", lambda spec: compiled(MODEL, torch.bfloat16))
+def test_texts_of_several_answers_have_headings() -> None:
     options = (*SAMPLED, "--n", "2", "--seed", "1", "--stop", "\n\n")
-    done = run_here(monkeypatch, capsys, "generate", MODEL, PROMPTS[1], *options)
+    with mock.patch.object(cli, "_compile", compiled_here):
+        done = run_here("generate", MODEL, PROMPTS[1], *options)
     assert done.returncode == 0, done.stderr
     assert "== 1, sample 0: 'import json'" in done.stdout and "== 1, sample 1: 'import json'" in done.stdout
     assert "seed 1" in done.stderr
@@ -221,10 +226,8 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("generate", "tiny", "x", "--logprobs", "1"), "add --json"),
     ],
 )
-def test_bad_input_ends_with_a_message_and_code_2(
-    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run_here(monkeypatch, capsys, *arguments)
+def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str) -> None:
+    done = run_here(*arguments)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

@@ -26,7 +26,7 @@ def answers():
 def test_what_ships_is_often_right(name):
     model = compiled("tiny", torch.bfloat16)
     if name == "draft":
-        drafter = detcompile.compile("tiny-draft").drafter(3)
+        drafter = compiled("tiny-draft", torch.bfloat16).drafter(3)
         assert drafter.tokenizer.get_vocab() == model.tokenizer.get_vocab()
     else:
         drafter = model.medusa_drafter("tiny", paths=[(0,), (0, 0), (0, 0, 0)])

@@ -27,7 +27,7 @@ def chain(nodes: int, acceptance: float, tokens: float, draft: float, millisecon
 
 
 def test_trials_are_of_both_workloads_and_all_kinds():
-    model = compiled("tiny-draft", torch.float32)
+    model = compiled("tiny-draft", torch.bfloat16)
     workloads = [Workload.of(kind, embedded_text(kind), model, 1, 20) for kind in ("code", "prose")]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     trials = tune_speculation(model, model, workloads, nodes=(2,), params=params)
@@ -61,7 +61,7 @@ class SlowAtFirst(NGramDrafter):
 
 def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
     monkeypatch.setattr("detcompile.tune_speculation.plan", lambda draft, nodes: iter([("n-gram", 2, SlowAtFirst())]))
-    model = compiled("tiny-draft", torch.float32)
+    model = compiled("tiny-draft", torch.bfloat16)
     workload = Workload.of("code", embedded_text("code"), model, 1, 20)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     _, trial = tune_speculation(model, None, [workload], nodes=(2,), params=params)
@@ -69,7 +69,7 @@ def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
 
 
 def test_the_command_prints_and_plots(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny-draft", torch.float32))
+    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny-draft", torch.bfloat16))
     text = tmp_path / "text"
     text.write_text("one line of a text that says little\n" * 40)
     arguments = ["tune-speculation", "tiny", "--prose", str(text), "--nodes", "1,2", "--prompt-tokens", "16"]
@@ -111,10 +111,10 @@ def test_texts_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_text("code", tmp_path / "nothing")
     with pytest.raises(InvalidInput, match="give a longer text"):
-        Workload.of("code", "x = 1", compiled("tiny-draft", torch.float32), 1, 50)
+        Workload.of("code", "x = 1", compiled("tiny-draft", torch.bfloat16), 1, 50)
     with pytest.raises(InvalidInput, match="a folder that exists"):
         require_place(tmp_path / "nothing" / "plot.svg", "--plot")
     require_place(tmp_path / "plot.svg", "--plot")
     with pytest.raises(InvalidInput, match="of at least 1"):
-        tune_speculation(compiled("tiny-draft", torch.float32), None, [], nodes=(2, 0), params=SamplingParams())
+        tune_speculation(compiled("tiny-draft", torch.bfloat16), None, [], nodes=(2, 0), params=SamplingParams())
     assert "def " in read_text("code", None) and "def " not in read_text("prose", None)[:2000]

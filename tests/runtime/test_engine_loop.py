@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-import detcompile
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling_params import SamplingParams
@@ -49,7 +48,7 @@ def test_streams_side_by_side_give_the_bits_of_an_offline_run_token_by_token():
 
 
 def test_text_grows_while_it_streams():
-    model = detcompile.compile("tiny")
+    model = compiled("tiny", torch.bfloat16)
     offline = model.engine(CONFIG).generate("def mean(", params(1), progress=False)[0].outputs[0].text
     texts = [o.outputs[0].text for o in asyncio.run(collect(model.engine(CONFIG), "def mean(", params(1)))]
     assert texts[-1] == offline and len(set(texts)) > 3

@@ -4,6 +4,7 @@ Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, V vocabu
 the block tables.
 """
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -218,7 +219,7 @@ class _Graph:
 
     def __init__(self, forward: Callable[[], Any], buffers: SequenceOf[StepBuffer], memory_pool: Any) -> None:
         self.buffers = buffers
-        warmup_stream = torch.cuda.Stream()
+        warmup_stream = _warmup_stream(torch.cuda.current_device())
         warmup_stream.wait_stream(torch.cuda.current_stream())
         with for_graph(), torch.cuda.stream(warmup_stream):
             forward()  # compiles kernels and settles workspaces
@@ -231,6 +232,12 @@ class _Graph:
         """What the forwards give for the layouts, overwritten by the next replay of any graph of the memory pool."""
         self.graph.replay()
         return self.found
+
+
+@functools.cache
+def _warmup_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures, since the allocator keeps what was freed for the stream that it was freed on."""
+    return torch.cuda.Stream(device)
 
 
 def _without_states(arrays: StepArrays) -> StepArrays:

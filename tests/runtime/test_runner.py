@@ -311,6 +311,22 @@ def test_a_device_that_lags_behind_still_gets_every_step(cuda_graphs):
 
 
 @on_a_gpu
+def test_captures_share_the_memory_of_their_warm_ups():
+    size = 64 << 20
+
+    def forward(*arguments):
+        torch.empty(size, dtype=torch.uint8, device="cuda").zero_()
+        return cuda_forward(*arguments)
+
+    runner, blocks = cuda_runner(True, forward), make_blocks(64)
+    before = torch.cuda.memory_reserved()
+    for count in (1, 2, 4, 8):
+        runner.run(build_step([(Sequence([count]), 1) for _ in range(count)], blocks))
+    assert len(runner._graphs) == 4
+    assert torch.cuda.memory_reserved() - before < 3 * size  # the warm-ups' and the graphs'
+
+
+@on_a_gpu
 def test_garbage_that_holds_a_graph_does_not_spoil_a_capture():
     def littering(*arguments):
         if torch.cuda.is_current_stream_capturing():

@@ -83,11 +83,15 @@ def random_model(name: str, dtype: torch.dtype, device: str = "cpu", **changes: 
     return model.to(device=device, dtype=dtype)
 
 
-@functools.cache
 def compiled(
     name: str, dtype: torch.dtype, device: str = "cpu", tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
 ) -> CompiledModel:
     """``random_model`` compiled, once a process; "tiny" is the embedded model, "tiny-draft" its draft model."""
+    return _compiled(name, dtype, device, tp_sizes)
+
+
+@functools.cache  # tells a default from the same argument given
+def _compiled(name: str, dtype: torch.dtype, device: str, tp_sizes: tuple[int, ...]) -> CompiledModel:
     numerics = Numerics(tp_sizes=tp_sizes)
     if name in EMBEDDED:
         return detcompile.compile(detcompile.load_model(name, dtype=dtype, device=device), numerics=numerics)

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-import detcompile
 from detcompile.errors import InvalidInput
 from detcompile.runtime import acceptance
 from detcompile.runtime.acceptance import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, resolve
@@ -20,7 +19,8 @@ from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.step_builder import build_step
-from tests.models import VOCAB_SIZE, compiled, random_model
+from tests.models import VOCAB_SIZE, compiled
+from tests.runtime.test_speculation import drafting_model
 
 FALSE_ALARM = 1e-6
 NUM_DRAWS = 100_000
@@ -146,9 +146,7 @@ def first_tokens(model, prompt: list[int], params: SamplingParams) -> torch.Tens
 def test_an_engine_that_rejects_draws_from_the_targets_distribution(siblings, device):
     """The joint distribution of three tokens, whose second and third went through speculation."""
     model = compiled("qwen3", torch.float32, device)
-    drafter = detcompile.compile(random_model("llama", torch.float32, device), max_context=120).drafter(
-        2, siblings=siblings, num_sequences=256
-    )
+    drafter = drafting_model(device).drafter(2, siblings=siblings, num_sequences=256)
     forbidden = dict.fromkeys(range(3, VOCAB_SIZE), -math.inf)  # so that the two models have tokens in common
     prompt, filters = [5, 9, 31], {"temperature": 3.0, "top_p": 0.98, "seed": 0, "logit_bias": forbidden}
     expected: dict[tuple[int, ...], float] = {(): 1.0}

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import detcompile
 from detcompile import MedusaHeads, MirrorDrafter, NGramDrafter, SamplingParams, SpeculationConfig
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.draft_tree import DraftTree
@@ -21,8 +20,9 @@ from detcompile.runtime.medusa_drafter import MedusaDrafter, likeliest_paths
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import build_step
-from tests.models import VOCAB_SIZE, compiled, random_model
+from tests.models import VOCAB_SIZE, compiled
 from tests.runtime.engine_cases import engine_configs
+from tests.runtime.test_speculation import drafting_model
 
 HIDDEN = 80
 ROOMY = EngineConfig(num_blocks=300, block_size=16)
@@ -44,11 +44,6 @@ def workload(device: str):
 
 def target(device: str):
     return compiled("qwen3", torch.float32, device)
-
-
-@functools.cache
-def other_model(device: str):
-    return detcompile.compile(random_model("llama", torch.float32, device), max_context=110)
 
 
 def random_heads(seed: int, num_heads: int, own: bool = False, num_layers: int = 1) -> MedusaHeads:
@@ -76,7 +71,7 @@ def make_drafter(kind: str, device: str, num_tokens: int, siblings: int, num_seq
     if kind == "n-gram":
         return NGramDrafter(num_tokens)
     if kind == "draft model":
-        return other_model(device).drafter(num_tokens, **chain)
+        return drafting_model(device).drafter(num_tokens, **chain)
     if kind == "early exit":
         return target(device).drafter(num_tokens, layers=1, **chain)
     if kind == "layer skip":
@@ -112,7 +107,7 @@ def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
     """Over several rounds, of which some guesses come true: keys of the others are computed over."""
     rounds = [[] for _ in range(2)]
     for found, greedy in zip(rounds, (True, False)):
-        drafter = other_model(device).drafter(4, num_sequences=count)
+        drafter = drafting_model(device).drafter(4, num_sequences=count)
         if not greedy:
             drafter._is_greedy = lambda depths: False
         sequences = [Sequence([7 + index] * (5 + index), SamplingParams(temperature=0)) for index in range(count)]

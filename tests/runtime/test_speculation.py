@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detcompile
+from detcompile import CompiledModel
 from detcompile.errors import InvalidInput
 from detcompile.runtime.draft_tree import DraftTree
 from detcompile.runtime.drafters import NO_DRAFT, NUM_KEPT, NGramDrafter
@@ -19,7 +20,7 @@ from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
-from tests.models import VOCAB_SIZE, compiled, random_model
+from tests.models import VOCAB_SIZE, certified, compiled, random_model
 from tests.runtime.engine_cases import engine_configs
 
 MODELS = ("qwen3", "granite_swa")  # one KV group, and several with windows
@@ -60,8 +61,15 @@ class Oracle:
         return {path: token for path, token in tree.items() if path[:-1] == () or path[:-1] in tree}
 
 
+Workload = tuple[list[list[int]], list[SamplingParams], list[RequestOutput]]
+
+
 @functools.cache
-def workload(name: str, device: str) -> tuple[list[list[int]], list[SamplingParams], list[RequestOutput]]:
+def workload(name: str, device: str) -> Workload:
+    return workload_of(compiled(name, torch.float32, device))
+
+
+def workload_of(model: CompiledModel) -> Workload:
     """Prompts around block borders, parameters of every kind, and what an engine without speculation gives."""
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 15, 16, 17, 63, 100, 140, 31)]
@@ -72,14 +80,15 @@ def workload(name: str, device: str) -> tuple[list[list[int]], list[SamplingPara
         )
         for index in range(len(prompts))
     ]
-    plain = compiled(name, torch.float32, device).engine(EngineConfig(num_blocks=400, block_size=16))
+    plain = model.engine(EngineConfig(num_blocks=400, block_size=16))
     return prompts, params, plain.generate(prompts, params, progress=False)
 
 
 @functools.cache
 def drafting_model(device: str):
-    """Another model of the same vocabulary."""
-    return detcompile.compile(random_model("llama", torch.float32, device), max_context=120)
+    """Another model of the same vocabulary; on CPUs without Inductor: drafts move no bit, however computed."""
+    compile_model = certified if device == "cpu" else detcompile.compile
+    return compile_model(random_model("llama", torch.float32, device, num_hidden_layers=1), max_context=120)
 
 
 def assert_unmoved(name: str, device: str, config: EngineConfig, speculation: SpeculationConfig, switch=None):
@@ -172,17 +181,17 @@ def test_a_broken_drafter_is_switched_off_and_moves_no_bit(how, goes_on, caplog)
 
 
 def test_a_draft_model_with_nan_is_switched_off():
-    model = random_model("llama", torch.float32)
+    model = random_model("llama", torch.float32, num_hidden_layers=1)
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    drafter = detcompile.compile(model, max_context=120).drafter(3)
+    drafter = certified(model, max_context=120).drafter(3)
     config = EngineConfig(num_blocks=400, block_size=16)
     engine, _ = assert_unmoved("qwen3", "cpu", config, SpeculationConfig(drafter=drafter, switch="always"))
     assert "not numbers" in str(engine.speculator.error)
 
 
 def test_a_drafter_of_another_vocabulary_is_refused():
-    other = detcompile.compile(random_model("llama", torch.float32, vocab_size=96), max_context=64)
+    other = certified(random_model("gpt2", torch.float32, n_layer=1, vocab_size=96), max_context=64)
     with pytest.raises(InvalidInput, match="vocabulary has 96 tokens, the model's 160"):
         compiled("qwen3", torch.float32).engine(speculation=SpeculationConfig(drafter=other.drafter()))
 

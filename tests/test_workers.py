@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
@@ -33,14 +34,29 @@ from detcompile.weights import weights_digest
 from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
-from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
+from tests.models import MAX_CONTEXT, VOCAB_SIZE, random_model
 from tests.runtime.engine_cases import engine_configs, sampling_params
-from tests.runtime.test_speculation import Oracle, workload
+from tests.runtime.test_speculation import Oracle, Workload, workload_of
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150
-NAME = "granite_swa"  # four KV groups
 NOTES: list[tuple[int, str]] = []  # that the ranks of ``two`` sent while they started
-CONFIGS = engine_configs(120, 400)
+CONFIGS = engine_configs(60, 400)
+
+
+def module() -> PreTrainedModel:
+    """Two KV groups, one with a window."""
+    return random_model("granite_swa", torch.float32, num_hidden_layers=2)
+
+
+@functools.cache
+def alone() -> CompiledModel:
+    """In this process."""
+    return detcompile.compile(module(), max_context=MAX_CONTEXT)
+
+
+@functools.cache
+def plain_answers() -> Workload:
+    return workload_of(alone())
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +65,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(folder))
-        module = random_model(NAME, torch.float32)
-        with compile_in_workers(module, tp=1, numerics=Numerics(), max_context=MAX_CONTEXT) as model:
+        with compile_in_workers(module(), tp=1, numerics=Numerics(), max_context=MAX_CONTEXT) as model:
             assert not list(folder.iterdir())
             yield model
         assert not list(folder.iterdir())
@@ -60,7 +75,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
     """A folder on two ranks, as a user gets it."""
     folder = tmp_path_factory.mktemp("model")
-    random_model(NAME, torch.float32).save_pretrained(folder)
+    module().save_pretrained(folder)
     with mock.patch.object(StartProgress, "on_note", lambda _, rank, text: NOTES.append((rank, text))):
         model = detcompile.compile(folder, tp=2, max_context=MAX_CONTEXT)
     assert isinstance(model, RemoteModel)
@@ -74,10 +89,10 @@ def told(output: RequestOutput) -> tuple[RequestOutput, str]:
 
 
 def assert_drafts_unmoved(
-    model: CompiledModel, drafter: Drafter, config: EngineConfig, **options: int
+    model: CompiledModel, drafter: Drafter, config: EngineConfig, workload: Workload, **options: int
 ) -> tuple[int, int]:
     """Fail unless the workload's answers are those without drafts; how many tokens were accepted and drafted."""
-    prompts, params, expected = workload(NAME, model.device.type)
+    prompts, params, expected = workload
     speculation = SpeculationConfig(drafter=drafter, switch="always", **options)  # type: ignore[arg-type]
     engine = model.engine(config, speculation=speculation)
     found = engine.generate(prompts, params, progress=False)
@@ -88,7 +103,7 @@ def assert_drafts_unmoved(
 
 
 def test_logits_and_the_fingerprint(one: RemoteModel) -> None:
-    here = compiled(NAME, torch.float32)
+    here = alone()
     assert_bitwise_equal(one(IDS).logits, here(IDS).logits)
     labelled = one(IDS, labels=IDS)
     assert_bitwise_equal(labelled.loss, here(IDS, labels=IDS).loss)
@@ -98,8 +113,8 @@ def test_logits_and_the_fingerprint(one: RemoteModel) -> None:
 
 
 def test_ranks_tell_how_much_of_the_weights_they_have_read(two: RemoteModel) -> None:
-    module = random_model(NAME, torch.float32)
-    total = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    whole = module()
+    total = sum(t.nbytes for t in (*whole.parameters(), *whole.buffers()))
     for rank in range(2):
         notes = [text for teller, text in NOTES if teller == rank]
         assert notes[0] == "loading" and notes[-2:] == [reading(total, total), "compiling"]
@@ -109,7 +124,7 @@ def test_ranks_tell_how_much_of_the_weights_they_have_read(two: RemoteModel) -> 
 @pytest.mark.parametrize("axis", sorted(set(AXES) - {"cuda_graphs"}))
 def test_every_axis(one: RemoteModel, axis: str) -> None:
     configuration = configuration_for(axis, 17, seed=3)
-    assert_bitwise_equal(score(one, configuration), score(compiled(NAME, torch.float32), configuration))
+    assert_bitwise_equal(score(one, configuration), score(alone(), configuration))
 
 
 @settings(max_examples=10)
@@ -117,7 +132,7 @@ def test_every_axis(one: RemoteModel, axis: str) -> None:
     params=st.lists(sampling_params(most_tokens=8), min_size=1, max_size=6),
     lengths=st.lists(st.integers(1, 90), min_size=6, max_size=6),
     overlap=st.booleans(),
-    num_blocks=st.sampled_from([40, 200]),
+    num_blocks=st.sampled_from([24, 200]),
 )
 def test_an_engine_of_any_requests(
     one: RemoteModel, params: list[SamplingParams], lengths: list[int], overlap: bool, num_blocks: int
@@ -127,7 +142,7 @@ def test_an_engine_of_any_requests(
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     config = EngineConfig(num_blocks=num_blocks, block_size=16, overlap=overlap, max_num_seqs=4)
     outputs = []
-    for model in (one, compiled(NAME, torch.float32)):
+    for model in (one, alone()):
         engine = model.engine(config)
         outputs.append([told(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
         engine.check()
@@ -179,7 +194,7 @@ def refuse(model: CompiledModel) -> None:
 
 
 def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
-    whole = compiled(NAME, torch.float32)(IDS).logits
+    whole = alone()(IDS).logits
     for rank, (own, logits) in enumerate(two.apply(rank_and_logits, IDS)):
         assert own == rank
         assert_bitwise_equal(logits, whole)
@@ -191,10 +206,9 @@ def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
 
 
 def test_a_function_makes_the_module_in_each_rank() -> None:
-    build = functools.partial(random_model, NAME, torch.float32)
-    plan = RankPlan(None, None, build, 1, Numerics(), None, "cpu", 1, {})
+    plan = RankPlan(None, None, module, 1, Numerics(), None, "cpu", 1, {})
     made = load_for_rank(pickle.loads(pickle.dumps(plan)), torch.device("cpu"))
-    assert weights_digest(made) == weights_digest(build())
+    assert weights_digest(made) == weights_digest(module())
 
 
 def test_a_module_that_cannot_be_sent() -> None:
@@ -203,7 +217,7 @@ def test_a_module_that_cannot_be_sent() -> None:
 
 
 def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
-    here = compiled(NAME, torch.float32)
+    here = alone()
     assert_bitwise_equal(two(IDS).logits, here(IDS).logits)
     assert torch.equal(two.generate(IDS, max_new_tokens=9), here.generate(IDS, max_new_tokens=9))
     assert two.fingerprint == here.fingerprint
@@ -220,18 +234,18 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
 def test_drafts_on_two_ranks_move_no_bit(
     two: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:
-    _, _, expected = workload(NAME, "cpu")
-    assert_drafts_unmoved(two, Oracle(expected, accuracy, seed), config, max_nodes=max_nodes)
+    workload = plain_answers()
+    assert_drafts_unmoved(two, Oracle(workload[2], accuracy, seed), config, workload, max_nodes=max_nodes)
 
 
 def test_heads_on_the_states_of_two_ranks_draft_what_those_of_one_do(two: RemoteModel) -> None:
     torch.manual_seed(3)
-    here, heads = compiled(NAME, torch.float32), MedusaHeads(80, 3)
+    here, heads = alone(), MedusaHeads(80, 3)
     assert_bitwise_equal(two.head_weight(), here.head_weight())
     accepted = []
     for model in (two, here):
-        config = EngineConfig(num_blocks=120, block_size=16, overlap=False)
-        accepted.append(assert_drafts_unmoved(model, model.medusa_drafter(heads, num_nodes=6), config))
+        config = EngineConfig(num_blocks=60, block_size=16, overlap=False)
+        accepted.append(assert_drafts_unmoved(model, model.medusa_drafter(heads, num_nodes=6), config, plain_answers()))
     assert accepted[0] == accepted[1]
 
 
@@ -257,7 +271,7 @@ def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> N
 
 
 def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
-    random_model("llama", torch.float32, num_hidden_layers=1, max_position_embeddings=700).save_pretrained(tmp_path)
+    random_model("gpt2", torch.float32, n_layer=1, n_positions=700).save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu", tp_sizes=(1, 2))
     results = verify(spec.compile(), spec, [TP], count=2)
     assert results[TP].holds and results[TP].configurations == 2 + 2 * 2

@@ -1,6 +1,6 @@
 """Every axis on every architecture that the other files of this folder leave out, with few configurations each.
 
-In the dtypes that tests/architectures compiles too: half of them in bfloat16.
+In the dtypes that tests/architectures compiles too: some of them in bfloat16.
 """
 
 import pytest

@@ -10,17 +10,19 @@ from detcompile import DetcompileError, verification
 from detcompile.verification import PROMPT_LENGTHS, ModelSpec, verify
 from tests.models import compiled
 
+MODEL = "tiny-draft"  # as "tiny", and sooner compiled
+
 
 def test_a_fresh_process_gives_the_same_bytes(device: str) -> None:
-    spec = ModelSpec("tiny", device=device)
-    result = verify(compiled("tiny", torch.bfloat16, device), spec, ["restart"])["restart"]
+    spec = ModelSpec(MODEL, device=device)
+    result = verify(compiled(MODEL, torch.bfloat16, device), spec, ["restart"])["restart"]
     assert result.holds
     assert result.configurations == 4
 
 
 @pytest.mark.parametrize("seen", ["another fingerprint", "other logits"])
 def test_another_answer_of_the_process_is_seen(seen: str, device: str) -> None:
-    model = compiled("tiny", torch.bfloat16, device)
+    model = compiled(MODEL, torch.bfloat16, device)
     fingerprint = "0" * 64 if seen == "another fingerprint" else model.fingerprint
     answer = {"fingerprint": fingerprint, "logits": [torch.zeros(n, model.vocab_size) for n in PROMPT_LENGTHS[:2]]}
     ended = subprocess.CompletedProcess([], 0, "", "")
@@ -30,6 +32,6 @@ def test_another_answer_of_the_process_is_seen(seen: str, device: str) -> None:
     ):
         if seen == "another fingerprint":
             with pytest.raises(DetcompileError, match="another fingerprint"):
-                verify(model, ModelSpec("tiny", device=device), ["restart"])
+                verify(model, ModelSpec(MODEL, device=device), ["restart"])
         else:
-            assert not verify(model, ModelSpec("tiny", device=device), ["restart"])["restart"].holds
+            assert not verify(model, ModelSpec(MODEL, device=device), ["restart"])["restart"].holds

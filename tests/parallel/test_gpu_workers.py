@@ -1,6 +1,6 @@
 """Workers on GPUs give the bits of one GPU, whatever is drawn for batch, chunks, drafts and size, or end in time.
 
-The model is that of tests/test_workers.py; four ranks hold each of its two key heads twice.
+The model is that of tests/test_workers.py with all its layers; four ranks hold each of its two key heads twice.
 """
 
 import os
@@ -24,8 +24,9 @@ from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
 from tests.parallel.cases import needs_gpus, served_logits
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.test_speculation import Oracle, workload
-from tests.test_workers import NAME, assert_drafts_unmoved, told
+from tests.test_workers import assert_drafts_unmoved, told
 
+NAME = "granite_swa"  # four KV groups
 CONFIGS = engine_configs(120, 400)
 
 
@@ -69,8 +70,8 @@ def test_an_engine_of_any_requests(
 def test_drafts_move_no_bit(
     workers: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:
-    _, _, expected = workload(NAME, "cuda")
-    assert_drafts_unmoved(workers, Oracle(expected, accuracy, seed), config, max_nodes=max_nodes)
+    plain = workload(NAME, "cuda")
+    assert_drafts_unmoved(workers, Oracle(plain[2], accuracy, seed), config, plain, max_nodes=max_nodes)
 
 
 def test_a_rank_that_dies_is_named_within_two_seconds(workers: RemoteModel) -> None:

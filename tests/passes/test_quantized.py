@@ -24,7 +24,7 @@ from detcompile.passes.quantized_layouts import unpack_words
 from detcompile.passes.quantized_linear import QuantizedLinear, pin_quantized
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
-from tests.models import VOCAB_SIZE, random_model
+from tests.models import VOCAB_SIZE, certified, random_model
 from tests.quantized_checkpoints import CHECKPOINTS, WIDTHS, pack_words, write_checkpoint
 from tests.templates.quantized_cases import quantized_weight
 
@@ -48,17 +48,19 @@ def test_a_checkpoint_is_read_as_what_it_means(name: str, tmp_path: Path) -> Non
 
 
 @functools.cache
-def compiled(name: str, device: str = "cpu") -> tuple[CompiledModel, dict[str, Tensor]]:
+def compiled(name: str, device: str) -> tuple[CompiledModel, dict[str, Tensor]]:
+    """And its exact weights; on CPUs Inductor compiles the one of float16 only, for time."""
     dtype = torch.float16 if "gptq" in name or name == "awq" else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         exact = write_checkpoint(Path(folder), name, dtype)
         model = detcompile.load_model(folder, device=device)
-    return detcompile.compile(model, numerics=Numerics(tp_sizes=(1, 2)), max_context=256), exact
+    compile_model = certified if device == "cpu" and dtype is torch.bfloat16 else detcompile.compile
+    return compile_model(model, numerics=Numerics(tp_sizes=(1, 2)), max_context=256), exact
 
 
 @pytest.mark.parametrize("name", ["gptq_v2, act order", "fp8"])
 def test_the_model_means_what_the_dequantised_one_means(name: str) -> None:
-    model, exact = compiled(name)
+    model, exact = compiled(name, "cpu")
     plain = random_model("qwen3", model.model.dtype, **WIDTHS, attention_bias=True)
     with torch.no_grad():
         for path, module in plain.named_modules():
@@ -84,7 +86,7 @@ def test_every_axis_holds(name: str, axis: str, device: str) -> None:
 
 
 def test_the_engine_serves_it() -> None:
-    model, _ = compiled("fp8")
+    model, _ = compiled("fp8", "cpu")
     prompts = [torch.randint(0, VOCAB_SIZE, (length,)).tolist() for length in (3, 40, 17)]
     params = SamplingParams(max_tokens=6, temperature=0.8, seed=3)
     engine = model.engine(EngineConfig(num_blocks=16, block_size=16, max_num_batched_tokens=20))

@@ -221,12 +221,13 @@ class _Graph:
         self.buffers = buffers
         warmup_stream = _warmup_stream(torch.cuda.current_device())
         warmup_stream.wait_stream(torch.cuda.current_stream())
-        with for_graph(), torch.cuda.stream(warmup_stream):
-            forward()  # compiles kernels and settles workspaces
-        torch.cuda.current_stream().wait_stream(warmup_stream)
         self.graph = torch.cuda.CUDAGraph()
-        with for_graph(), capture(self.graph, pool=memory_pool):
-            self.found = forward()
+        with for_graph():
+            with torch.cuda.stream(warmup_stream):
+                forward()  # compiles kernels and settles workspaces
+            torch.cuda.current_stream().wait_stream(warmup_stream)
+            with capture(self.graph, pool=memory_pool):
+                self.found = forward()
 
     def replay(self) -> Any:
         """What the forwards give for the layouts, overwritten by the next replay of any graph of the memory pool."""

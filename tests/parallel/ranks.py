@@ -58,7 +58,7 @@ def _rank_main(
         torch.cuda.synchronize()
         dist.barrier()
         sys.stdout.flush()
-        os._exit(0)  # leaving the group would wait for CUDA graphs that hold NCCL's kernels and are garbage by now
+        os._exit(0)  # ranks that had captured CUDA graphs did not come back from leaving the group
     dist.destroy_process_group()
 
 

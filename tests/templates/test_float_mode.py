@@ -93,7 +93,7 @@ def test_every_thread_keeps_subnormals_inside_and_has_its_own_mode_after(
     elsewhere(run)
 
 
-@pytest.mark.skipif(UPWARD is None, reason="another value of FE_UPWARD")
+@pytest.mark.skipif(UPWARD is None, reason="the number of FE_UPWARD is not known for this processor")
 def test_rounding_is_to_nearest_inside() -> None:
     libm = ctypes.CDLL("libm.so.6")
     x = torch.linspace(1.0, 2.0, 1 << 18)

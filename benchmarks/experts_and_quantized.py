@@ -5,6 +5,7 @@
 Medians of CUDA-graph replays, as benchmarks/templates.py takes them; weights rotate past the L2 (of experts: routings
 do, over weights that are larger). Writes benchmarks/results/experts-and-quantized-<device>-<commit>.json. A ratio is
 the peer's time over ours: above 1 we are faster. Our products start at the router's ids and group the rows themselves.
+A product with quantised weights has a row for each order that it may have: row-parallel linears have a tree by default.
 
 | peer | what it does |
 |---|---|
@@ -32,7 +33,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.templates import DEVICE, copies, measure
+from benchmarks.templates import DEVICE, TREES, copies, measure
 from detcompile.templates import dequant_triton, experts_triton
 from detcompile.templates.dequant_schedules import dequant_candidates
 from detcompile.templates.experts_schedules import expert_candidates
@@ -45,6 +46,7 @@ MIXTURES = {  # experts, experts of a token, {product: N, K, whether a token's c
 }
 EXPERT_TOKENS = (1, 8, 64, 512, 4096)
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}  # Qwen3-8B
+ROW_PARALLEL = ("o", "down")
 TOKENS = (1, 8, 64, 512)
 GROUP = 128
 BFLOAT16 = torch.bfloat16
@@ -120,24 +122,24 @@ def quantized_rows(key: str) -> Iterator[dict]:
         plain = [torch.randn(n, k, device=DEVICE, dtype=BFLOAT16) * 0.02 for _ in range(min(6, copies(2 * n * k)))]
         for tokens in TOKENS:
             x = torch.randn(tokens, k, device=DEVICE, dtype=BFLOAT16)
-            problem = dequant_triton.dequant_problem(x, weights[0], None, None, (), BFLOAT16)
-            buffers = [(weight,) for weight in weights]
-            schedule = dequant_triton.tune_dequant(
-                problem,
-                DEVICE,
-                lambda s, x=x, buffers=buffers: measure(buffers, lambda w: dequant_triton.run_dequant(s, x, w)),
-            )
-            row = {"kernel": key, "model": "Qwen3-8B", "product": name, "tokens": tokens, "N": n, "K": k}
-            row |= _beside(
-                buffers,
-                lambda w, x=x: dequant_triton.dequant_matmul_cuda(x, w, None, None, ()),
-                _quantized_peers(key, x, weights, plain),
-            )
-            yield (
-                row
-                | {"TB/s": size / row["us"] * 1e-6, "schedule": str(schedule)}
-                | _gate(dequant_triton.tuner(DEVICE), problem)
-            )
+            peers = _quantized_peers(key, x, weights, plain)
+            for order, radices in TREES.items():
+                if not radices or name in ROW_PARALLEL:
+                    row = {"kernel": key, "model": "Qwen3-8B", "product": name, "order": order, "tokens": tokens}
+                    row |= {"N": n, "K": k} | _quantized_row(x, weights, radices, peers)
+                    yield row | {"TB/s": size / row["us"] * 1e-6}
+
+
+def _quantized_row(x: Tensor, weights: list[QuantizedWeight], radices: tuple[int, ...], peers: dict) -> dict:
+    problem = dequant_triton.dequant_problem(x, weights[0], None, None, radices, BFLOAT16)
+    buffers = [(weight,) for weight in weights]
+
+    def seconds(schedule: GemmSchedule) -> float:
+        return measure(buffers, lambda w: dequant_triton.run_dequant(schedule, x, w, radices=radices))
+
+    schedule = dequant_triton.tune_dequant(problem, DEVICE, seconds)
+    row = _beside(buffers, lambda w: dequant_triton.dequant_matmul_cuda(x, w, None, None, radices), peers)
+    return row | {"schedule": str(schedule)} | _gate(dequant_triton.tuner(DEVICE), problem)
 
 
 def _quantized(key: str, n: int, k: int) -> QuantizedWeight:
@@ -224,8 +226,11 @@ def _expert_compilations(key: str) -> list[tuple]:
 def _dequant_compilations(key: str) -> list[tuple]:
     weight = _quantized(key, 256, 4096)
     xs = [torch.empty(tokens, 4096, device=DEVICE, dtype=BFLOAT16) for tokens in TOKENS]
-    problems = [dequant_triton.dequant_problem(x, weight, None, None, (), BFLOAT16) for x in xs]
-    return list(dict.fromkeys((schedule, key) for problem in problems for schedule in dequant_candidates(problem)))
+    found = []
+    for x, radices in itertools.product(xs, TREES.values()):
+        problem = dequant_triton.dequant_problem(x, weight, None, None, radices, BFLOAT16)
+        found += [(schedule, key, radices) for schedule in dequant_candidates(problem)]
+    return list(dict.fromkeys(found))
 
 
 def _compile_all(compile_one: Callable, arguments: list[tuple]) -> None:
@@ -242,10 +247,10 @@ def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None
         experts_triton.run_experts(schedule, x, ids, w)
 
 
-def _compile_dequant(schedule: GemmSchedule, key: str) -> None:
+def _compile_dequant(schedule: GemmSchedule, key: str, radices: tuple[int, ...]) -> None:
     with contextlib.suppress(Exception):
         x = torch.zeros(32, 4096, device=DEVICE, dtype=BFLOAT16)
-        dequant_triton.run_dequant(schedule, x, _quantized(key, 256, 4096))
+        dequant_triton.run_dequant(schedule, x, _quantized(key, 256, 4096), radices=radices)
 
 
 FAMILIES: dict[str, Callable[[str], Iterator[dict]]] = {key: expert_rows for key in MIXTURES}
@@ -271,7 +276,8 @@ def main() -> None:
             rows.append(row)
             path.write_text(json.dumps(result, indent=1))
             ratios = "  ".join(f"{peer} {ratio:.2f}" for peer, ratio in row["ratio"].items())
-            print(f"{row['model']} {row['kernel']} {row['product']} {row['tokens']}: {row['us']:.1f} us  {ratios}"
+            name = f"{row['model']} {row['kernel']} {row['product']} {row.get('order', '')}".rstrip()
+            print(f"{name} {row['tokens']}: {row['us']:.1f} us  {ratios}"
                   f"  {row['schedule']} {row['admitted, refused']} {row.get('failed', '')}", flush=True)  # fmt: skip
             if time.monotonic() - started > 60 * arguments.minutes:
                 break

@@ -2,7 +2,8 @@
 
 Legend: M tokens, N output features, K summed features, BM BN BK tile sizes. KIND is 0 for nibbles, 1 for int8, 2 for
 float8 (templates/quantized.py). Weights are the M operand of the MMA ("swapped" in matmul_kernels), which may come from
-registers; the walk over k, the tree of leaves and the epilogue are those of matmul_kernels, and so are the bits.
+registers; the walk over k, the tree of leaves and the epilogue are those of matmul_kernels, and so are the bits. A
+leaf may be a program's own there as here: its partials are added by ``combine_kernel``.
 
 Nibbles are read 128 k at a time: the low halves of 64 bytes are 64 successive k, the high halves the next 64, and each
 is one ``tl.dot``. Scales of the next step are loaded in this one, since they are too small to be copied ahead; the
@@ -263,19 +264,28 @@ def dequant_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k, leaves,
     x_stride_m, x_stride_k, w_stride_n, scale_stride, residual_stride,
     KIND: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BLOCKED: tl.constexpr,
     EVEN_K: tl.constexpr, NARROW: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile, every leaf of it. With a tree, leaf_k is a multiple of a step."""
+    """One tile, every leaf of it; with SPLIT one leaf (axis 1), into an fp32 partial out[leaf, M, N] without an
+    epilogue. With a tree, leaf_k is a multiple of a step."""
     wait_for_earlier(PDL)
     tile_m, tile_n = grouped(tl.program_id(0), M, N, BM, BN, GROUP)
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
     x_M = x_ptr + m.to(tl.int64) * x_stride_m
     w_N = w_ptr + n.to(tl.int64) * w_stride_n
-    if R3 == 1:
+    if SPLIT:
+        leaf = tl.program_id(1)
+        first = leaf * leaf_k
+        acc = _quantized_leaf(
+            x_M, w_N, scale_ptr, zero_ptr, first, first + leaf_k, M, N, m, n, x_stride_k, scale_stride,
+            KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,
+        )  # fmt: skip
+        out_ptr += leaf.to(tl.int64) * M * N
+    elif R3 == 1:
         acc = _quantized_leaf(
             x_M, w_N, scale_ptr, zero_ptr, 0, leaf_k, M, N, m, n, x_stride_k, scale_stride,
             KIND, GROUP_K, ROWS, HAS_ZEROS, BM, BN, BK, BLOCKED, EVEN_K, NARROW, ON_GPU,

@@ -36,6 +36,14 @@ _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
 _BLOCKS: dict[int, list[tuple[int, int, int, int, int]]] = {
     16: [(8, 32, 512, 2, 3), (8, 16, 512, 1, 3), (16, 16, 512, 1, 3)],
 }
+# Of a tree, for leaves that are programs of their own: so many programs hide each other's waits, and one walks K over
+# the number of leaves, at the price of a second launch that adds them. A leaf of one step fetches nothing ahead, and
+# wants many programs beside it instead.
+_SPLIT: dict[int, list[tuple[int, int, int, int, int]]] = {
+    16: [(8, 16, 512, 1, 3), (8, 16, 512, 1, 2), (8, 32, 512, 2, 2), (16, 16, 512, 1, 2), (16, 64, 128, 4, 4)],
+    32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 4)],
+    64: [(64, 64, 128, 4, 4), (32, 64, 128, 4, 4)],
+}
 _MANY_TOKENS = 128  # above, they share the price of a dequantised copy
 
 
@@ -83,11 +91,17 @@ def dequant_candidates(problem: DequantProblem) -> tuple[GemmSchedule, ...]:
     bucket = next((largest for largest in _FUSED if problem.bucket <= largest), None)
     if bucket is None or not whole or problem.dtype == "float32" or len(problem.radices) > LEVELS:
         return (EXPAND,)
-    fused = [GemmSchedule("fused", *sizes, swapped=True) for sizes in _FUSED[bucket]]
-    if problem.w_dtype == "uint8":
-        blocks = [GemmSchedule("fused", *sizes, swapped=True) for sizes in _BLOCKS.get(bucket, [])]
-        fitting = [s for s in blocks if problem.group % NIBBLE_BLOCK == 0 and problem.leaf_k % s.block_k == 0]
-        fused = fitting + fused
-    else:
+    fused = _fitting(problem, [*_BLOCKS.get(bucket, []), *_FUSED[bucket]])
+    if problem.w_dtype != "uint8":
         fused += [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in fused[:3]]
+    if problem.radices:
+        split = _fitting(problem, _SPLIT.get(bucket, []))
+        fused = [replace(schedule, leaves="split") for schedule in split] + fused
     return (EXPAND, *fused) if problem.bucket > _MANY_TOKENS else (*fused, EXPAND)
+
+
+def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]) -> list[GemmSchedule]:
+    """A step of several blocks takes nibbles, one scale a block and whole steps."""
+    several = problem.w_dtype == "uint8" and problem.group % NIBBLE_BLOCK == 0
+    found = [GemmSchedule("fused", *sizes, swapped=True) for sizes in rows]
+    return [s for s in found if s.block_k == NIBBLE_BLOCK or (several and problem.leaf_k % s.block_k == 0)]

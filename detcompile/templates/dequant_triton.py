@@ -70,32 +70,17 @@ def run_dequant(
         w = expanded(weight, x.dtype)
         return matmul_triton.matmul_cuda(x, w, bias, residual, radices, out_dtype)
     radices = tuple(radix for radix in radices if radix > 1)
-    leaf_k = weight.k // math.prod(radices)
-    blocked = x.dtype is torch.float32
-    step = NIBBLE_BLOCK if blocked else schedule.block_k
-    several = weight.bits == 4 and step > NIBBLE_BLOCK
-    if len(radices) > LEVELS or ((radices or several) and leaf_k % step):
-        raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
-    if several and weight.group % NIBBLE_BLOCK:
-        raise ScheduleError(f"dequant_matmul: {schedule} takes groups of {NIBBLE_BLOCK} k, not {weight.group}")
-    if blocked and x.is_cuda:  # Triton adds to the sum inside a product there, and so leaves the order of blocks
-        raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
+    _require_fit(schedule, x, weight, radices)
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
-    M, N = len(x), len(weight.w)
-    out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
-    w, scales, zeros = _contiguous(weight)
-    padded = (1,) * (LEVELS - len(radices)) + radices
-    dequant_kernels.dequant_kernel[(triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n),)](
-        x, w, scales, scales if zeros is None else zeros, out, out if bias is None else bias.contiguous(),
-        out if residual is None else residual, M, N, leaf_k, math.prod(radices), *x.stride(), w.stride(0),
-        scales.stride(0), 0 if residual is None else residual.stride(0),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        **{f"R{i}": radix for i, radix in enumerate(padded)},
-        BM=schedule.block_m, BN=schedule.block_n, BK=step, GROUP=schedule.group, BLOCKED=blocked,
-        EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype), num_warps=schedule.warps,
-        num_stages=schedule.stages, enable_fp_fusion=False, **_format(weight), **launch_options(x.device),
-    )  # fmt: skip
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty((len(x), len(weight.w)), dtype=out_dtype or x.dtype)
+    if schedule.leaves == "split" and radices:
+        partials = out.new_empty((math.prod(radices), *out.shape), dtype=torch.float32)
+        _launch(schedule, x, weight, None, None, radices, partials)
+        matmul_triton.sum_partials_cuda(partials, bias, residual, radices, out)
+    else:
+        _launch(schedule, x, weight, bias, residual, radices, out)
     return out
 
 
@@ -199,6 +184,50 @@ def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of dequant_matmul's schedules on this device."""
     sources = (dequant_kernels, matmul_kernels, dependent_launch)
     return template_tuner("dequant", (*(module.__file__ for module in sources), __file__), device)
+
+
+def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
+    leaf_k = weight.k // math.prod(radices)
+    step = _step(schedule, x.dtype)
+    several = weight.bits == 4 and step > NIBBLE_BLOCK
+    if len(radices) > LEVELS or ((radices or several) and leaf_k % step):
+        raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
+    if several and weight.group % NIBBLE_BLOCK:
+        raise ScheduleError(f"dequant_matmul: {schedule} takes groups of {NIBBLE_BLOCK} k, not {weight.group}")
+    if x.dtype is torch.float32 and x.is_cuda:
+        # Triton adds to the sum inside a product there, and so leaves the order of blocks
+        raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
+
+
+def _step(schedule: GemmSchedule, dtype: torch.dtype) -> int:
+    return NIBBLE_BLOCK if dtype is torch.float32 else schedule.block_k
+
+
+def _launch(
+    schedule: GemmSchedule,
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out: Tensor,  # [M, N], or one float32 partial a leaf before them
+) -> None:
+    M, N = out.shape[-2:]
+    leaves = math.prod(radices)
+    leaf_k, step = weight.k // leaves, _step(schedule, x.dtype)
+    split = out.dim() == 3
+    w, scales, zeros = _contiguous(weight)
+    tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
+    dequant_kernels.dequant_kernel[(tiles, leaves if split else 1)](
+        x, w, scales, scales if zeros is None else zeros, out, out if bias is None else bias,
+        out if residual is None else residual, M, N, leaf_k, leaves, *x.stride(), w.stride(0),
+        scales.stride(0), 0 if residual is None else residual.stride(0),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SPLIT=split,
+        **matmul_triton.tree_options(() if split else radices),
+        BM=schedule.block_m, BN=schedule.block_n, BK=step, GROUP=schedule.group, BLOCKED=x.dtype is torch.float32,
+        EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype), num_warps=schedule.warps,
+        num_stages=schedule.stages, enable_fp_fusion=False, **_format(weight), **launch_options(x.device),
+    )  # fmt: skip
 
 
 def _run_probed(

@@ -1,10 +1,13 @@
 """dequant_matmul's kernels: the bytes of matmul over dequantised weights, whatever the schedule and the token count."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from detcompile.errors import ScheduleError
+from detcompile.templates.dequant_matmul import reference_dequant_matmul
 from detcompile.templates.dequant_schedules import EXPAND, dequant_candidates
 from detcompile.templates.dequant_triton import (
     dequant_matmul_cuda,
@@ -19,6 +22,7 @@ from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.matmul_triton import run_schedule
 from detcompile.templates.quantized import NIBBLE_BLOCK, QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
+from tests.templates.cases import assert_as_accurate
 from tests.templates.quantized_cases import FORMATS, quantized_weight
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
@@ -72,6 +76,30 @@ def test_leaves_of_a_tree_are_whole_steps(name: str) -> None:
         run_dequant(SMALL[0], x, weight, radices=(8,))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_leaves_of_programs_of_their_own_have_the_bytes_of_one_program(name: str) -> None:
+    weight, x = quantized_weight(name, N, 512, DEVICE), heavy_tailed(5, 512, dtype=DTYPE)
+    bias, residual = heavy_tailed(N, dtype=DTYPE, seed=2), heavy_tailed(5, N, dtype=DTYPE, seed=3)
+    for schedule, radices in ((SMALL[0], (2, 2)), (SMALL[1], (4,)), (SMALL[0], ())):
+        split = replace(schedule, leaves="split")
+        expected = run_dequant(schedule, x, weight, bias, residual, radices)
+        found = run_dequant(split, x, weight, bias, residual, radices)
+        assert_bitwise_equal(found, expected, f"{name} {radices}")
+        reference = reference_dequant_matmul(x, weight)
+        assert_as_accurate(run_dequant(split, x, weight, radices=radices), (x @ dequantized(weight, x.dtype).t()),
+                           reference, f"{name} {radices}")  # fmt: skip
+
+
+def test_few_tokens_of_a_tree_may_split_its_leaves() -> None:
+    for k, step in ((1024, 128), (4096, 512)):
+        weight, x = quantized_weight("int4, groups of 128", N, k, DEVICE), heavy_tailed(1, k, dtype=torch.float16)
+        found = dequant_candidates(dequant_problem(x, weight, None, None, (2, 2, 2), x.dtype))
+        assert max(schedule.block_k for schedule in found if schedule.leaves == "split") == step
+        assert found[0].leaves == "split" and found[-1] == EXPAND
+        plain = dequant_candidates(dequant_problem(x, weight, None, None, (), x.dtype))
+        assert {schedule.leaves for schedule in plain} == {"register"}
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the gate decides: test_every_schedule_has_the_bytes_of_matmul")
 @pytest.mark.parametrize("radices", [(), (2,)], ids=str)
 @pytest.mark.parametrize("name", ["int4, groups of 128", "int4, channels"])
@@ -79,7 +107,7 @@ def test_steps_of_several_blocks_have_the_bytes_of_matmul(name: str, radices: tu
     weight, x = quantized_weight(name, N, 1024, DEVICE), heavy_tailed(11, 1024, dtype=torch.float16)
     problem = dequant_problem(x, weight, None, None, radices, x.dtype)
     several = [schedule for schedule in dequant_candidates(problem) if schedule.block_k > NIBBLE_BLOCK]
-    assert len(several) == 3
+    assert len(several) == (7 if radices else 3)
     expected = by_matmul(x, weight, radices=radices)
     for schedule in several:
         assert_bitwise_equal(run_dequant(schedule, x, weight, radices=radices), expected, f"{name} {schedule}")
@@ -122,9 +150,9 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("name", MODELS)
     def test_every_schedule_has_the_bytes_of_matmul(self, name: str, dtype: torch.dtype, radices: tuple) -> None:
-        weight = quantized_weight(name, 600, 2048, DEVICE)
+        weight = quantized_weight(name, 600, 4096, DEVICE)
         for tokens in (1, 16, 31, 64, 100, 300):
-            x = heavy_tailed(tokens, 2048, dtype=dtype, seed=tokens)
+            x = heavy_tailed(tokens, 4096, dtype=dtype, seed=tokens)
             residual = heavy_tailed(tokens, 600, dtype=dtype, seed=3)
             problem = dequant_problem(x, weight, None, residual, radices, dtype)
             candidates = dequant_candidates(problem)

@@ -1,12 +1,12 @@
 """Export, load in a fresh process, compare by bytes with the JIT: sizes and times, an architecture a row.
 
-    python -m benchmarks.export --commit $(git rev-parse --short HEAD) [--device cuda] [--architectures llama,gpt2]
+    python -m benchmarks.export --commit $(git rev-parse --short HEAD) [--device cuda] [--architectures llama] [--tp 2]
 
 Tiny models with random weights (tests/models.py). Compared are the logits of a prompt of T tokens, those of a step in
 which T sequences decode one token each, and what an engine answers, with logprobs. The process that loads can import no
-code of a model from transformers.
+code of a model from transformers. With --tp above 1, ranks share the model, and the bytes are those of one rank.
 
-Writes benchmarks/results/export-<hardware>-<commit>.json; exits with 1 if any bytes differ.
+Writes benchmarks/results/export-<hardware>-<commit>.json (export-tp2-… with --tp 2); exits with 1 if any bytes differ.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from torch import Tensor
 import detcompile
 from benchmarks.cpu import cpu_name
 from detcompile import CompiledModel, EngineConfig, SamplingParams
+from detcompile.remote_model import RemoteModel
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import build_step
 from tests.models import MAX_CONTEXT, random_model
@@ -129,19 +130,23 @@ def _load_and_observe(paths: list[Path], token_counts: tuple[int, ...]) -> None:
     print(json.dumps(seconds))
 
 
-def measure(name: str, dtype: torch.dtype, device: str, folder: Path, weights: str) -> dict[str, Any]:
-    """One architecture, exported here and loaded in a process of its own."""
+def measure(name: str, dtype: torch.dtype, device: str, folder: Path, weights: str, tp: int = 1) -> dict[str, Any]:
+    """One architecture, exported here and loaded in a process of its own; compared with one rank in this process."""
     seconds = {}
     start = time.perf_counter()
-    model = detcompile.compile(random_model(name, dtype, device), max_context=MAX_CONTEXT)
+    model = detcompile.compile(random_model(name, dtype, device), tp=tp, max_context=MAX_CONTEXT)
     seconds["compile_s"] = time.perf_counter() - start
     start = time.perf_counter()
     path = detcompile.export(model, folder / f"{name}.pt2", weights=weights)
     seconds["export_s"] = time.perf_counter() - start
+    if isinstance(model, RemoteModel):
+        model.close()
+        model = detcompile.compile(random_model(name, dtype, device), max_context=MAX_CONTEXT)
     row: dict[str, Any] = {"architecture": name, "dtype": str(dtype).removeprefix("torch."), "weights": weights}
+    row["tp"] = tp
     sizes = {"archive_bytes": path.stat().st_size}
     if weights == "beside":
-        sizes["weights_bytes"] = path.with_suffix(".safetensors").stat().st_size
+        sizes["weights_bytes"] = sum(file.stat().st_size for file in folder.glob(f"{name}*.safetensors"))
     try:
         (loaded,) = loaded_elsewhere([path])
     except RuntimeError as error:
@@ -160,6 +165,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", default="inside", choices=["inside", "beside"])
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--load", type=Path, nargs="+", help="be the process that loads these archives")
     parser.add_argument("--token-counts", default=",".join(map(str, TOKEN_COUNTS)))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -174,11 +180,12 @@ def main() -> int:
     for name in arguments.architectures.split(","):
         with tempfile.TemporaryDirectory() as folder:
             dtype = getattr(torch, arguments.dtype)
-            rows.append(measure(name, dtype, arguments.device, Path(folder), arguments.weights))
+            rows.append(measure(name, dtype, arguments.device, Path(folder), arguments.weights, arguments.tp))
         print(rows[-1], flush=True)
     report = {"commit": arguments.commit, "hardware": hardware, "torch": torch.__version__, "rows": rows}
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"export-{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
+    ranks = f"tp{arguments.tp}-" if arguments.tp > 1 else ""
+    path = arguments.output / f"export-{ranks}{hardware.replace(' ', '-').lower()}-{arguments.commit}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(path)
     return 0 if all(row["equal"] for row in rows) else 1

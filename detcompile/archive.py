@@ -1,8 +1,9 @@
 """The file that export writes: a zip in torch's .pt2 layout, where a manifest holds the sha256 of every other member.
 
 The zip's comment, its last bytes, is the sha256 of all that is no member's contents, so that no byte goes unchecked.
-Weights are one member in the format of safetensors, or a file of that format beside the archive. Members are stored as
-they are, so that weights are read from the file's pages without a copy of the whole.
+Each rank has a library and its share of the weights: one member in the format of safetensors, or a file of that format
+beside the archive. Members are stored as they are, so that weights are read from the file's pages without a copy of the
+whole.
 """
 
 import hashlib
@@ -10,26 +11,28 @@ import json
 import math
 import mmap
 import os
+import re
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from detcompile.errors import ArchiveError
 
-__all__ = ["Archive", "EXTRA", "LIBRARY_FOLDER", "write_archive"]
+__all__ = ["Archive", "EXTRA", "LIBRARIES", "Share", "StoredWeights", "library_folder", "write_archive"]
 
 ROOT = "detcompile"  # the folder that torch's reader expects around everything
-LIBRARY_FOLDER = "data/aotinductor/model"  # where torch looks for what AOTInductor wrote
+LIBRARIES = "data/aotinductor"  # where torch looks for what AOTInductor wrote, a folder each
 EXTRA = "extra/detcompile"
 MANIFEST, MANIFEST_DIGEST = f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"
-WEIGHTS = f"{EXTRA}/weights.safetensors"
+WEIGHTS_SUFFIX = ".safetensors"
 LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
+OF_A_RANK = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
 CHUNK_BYTES = 1 << 24
 COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 DTYPES = {
@@ -49,27 +52,79 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class StoredWeights(NamedTuple):
+    """Weights in the format of safetensors.
+
+    Attributes:
+        strides: of those that are not contiguous.
+        content: the tensors, as long as they were not written, or the file that holds them.
+    """
+
+    strides: dict[str, list[int]]
+    content: Mapping[str, Tensor] | Path
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor]) -> "StoredWeights":
+        """Not written yet."""
+        strides = {name: list(tensor.stride()) for name, tensor in weights.items() if not tensor.is_contiguous()}
+        return cls(strides, weights)
+
+    def written_to(self, path: Path) -> "StoredWeights":
+        """The same in a file, which another process can read."""
+        with path.open("wb") as file:
+            _write_hashed(file, self.parts())
+        return self._replace(content=path)
+
+    def parts(self) -> Iterator[Any]:
+        """The bytes, piece by piece."""
+        if isinstance(self.content, Path):
+            yield memoryview(_mapped(self.content))
+        else:
+            yield from _safetensors(self.content)
+
+
+class Share(NamedTuple):
+    """What of an archive is one rank's.
+
+    Attributes:
+        facts: of the manifest, as JSON has them; "weights" is added.
+        files: of its library.
+    """
+
+    facts: Mapping[str, Any]
+    files: tuple[Path, ...]
+    weights: StoredWeights
+
+
+def library_folder(rank: int) -> str:
+    """Of the members that are a rank's library."""
+    return f"{LIBRARIES}/rank{rank}"
+
+
 def write_archive(
     path: Path,
     facts: Mapping[str, Any],
-    members: Mapping[str, bytes | Path],
-    weights: Mapping[str, Tensor],
-    weights_file: Path | None = None,
+    members: Mapping[str, bytes],
+    ranks: Sequence[Share],
+    beside: bool = False,
 ) -> None:
-    """Write an archive, and the weights into ``weights_file`` if there is one; each takes its place when it is whole.
+    """Write an archive, and the weights into files next to it if so wanted; each takes its place when it is whole.
 
     Args:
-        facts: of the manifest, as JSON has them; "members" and "weights" are added.
-        members: by name, contents or the files that hold them.
+        facts: of the manifest, as JSON has them; "members" and "ranks" are added.
+        members: contents by name, besides those of the ranks.
 
     Raises:
         OSError: a file cannot be written.
     """
-    strides = {name: list(tensor.stride()) for name, tensor in weights.items() if not tensor.is_contiguous()}
-    where: dict[str, Any] = {"file": None, "strides": strides}
-    if weights_file is not None:
-        with _put_into_place(weights_file) as file:
-            where |= {"file": weights_file.name, **_write_hashed(file, _safetensors(weights))}
+    known: list[dict[str, Any]] = [
+        {**share.facts, "weights": {"file": None, "strides": share.weights.strides}} for share in ranks
+    ]
+    if beside:
+        for rank, share in enumerate(ranks):
+            place = path.with_suffix(WEIGHTS_SUFFIX if len(ranks) == 1 else f".rank{rank}{WEIGHTS_SUFFIX}")
+            with _put_into_place(place) as file:
+                known[rank]["weights"] |= {"file": place.name, **_write_hashed(file, share.weights.parts())}
     with _put_into_place(path) as file:
         with zipfile.ZipFile(file, "w") as archive:
             written: dict[str, Any] = {}
@@ -79,10 +134,13 @@ def write_archive(
                     written[name] = _write_hashed(member, content)
 
             for name, content in (LAYOUT | dict(members)).items():
-                add(name, [content.read_bytes() if isinstance(content, Path) else content])
-            if weights_file is None:
-                add(WEIGHTS, _safetensors(weights))
-            manifest = json.dumps({**facts, "weights": where, "members": written}, indent=1).encode()
+                add(name, [content])
+            for rank, share in enumerate(ranks):
+                for library in share.files:
+                    add(f"{library_folder(rank)}/{library.name}", [library.read_bytes()])
+                if not beside:
+                    add(_weights_name(rank), share.weights.parts())
+            manifest = json.dumps({**facts, "ranks": known, "members": written}, indent=1).encode()
             add(MANIFEST, [manifest])
             add(MANIFEST_DIGEST, [hashlib.sha256(manifest).hexdigest().encode()])
             archive.comment = b"0" * COMMENT_BYTES
@@ -90,7 +148,10 @@ def write_archive(
 
 
 class Archive:
-    """An archive, opened and found whole.
+    """An archive, opened and found whole but for what is other ranks', which they look at.
+
+    Args:
+        rank: whose share is read; None for no rank's.
 
     Attributes:
         facts: the manifest.
@@ -99,8 +160,9 @@ class Archive:
         ArchiveError: when made, if the file is not one, is cut short or was changed since it was written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rank: int | None = 0) -> None:
         self.path = path
+        self.rank = rank
         self._bytes = _mapped(path)
         self._places = _places(self._bytes, path)
         if _frame_digest(self._bytes, self._places) != self._bytes[-COMMENT_BYTES:]:
@@ -121,15 +183,22 @@ class Archive:
         """Names of the members in a folder."""
         return [name for name in self._places if name.startswith(f"{folder}/")]
 
+    @property
+    def share(self) -> dict[str, Any]:
+        """What of the manifest is this rank's."""
+        assert self.rank is not None
+        return self.facts["ranks"][self.rank]
+
     def weights(self, device: torch.device) -> dict[str, Tensor]:
-        """Every weight, on the device, in memory of its own.
+        """Every weight of this rank, on the device, in memory of its own.
 
         Raises:
             ArchiveError: the file of weights beside the archive is missing or was changed.
         """
-        where = self.facts["weights"]
+        assert self.rank is not None
+        where = self.share["weights"]
         if where["file"] is None:
-            content = self._view(WEIGHTS)
+            content = self._view(_weights_name(self.rank))
         else:
             beside = self.path.with_name(where["file"])
             content = memoryview(_mapped(beside))
@@ -147,8 +216,20 @@ class Archive:
         for name in sorted(others ^ set(listed)):
             raise _damaged(self.path, name)
         for name, written in listed.items():
+            if _rank_of(name) not in (None, self.rank):
+                continue
             if self._places[name][1] != written["bytes"] or _digest(self._view(name)) != written["sha256"]:
                 raise _damaged(self.path, name)
+
+
+def _weights_name(rank: int) -> str:
+    return f"{EXTRA}/rank{rank}{WEIGHTS_SUFFIX}"
+
+
+def _rank_of(name: str) -> int | None:
+    """Whose member this is; None: everyone's."""
+    found = OF_A_RANK.match(name)
+    return None if found is None else int(found[1])
 
 
 def _damaged(path: Path, what: str) -> ArchiveError:

@@ -143,6 +143,7 @@ def export_command(
     model: Model,
     path: Annotated[Path, typer.Argument(help="The file to write; ends with .pt2.")],
     beside: Annotated[bool, typer.Option("--beside", help="Weights in a .safetensors next to it, not inside.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the model, here and where it is loaded.")] = 1,
     random: Random = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -150,7 +151,7 @@ def export_command(
 ) -> None:
     """Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."""
     require_target(path)
-    compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)))
+    compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)), tp)
     with _progress() as progress:
         progress.add_task(f"exporting to {path.name}", total=None)
         export(compiled, path, weights="beside" if beside else "inside")
@@ -357,11 +358,11 @@ def _columns(table: Table, *names: str) -> None:
         table.add_column(name, justify="left" if name == "axis" else "right")
 
 
-def _compile(spec: ModelSpec) -> CompiledModel:
+def _compile(spec: ModelSpec, tp: int = 1) -> CompiledModel:
     start = time.perf_counter()
     with _progress() as progress:
         progress.add_task(f"compiling {Path(spec.name).name}", total=None)
-        compiled = spec.compile()
+        compiled = spec.compile(tp)
     logs.print(
         f"compiled in {time.perf_counter() - start:.1f} s on {compiled.device}, {compiled.dtype}", highlight=False
     )

@@ -10,18 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from detcompile import orders
-from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive
+from detcompile.archive import EXTRA, Archive, library_folder
 from detcompile.compiled import CompiledModel
 from detcompile.errors import ArchiveError, InvalidInput
 from detcompile.fingerprints import source_digest
 from detcompile.machine import obstacle
 from detcompile.numerics import Numerics
+from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.passes.cache_writes import require_kept
 from detcompile.passes.certificate import Certificate, Entry
 from detcompile.passes.example_step import example_step
+from detcompile.remote_model import load_in_workers
 from detcompile.runtime.engine_setup import EngineModel
 from detcompile.runtime.kv_cache import KVShape
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
@@ -31,7 +35,7 @@ from detcompile.templates.float_mode import in_float_mode
 
 __all__ = ["CERTIFICATE", "ExportedModel", "FORMAT", "KERNELS", "TOKENIZER", "certificate_json", "facts_of", "load"]
 
-FORMAT = 1
+FORMAT = 2
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
 
 
@@ -42,11 +46,12 @@ class ExportedModel(CompiledModel):
     Drafters that need the module's layers or hidden states are refused.
     """
 
-    def __init__(self, archive: Archive) -> None:
-        facts = archive.facts
+    def __init__(self, archive: Archive, ranks: TensorParallel | None = None) -> None:
+        facts, share = archive.facts, archive.share
+        library = library_folder(0 if ranks is None else ranks.rank)
         self._facts = facts
         self._folder = tempfile.TemporaryDirectory(prefix="detcompile-")  # lives as long as what was loaded from it
-        for name in (*archive.names(LIBRARY_FOLDER), *archive.names(TOKENIZER)):
+        for name in (*archive.names(library), *archive.names(TOKENIZER)):
             place = Path(self._folder.name, name)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(archive.read(name))
@@ -55,7 +60,7 @@ class ExportedModel(CompiledModel):
         self.model: Any = SimpleNamespace(generation_config=ends, name_or_path=tokenizer)
         self.numerics = Numerics(**facts["numerics"])
         self.max_context = facts["max_context"]
-        self.ranks = None
+        self.ranks = ranks
         self.vocab_size = facts["num_token_ids"]
         self.certificate = _certificate(json.loads(archive.read(CERTIFICATE)), self.numerics)
         self._num_logits = facts["num_logits"]
@@ -66,8 +71,8 @@ class ExportedModel(CompiledModel):
         self.recurrences = None
         self._generator = None
         weights = archive.weights(self.device)
-        program = _Program(Path(self._folder.name, LIBRARY_FOLDER), facts["arguments"], weights)
-        self.forward = in_float_mode(program, self.device, facts["num_threads"])
+        program = _Program(Path(self._folder.name, library), share["arguments"], weights, ranks)
+        self.forward = in_float_mode(program, self.device, share["num_threads"])
         step = example_step(self._kv_shapes, len(self._kv_groups), self._state_shapes, self.dtype, self.device)
         require_kept(self.forward, self._kv_groups, step)
 
@@ -103,6 +108,10 @@ class ExportedModel(CompiledModel):
             eos_token_ids=self._stop_tokens(None),
         )
 
+    def head_weight(self) -> Tensor:
+        """Not here: an archive does not say which of its weights is the head."""
+        raise InvalidInput("an archive does not say which of its weights is the head: compile the model")
+
     def medusa_drafter(self, *_arguments: object, **_options: object) -> Any:
         """Not here: an archive holds no program that gives hidden states."""
         raise InvalidInput("Medusa heads read hidden states, which an archive does not give: compile the model")
@@ -114,8 +123,13 @@ class ExportedModel(CompiledModel):
 class _Program:
     """AOTInductor's library, called like the forward that the JIT compiled."""
 
-    def __init__(self, folder: Path, arguments: list[int | str], weights: dict[str, Tensor]) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[int | str], weights: dict[str, Tensor], ranks: TensorParallel | None
+    ) -> None:
         (library,) = folder.glob("*.so")
+        if ranks is not None:
+            for operations in folder.glob("*.json"):
+                operations.write_text(_over_group(operations.read_text(), ranks.group))
         self._arguments = [weights[source] if isinstance(source, str) else source for source in arguments]
         on_gpu = next(iter(weights.values())).device.type == "cuda"
         runners: Any = torch._C._aoti
@@ -134,21 +148,27 @@ class _Program:
         return logits
 
 
-def load(path: str | Path) -> ExportedModel:
+def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledModel:
     """A compiled model from a file that ``export`` wrote: same bits, same fingerprint.
 
-    Neither transformers' code of the model nor its class is needed, nor a C++ compiler.
+    Neither transformers' code of the model nor its class is needed, nor a C++ compiler. The ranks of a model that was
+    compiled for several run in worker processes again, a RemoteModel then. Where torch.distributed was initialised
+    before (torchrun), none are started: every process calls load() and takes its own rank's share.
+
+    Args:
+        tp_group: the processes that share the model, as ``compile`` takes them.
 
     Raises:
         ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
-        InvalidInput: there is no such file; or this process runs CPU kernels of another compiler.
+        InvalidInput: there is no such file, or there are too few GPUs or processes; or this process runs CPU kernels of
+            another compiler.
         UnsupportedModel: the program, run over one step, did not write its KV caches in place (passes.cache_writes).
+        WorkerError: a worker process could not start.
     """
     path = Path(path)
     if not path.is_file():
         raise InvalidInput(f"{path}: no such file; give one that export wrote")
-    archive = Archive(path)
-    facts = archive.facts
+    facts = Archive(path, rank=None).facts
     if facts.get("format") != FORMAT:
         raise ArchiveError(f"{path} has format {facts.get('format')}, known is {FORMAT}: export it again")
     reason = obstacle(facts["machine"])
@@ -156,9 +176,25 @@ def load(path: str | Path) -> ExportedModel:
         raise ArchiveError(f"{path} does not run here with its bits: {reason}")
     if facts["fingerprint_parts"]["source"] != source_digest():
         raise ArchiveError(f"{path} was made by another version of detcompile: export it again")
+    tp = len(facts["ranks"])
+    if tp > 1 and tp_group is None and not dist.is_initialized():
+        return load_in_workers(path, tp, Numerics(**facts["numerics"]), facts["machine"]["device"])
+    ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
+    archive = Archive(path, 0 if ranks is None else ranks.rank)
     for name in archive.names(KERNELS):
         cpu_library.adopt(Path(name).stem, archive.read(name))
-    return ExportedModel(archive)
+    if ranks is not None:
+        ranks.require_equal(facts["fingerprint_parts"])
+    return ExportedModel(archive, ranks)
+
+
+def _over_group(operations: str, group: str) -> str:
+    """The operations of a program, as AOTInductor lists them, over another group of processes."""
+
+    def renamed(value: dict[str, Any]) -> dict[str, Any]:
+        return value | {"arg": {"as_string": group}} if value.get("name") == "group" else value
+
+    return json.dumps(json.loads(operations, object_hook=renamed))
 
 
 def facts_of(model: CompiledModel) -> dict[str, Any]:

@@ -8,12 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from detcompile.api import compile
-from detcompile.archive import LIBRARY_FOLDER, write_archive
+from detcompile.archive import Share, StoredWeights, write_archive
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, UnsupportedModel
-from detcompile.exported import CERTIFICATE, KERNELS, TOKENIZER, certificate_json, facts_of
+from detcompile.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, certificate_json, facts_of
 from detcompile.machine import this_machine
 from detcompile.passes.lowering import package
+from detcompile.remote_model import START_SECONDS, RemoteModel
 from detcompile.templates import cpu_library
 
 __all__ = ["DEVICES", "export", "require_target"]
@@ -31,19 +32,23 @@ def export(
 
     The file holds one program for every number of tokens, compiled by AOTInductor, the CPU kernels, the certificate,
     the fingerprint, the tokenizer if there is one, and the sha256 of each of them. It runs on machines like this one,
-    with this torch and this detcompile; load() refuses others.
+    with this torch and this detcompile; load() refuses others. Of a model in worker processes (``compile(tp=4)``) it
+    holds a program and a share of the weights for every rank.
 
     Args:
         model: from ``compile``; or what ``compile`` takes, which is then called with its defaults.
         path: ends with .pt2; replaced once the new file is whole.
-        weights: "inside", or "beside": in a file of safetensors of the same name, which has to stay next to it.
+        weights: "inside", or "beside": in a file of safetensors of the same name, or one a rank, which has to stay next
+            to it.
 
     Returns:
         The path.
 
     Raises:
         InvalidInput: a path or a choice that cannot be.
-        UnsupportedModel: several ranks share the model, it came from an archive, or it is on none of DEVICES.
+        UnsupportedModel: the model came from an archive, this process is one of the ranks that share it (torchrun), or
+            it is on none of DEVICES.
+        WorkerError: a rank failed.
         Also what ``compile`` raises.
     """
     path = Path(path)
@@ -51,23 +56,23 @@ def export(
     if weights not in ("inside", "beside"):
         raise InvalidInput(f"weights={weights!r}: give 'inside' or 'beside'")
     compiled = model if isinstance(model, CompiledModel) else compile(model)
-    if compiled.ranks is not None or type(compiled) is not CompiledModel:
-        raise UnsupportedModel(
-            f"{type(compiled).__name__}: a model that several ranks share, or that was loaded from an archive, is not"
-            " exported: compile it from its own folder with tp=1"
-        )
     if compiled.device.type not in DEVICES:
         raise UnsupportedModel(
             f"export on {compiled.device.type}: exported programs were run on {', '.join(DEVICES)} only so far"
             " (docs/limits.md): compile the model where it shall run"
         )
-    packaged = package(compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences)
-    members: dict[str, bytes | Path] = {f"{LIBRARY_FOLDER}/{file.name}": file for file in packaged.files}
-    members |= _others(compiled)
-    facts = {**facts_of(compiled), "machine": this_machine(compiled.device), "arguments": packaged.arguments}
-    facts["num_threads"] = torch.get_num_threads()  # that its kernels ask for
-    beside = path.with_suffix(".safetensors") if weights == "beside" else None
-    write_archive(path, facts, members, packaged.weights, beside)
+    if compiled.ranks is not None:
+        raise UnsupportedModel(
+            "this process is one of the ranks that share the model: compile it from a single process with tp="
+            f"{compiled.ranks.size}, and export that: the bits are the same"
+        )
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        if isinstance(compiled, RemoteModel):
+            ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
+        else:
+            ranks = [_share(compiled)]
+        facts = {**facts_of(compiled), "machine": this_machine(compiled.device)}
+        write_archive(path, facts, _common_members(compiled), ranks, weights == "beside")
     return path
 
 
@@ -81,8 +86,24 @@ def require_target(path: Path) -> None:
         raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
 
 
-def _others(compiled: CompiledModel) -> dict[str, bytes]:
-    """Members besides the program."""
+def _share(compiled: CompiledModel) -> Share:
+    """What of the archive is this process's."""
+    if isinstance(compiled, ExportedModel):
+        raise UnsupportedModel("this model was loaded from an archive: copy that, or compile it from its own folder")
+    packaged = package(compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences)
+    facts = {"arguments": packaged.arguments, "num_threads": torch.get_num_threads()}  # that its kernels ask for
+    return Share(facts, packaged.files, StoredWeights.of(packaged.weights))
+
+
+def _written_share(compiled: CompiledModel, folder: str) -> Share:
+    """The same, of a worker process: its weights in a file."""
+    share = _share(compiled)
+    rank = 0 if compiled.ranks is None else compiled.ranks.rank
+    return share._replace(weights=share.weights.written_to(Path(folder, f"rank{rank}")))
+
+
+def _common_members(compiled: CompiledModel) -> dict[str, bytes]:
+    """Members besides the ranks'."""
     members = {CERTIFICATE: certificate_json(compiled.certificate)}
     if compiled.device.type == "cpu":
         isa = cpu_library.isa()

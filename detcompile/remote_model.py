@@ -1,4 +1,5 @@
-"""RemoteModel: a CompiledModel whose ranks run in worker processes; compile(tp=n) makes it from a single process.
+"""RemoteModel: a CompiledModel whose ranks run in worker processes; compile(tp=n) makes it from a single process,
+and load() where that was exported.
 
 The parent keeps what decides: requests, scheduler, prefix cache, block tables. The workers hold what computes: weights,
 KV caches, samplers. So a step sends its arrays, and gets its tokens back.
@@ -41,7 +42,7 @@ from detcompile.runtime.worker_group import WorkerGroup
 from detcompile.start_progress import StartProgress
 from detcompile.step import KVGroup
 
-__all__ = ["ModelFacts", "RankPlan", "RemoteModel", "compile_in_workers"]
+__all__ = ["ModelFacts", "RankPlan", "RemoteModel", "START_SECONDS", "compile_in_workers", "load_in_workers"]
 
 STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels on its way; CPUs take their time
 START_SECONDS = 3600.0  # loading, compiling, and capturing CUDA graphs
@@ -59,12 +60,13 @@ class RankPlan(NamedTuple):
     device_type: str
     num_threads: int
     options: dict[str, Any]  # of compile(), handed on
+    archive: str | None = None  # that export wrote, which each rank loads instead
 
 
 class ModelFacts(NamedTuple):
     """What the parent knows of the model that its workers hold."""
 
-    config: Any
+    config: Any  # None of an archive
     generation_config: Any
     name_or_path: str
     certificate: Certificate
@@ -82,7 +84,7 @@ class ModelFacts(NamedTuple):
         """In the worker."""
         known = model.engine_model
         return cls(
-            model.model.config,
+            getattr(model.model, "config", None),
             getattr(model.model, "generation_config", None),
             model.model.name_or_path,
             model.certificate,
@@ -247,7 +249,7 @@ def compile_in_workers(
         WorkerError: a rank could not start. InvalidInput: too few GPUs, or a module that cannot be sent.
         Also what compile() raises in the ranks.
     """
-    device_type = _device_type(model, tp)
+    device_type = _device_type(model)
     with contextlib.ExitStack() as files:
         saved = files.enter_context(_saved(model)) if isinstance(model, nn.Module) else None
         plan = RankPlan(
@@ -258,27 +260,50 @@ def compile_in_workers(
             numerics=numerics,
             max_context=max_context,
             device_type=device_type,
-            num_threads=max(1, torch.get_num_threads() // tp),
+            num_threads=_threads_of_rank(tp),
             options=dict(options or {}),
         )
-        group = WorkerGroup(
-            tp,
-            "detcompile.workers:RankServer",
-            (plan,),
-            step_seconds=STEP_SECONDS[device_type] if step_seconds is None else step_seconds,
-            files=() if saved is None else (saved.fileno(),),
+        return _started(plan, step_seconds)
+
+
+def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -> RemoteModel:
+    """Start ``tp`` processes, one a rank, that load their shares of an archive.
+
+    Raises:
+        WorkerError: a rank could not start. InvalidInput: too few GPUs. Also what load() raises in the ranks.
+    """
+    plan = RankPlan(None, None, None, tp, numerics, None, device_type, _threads_of_rank(tp), {}, str(path.absolute()))
+    return _started(plan)
+
+
+def _started(plan: RankPlan, step_seconds: float | None = None) -> RemoteModel:
+    if plan.device_type == "cuda" and torch.cuda.device_count() < plan.tp:
+        raise InvalidInput(
+            f"tp={plan.tp} needs {plan.tp} GPUs, this machine has {torch.cuda.device_count()}: take a smaller tp, or a"
+            " module on the CPU"
         )
-        with StartProgress(tp) as progress:
-            group.on_note = progress.on_note
-            try:
-                group.result(group.started)
-                port = group.call("open_store")[0]
-                facts = group.call("start", port, seconds=START_SECONDS)[0]
-            except BaseException:
-                group.close()
-                raise
+    group = WorkerGroup(
+        plan.tp,
+        "detcompile.workers:RankServer",
+        (plan,),
+        step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
+        files=() if plan.file is None else (plan.file,),
+    )
+    with StartProgress(plan.tp) as progress:
+        group.on_note = progress.on_note
+        try:
+            group.result(group.started)
+            port = group.call("open_store")[0]
+            facts = group.call("start", port, seconds=START_SECONDS)[0]
+        except BaseException:
+            group.close()
+            raise
     group.on_note = lambda rank, text: None
-    return RemoteModel(group, facts, numerics)
+    return RemoteModel(group, facts, plan.numerics)
+
+
+def _threads_of_rank(tp: int) -> int:
+    return max(1, torch.get_num_threads() // tp)
 
 
 def _head_of_first_rank(model: CompiledModel) -> PackedTensor | None:
@@ -286,14 +311,9 @@ def _head_of_first_rank(model: CompiledModel) -> PackedTensor | None:
     return pack_tensor(weight) if model.ranks is None or model.ranks.rank == 0 else None
 
 
-def _device_type(model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel], tp: int) -> str:
+def _device_type(model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel]) -> str:
     elsewhere = "cuda" if torch.cuda.is_available() else "cpu"
     device_type: str = getattr(model, "device", torch.device(elsewhere)).type
-    if device_type == "cuda" and torch.cuda.device_count() < tp:
-        raise InvalidInput(
-            f"tp={tp} needs {tp} GPUs, this machine has {torch.cuda.device_count()}: take a smaller tp, or a module on"
-            " the CPU"
-        )
     return device_type
 
 

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from detcompile.api import compile_here, load_model
 from detcompile.compiled import CompiledModel
 from detcompile.config import turn_multicast_off
+from detcompile.exported import load
 from detcompile.passes.shard import moves_after_sharding
 from detcompile.remote_model import ModelFacts, RankPlan
 from detcompile.runtime.engine_config import EngineConfig
@@ -58,7 +59,7 @@ class RankServer:
         return self._store.port
 
     def start(self, port: int) -> ModelFacts | None:
-        """Join the other ranks, load and compile; returns what the parent has to know."""
+        """Join the other ranks, load and compile, or load what was compiled; returns what the parent has to know."""
         plan = self.plan
         transformers_logging.disable_progress_bar()  # the parent shows one for all ranks
         torch.set_num_threads(plan.num_threads)
@@ -68,11 +69,13 @@ class RankServer:
         if plan.tp > 1:
             self._join(device, port)
         self.note("loading")
-        model = load_for_rank(plan, device)
-        self.model: CompiledModel = compile_here(
-            model, plan.tp, plan.numerics, plan.max_context, on_read=self._tell_read, **plan.options
-        )
+        self.model = self._compiled(device) if plan.archive is None else load(plan.archive)
         return ModelFacts.of(self.model) if self.rank == 0 else None
+
+    def _compiled(self, device: torch.device) -> CompiledModel:
+        plan = self.plan
+        model = load_for_rank(plan, device)
+        return compile_here(model, plan.tp, plan.numerics, plan.max_context, on_read=self._tell_read, **plan.options)
 
     def _tell_read(self, done: int, total: int) -> None:
         self.note(reading(done, total))

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive, write_archive
+from detcompile.archive import EXTRA, Archive, Share, StoredWeights, library_folder, write_archive
 from detcompile.errors import ArchiveError
 from tests.bits import assert_bitwise_equal
 
-FACTS = {"format": 1, "arguments": [0, "a.weight"]}
-MEMBERS = {f"{LIBRARY_FOLDER}/model.so": bytes(range(256)), f"{EXTRA}/notes.txt": b"some words"}
+FACTS = {"format": 1, "dtype": "bfloat16"}
+MEMBERS = {f"{EXTRA}/notes.txt": b"some words"}
+LIBRARY = bytes(range(256))
 CPU = torch.device("cpu")
 
 
@@ -36,11 +37,18 @@ def weights() -> dict[str, Tensor]:
     }
 
 
+def share(folder: Path, rank: int = 0) -> Share:
+    """A rank's, with a library of its own."""
+    library = folder / f"model{rank}.so"
+    library.write_bytes(LIBRARY)
+    return Share({"arguments": [rank, "a.weight"]}, (library,), StoredWeights.of(weights()))
+
+
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("archive") / "inside.pt2"
-    write_archive(path, FACTS, MEMBERS, weights())
-    return path
+    folder = tmp_path_factory.mktemp("archive")
+    write_archive(folder / "inside.pt2", FACTS, MEMBERS, [share(folder)])
+    return folder / "inside.pt2"
 
 
 def assert_the_same_weights(found: dict[str, Tensor]) -> None:
@@ -54,7 +62,9 @@ def test_what_was_written_comes_back(inside: Path) -> None:
     archive = Archive(inside)
     assert {name: archive.facts[name] for name in FACTS} == FACTS
     assert {name: archive.read(name) for name in MEMBERS} == MEMBERS
-    assert archive.names(LIBRARY_FOLDER) == [f"{LIBRARY_FOLDER}/model.so"]
+    assert archive.share["arguments"] == [0, "a.weight"]
+    (library,) = archive.names(library_folder(0))
+    assert library.endswith("/model0.so") and archive.read(library) == LIBRARY
     assert_the_same_weights(archive.weights(CPU))
 
 
@@ -65,7 +75,7 @@ def test_weights_may_change_after_loading(inside: Path) -> None:
 
 
 def test_weights_beside_are_a_file_of_safetensors(tmp_path: Path) -> None:
-    write_archive(tmp_path / "m.pt2", FACTS, MEMBERS, weights(), tmp_path / "m.safetensors")
+    write_archive(tmp_path / "m.pt2", FACTS, MEMBERS, [share(tmp_path)], beside=True)
     assert_the_same_weights(Archive(tmp_path / "m.pt2").weights(CPU))
     for name, tensor in load_file(tmp_path / "m.safetensors").items():
         assert_bitwise_equal(tensor, weights()[name], name)
@@ -73,7 +83,7 @@ def test_weights_beside_are_a_file_of_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [bytes.upper, lambda content: content[:-1], lambda content: b""])
 def test_damaged_weights_beside_are_refused(tmp_path: Path, damage) -> None:
-    write_archive(tmp_path / "m.pt2", FACTS, MEMBERS, weights(), tmp_path / "m.safetensors")
+    write_archive(tmp_path / "m.pt2", FACTS, MEMBERS, [share(tmp_path)], beside=True)
     beside = tmp_path / "m.safetensors"
     beside.write_bytes(damage(beside.read_bytes()))
     with pytest.raises(ArchiveError, match=r"m\.safetensors is (damaged|empty)"):
@@ -81,6 +91,27 @@ def test_damaged_weights_beside_are_refused(tmp_path: Path, damage) -> None:
     beside.unlink()
     with pytest.raises(ArchiveError, match=r"m\.safetensors cannot be read: No such file"):
         Archive(tmp_path / "m.pt2").weights(CPU)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_each_rank_reads_and_checks_its_own(tmp_path: Path, beside: bool) -> None:
+    path = tmp_path / "m.pt2"
+    ranks = [share(tmp_path, rank) for rank in range(2)]
+    ranks[1] = ranks[1]._replace(weights=ranks[1].weights.written_to(tmp_path / "written"))
+    write_archive(path, FACTS, MEMBERS, ranks, beside)
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert files == (["m.rank0.safetensors", "m.rank1.safetensors"] if beside else [])
+    for rank in range(2):
+        archive = Archive(path, rank)
+        assert archive.share["arguments"] == [rank, "a.weight"]
+        assert len(archive.names(library_folder(rank))) == 1
+        assert_the_same_weights(archive.weights(CPU))
+    content = bytearray(path.read_bytes())
+    content[content.rindex(LIBRARY) + 9] ^= 1
+    path.write_bytes(content)
+    assert Archive(path, 0).facts == Archive(path, None).facts
+    with pytest.raises(ArchiveError, match=r"rank1/model1\.so is not what export wrote"):
+        Archive(path, 1)
 
 
 @settings(max_examples=300)
@@ -107,9 +138,9 @@ def test_a_file_that_is_cut_short_is_refused(inside: Path, end: float) -> None:
 
 def test_a_damaged_member_is_named(inside: Path, tmp_path: Path) -> None:
     content = bytearray(inside.read_bytes())
-    content[content.index(MEMBERS[f"{LIBRARY_FOLDER}/model.so"]) + 9] ^= 1
+    content[content.index(LIBRARY) + 9] ^= 1
     (tmp_path / "m.pt2").write_bytes(content)
-    with pytest.raises(ArchiveError, match=r"model\.so is not what export wrote"):
+    with pytest.raises(ArchiveError, match=r"model0\.so is not what export wrote"):
         Archive(tmp_path / "m.pt2")
 
 
@@ -125,6 +156,7 @@ def test_a_write_that_fails_leaves_the_old_file(inside: Path, tmp_path: Path) ->
     path = tmp_path / "m.pt2"
     path.write_bytes(inside.read_bytes())
     with pytest.raises(FileNotFoundError):
-        write_archive(path, FACTS, {"missing": tmp_path / "missing"}, weights())
+        missing = Share({}, (tmp_path / "missing",), StoredWeights.of(weights()))
+        write_archive(path, FACTS, MEMBERS, [missing])
     assert path.read_bytes() == inside.read_bytes()
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.pt2"]

@@ -109,6 +109,16 @@ def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
         assert refused.returncode == 2 and refused.stderr.strip().startswith(name), refused.stderr
 
 
+def test_export_takes_the_number_of_ranks(tmp_path: Path) -> None:
+    asked = []
+    with (
+        mock.patch.object(cli.ModelSpec, "compile", lambda spec, tp: asked.append(tp) or compiled_here()),
+        mock.patch.object(cli, "export", lambda model, path, weights: path.write_bytes(b"")),
+    ):
+        done = run_here("export", MODEL, str(tmp_path / "m.pt2"), "--tp", "2")
+    assert done.returncode == 0 and asked == [2], done.stderr
+
+
 def test_the_demo_compares_with_torch_within_its_time() -> None:
     start = time.monotonic()
     done = run("demo", "--device", "cpu")

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from detcompile import (
     exporting,
     verification,
 )
-from detcompile.archive import EXTRA, LIBRARY_FOLDER, Archive, write_archive
+from detcompile.archive import EXTRA, Archive, Share, StoredWeights, library_folder, write_archive
 from detcompile.cli import app
 from detcompile.exported import CERTIFICATE, KERNELS
+from detcompile.parallel import TensorParallel
 from detcompile.verification import ModelSpec
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
@@ -57,17 +59,24 @@ def archives(models: dict[str, CompiledModel], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def loaded(archives: dict[str, Path]) -> ExportedModel:
-    return detcompile.load(archives["llama"])
+    model = detcompile.load(archives["llama"])
+    assert isinstance(model, ExportedModel)
+    return model
 
 
 def rewritten(path: Path, target: Path, machine: dict[str, str] | None = None, **changes: Any) -> Path:
     """The archive with other facts or weights, whole as far as its digests go."""
     archive = Archive(path)
-    names = [name for name in archive.names(EXTRA) + archive.names(LIBRARY_FOLDER) if "/manifest." not in name]
-    members = {name: archive.read(name) for name in names if not name.endswith(".safetensors")}
+    names = [name for name in archive.names(EXTRA) if "/manifest." not in name and not name.endswith(".safetensors")]
+    members = {name: archive.read(name) for name in names}
     weights = changes.pop("weights", None) or archive.weights(torch.device("cpu"))
     facts = archive.facts | changes | {"machine": archive.facts["machine"] | (machine or {})}
-    write_archive(target, facts, members, weights)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, Path(name).name) for name in archive.names(library_folder(0))]
+        for name, file in zip(archive.names(library_folder(0)), files, strict=True):
+            file.write_bytes(archive.read(name))
+        share = Share(archive.share, tuple(files), StoredWeights.of(weights))
+        write_archive(target, facts, members, [share])
     return target
 
 
@@ -171,6 +180,8 @@ def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, Compiled
         loaded.drafter(layers=1)
     with pytest.raises(InvalidInput, match="hidden states"):
         loaded.medusa_drafter("tiny")
+    with pytest.raises(InvalidInput, match="which of its weights is the head"):
+        loaded.head_weight()
 
 
 def test_the_command_line_takes_an_archive(archives: dict[str, Path], loaded: ExportedModel) -> None:
@@ -184,12 +195,12 @@ def test_the_command_line_takes_an_archive(archives: dict[str, Path], loaded: Ex
 
 @pytest.mark.parametrize(
     "member",
-    [CERTIFICATE, KERNELS, LIBRARY_FOLDER, f"{EXTRA}/weights", f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"],
+    [CERTIFICATE, KERNELS, library_folder(0), f"{EXTRA}/rank0", f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"],
 )
 def test_a_flipped_bit_of_a_member_is_refused(archives: dict[str, Path], tmp_path: Path, member: str) -> None:
     archive = Archive(archives["llama"])
     content = bytearray(archives["llama"].read_bytes())
-    name = next(name for name in archive.names(EXTRA) + archive.names(LIBRARY_FOLDER) if name.startswith(member))
+    name = next(name for name in archive.names(EXTRA) + archive.names(library_folder(0)) if name.startswith(member))
     at = content.index(archive.read(name)) + len(archive.read(name)) // 2
     content[at] ^= 1
     (tmp_path / "m.pt2").write_bytes(content)
@@ -257,9 +268,10 @@ def test_what_cannot_be_exported_is_refused(
     with pytest.raises(InvalidInput, match="'inside' or 'beside'"):
         detcompile.export(models["llama"], tmp_path / "m.pt2", weights="outside")  # type: ignore[arg-type]
     shared = copy.copy(models["llama"])
-    shared.ranks = object()  # type: ignore[assignment]
-    for model in (shared, loaded):
-        with pytest.raises(UnsupportedModel, match="several ranks share, or that was loaded from an archive"):
-            detcompile.export(model, tmp_path / "m.pt2")
+    shared.ranks = TensorParallel(size=2, rank=0, group="0")
+    with pytest.raises(UnsupportedModel, match="compile it from a single process with tp=2"):
+        detcompile.export(shared, tmp_path / "m.pt2")
+    with pytest.raises(UnsupportedModel, match="was loaded from an archive"):
+        detcompile.export(loaded, tmp_path / "m.pt2")
     with pytest.raises(InvalidInput, match="no such file"):
         detcompile.load(tmp_path / "m.pt2")

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.axes import AXES, score
 from detcompile.compiled import CompiledModel
-from detcompile.errors import EngineError, WorkerError
+from detcompile.errors import EngineError, UnsupportedModel, WorkerError
 from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.drafters import Drafter
 from detcompile.runtime.engine_config import EngineConfig
@@ -35,6 +36,7 @@ from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, random_model
+from tests.parallel.ranks import run_ranks
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.test_speculation import Oracle, Workload, workload_of
 
@@ -214,6 +216,32 @@ def test_a_function_makes_the_module_in_each_rank() -> None:
 def test_a_module_that_cannot_be_sent() -> None:
     with pytest.raises(InvalidInput, match="Unsendable cannot be sent to the workers"):
         compile_in_workers(Unsendable(), tp=1, numerics=Numerics())  # type: ignore[arg-type]
+
+
+def test_an_archive_of_two_ranks_gives_the_bits_of_one(two: RemoteModel, tmp_path: Path) -> None:
+    """Loaded by worker processes, and by processes that are ranks already."""
+    path = detcompile.export(two, tmp_path / "m.pt2", weights="beside")
+    weights = ["m.rank0.safetensors", "m.rank1.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.pt2", *weights]
+    logits = alone()(IDS).logits
+    loaded = detcompile.load(path)
+    assert isinstance(loaded, RemoteModel)
+    with loaded:
+        assert_bitwise_equal(loaded(IDS).logits, logits)
+        assert torch.equal(loaded.generate(IDS, max_new_tokens=9), alone().generate(IDS, max_new_tokens=9))
+        assert loaded.fingerprint == alone().fingerprint and loaded.certificate == two.certificate
+        with pytest.raises(UnsupportedModel, match="was loaded from an archive"):
+            detcompile.export(loaded, tmp_path / "again.pt2")
+        with pytest.raises(InvalidInput, match="which of its weights is the head"):
+            loaded.head_weight()
+        assert_bitwise_equal(loaded(IDS).logits, logits)
+    for found in run_ranks(2, _loaded_logits, path):
+        assert_bitwise_equal(found, logits)
+
+
+def _loaded_logits(rank: int, path: Path) -> torch.Tensor:
+    """The group has another name than that of the ranks that exported."""
+    return detcompile.load(path, tp_group=dist.new_group([0, 1]))(IDS).logits
 
 
 def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ def test_logits_tokens_and_the_fingerprint(workers: RemoteModel) -> None:
     found = served_logits(workers)
     for what, expected in served_logits(here).items():
         assert_bitwise_equal(found[what], expected, f"{what} on {workers.group.num_ranks} workers")
+
+
+def test_an_archive_of_theirs(workers: RemoteModel, tmp_path: Path) -> None:
+    path = detcompile.export(workers, tmp_path / "m.pt2")
+    loaded = detcompile.load(path)
+    assert isinstance(loaded, RemoteModel)
+    with loaded:
+        assert loaded.fingerprint_parts == workers.fingerprint_parts
+        found = served_logits(loaded)
+        for what, expected in served_logits(compiled(NAME, torch.float32, "cuda")).items():
+            assert_bitwise_equal(found[what], expected, f"{what} on {workers.group.num_ranks} workers")
 
 
 @settings(max_examples=8)

@@ -20,6 +20,7 @@ from detcompile.runtime.medusa_drafter import MedusaDrafter, likeliest_paths
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import build_step
+from tests.conftest import NEEDS_CUDA
 from tests.models import VOCAB_SIZE, compiled
 from tests.runtime.engine_cases import engine_configs
 from tests.runtime.test_speculation import drafting_model
@@ -120,6 +121,19 @@ def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
         assert launch.call_count == (4 if greedy else 0)  # the first round reads whole prompts
         assert all(len(tokens) == 4 for trees in found for tokens in trees)
     assert rounds[0] == rounds[1]
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_drafting_after_a_pause_waits_for_no_capture():
+    """Many tokens came plainly meanwhile, which the draft model reads first."""
+    drafter = drafting_model("cuda").drafter(4, num_sequences=2)
+    sequences = [Sequence([7 + index] * 5, SamplingParams(temperature=0)) for index in range(2)]
+    with mock.patch.object(Runner, "_capture", side_effect=AssertionError("captured")):
+        for pause in (0, 0, 3, 3, 30, 30, 100, 100):
+            for sequence in sequences:
+                sequence.token_ids += [3] * pause
+            assert all(len(tree) == 4 for tree in drafter.propose(sequences, [4, 4]))
 
 
 def test_reading_states_and_sharing_layers_leaves_the_target_as_it_was(device):

@@ -301,8 +301,9 @@ def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> N
 def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
     random_model("gpt2", torch.float32, n_layer=1, n_positions=700).save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu", tp_sizes=(1, 2))
-    results = verify(spec.compile(), spec, [TP], count=2)
+    model = spec.compile()
+    results = verify(model, spec, [TP], count=2)
     assert results[TP].holds and results[TP].configurations == 2 + 2 * 2
-    alone = replace(spec, tp_sizes=(1,))
+    model.numerics = Numerics(tp_sizes=(1,))
     with pytest.raises(InvalidInput, match="declare the sizes to compare"):
-        verify(alone.compile(), alone, [TP], count=2)
+        verify(model, spec, [TP], count=2)

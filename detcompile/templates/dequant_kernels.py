@@ -19,12 +19,32 @@ import triton.language as tl
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import close_leaf, grouped, root_of, store_tile
 
-__all__ = ["dequant_kernel", "expand_kernel"]
+__all__ = ["NARROW_BFLOAT16", "NARROW_FLOAT16", "NARROW_REGISTERS", "dequant_kernel", "expand_kernel"]
 
 _NIBBLES = tl.constexpr(0)
 _BYTES = tl.constexpr(1)
 _FLOAT8 = tl.constexpr(2)
 _MAGIC = tl.constexpr(8388608)  # 2^23: or-ing q into its bits gives the float 2^23 + q
+# Four bytes, and scale and offset of their low and of their high halves -> four weights of either (_narrow_weights).
+NARROW_BFLOAT16 = tl.constexpr(
+    "{ .reg .b32 a, b;"
+    "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
+    "lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;"
+    "shr.b32 a, a, 4; shr.b32 b, b, 4;"
+    "lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;"
+    "sub.rn.bf16x2 $0, $0, $7; sub.rn.bf16x2 $1, $1, $8; sub.rn.bf16x2 $2, $2, $11; sub.rn.bf16x2 $3, $3, $12;"
+    "mul.rn.bf16x2 $0, $0, $5; mul.rn.bf16x2 $1, $1, $6; mul.rn.bf16x2 $2, $2, $9; mul.rn.bf16x2 $3, $3, $10;}"
+)
+NARROW_FLOAT16 = tl.constexpr(
+    "{ .reg .b32 a, b;"
+    "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
+    "lop3.b32 $0, a, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x64006400, 0xEA;"
+    "shr.b32 a, a, 4; shr.b32 b, b, 4;"
+    "lop3.b32 $2, a, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $3, b, 0x000F000F, 0x64006400, 0xEA;"
+    "sub.rn.f16x2 $0, $0, $7; sub.rn.f16x2 $1, $1, $8; sub.rn.f16x2 $2, $2, $11; sub.rn.f16x2 $3, $3, $12;"
+    "mul.rn.f16x2 $0, $0, $5; mul.rn.f16x2 $1, $1, $6; mul.rn.f16x2 $2, $2, $9; mul.rn.f16x2 $3, $3, $10;}"
+)
+NARROW_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
 
 
 @triton.jit
@@ -79,26 +99,12 @@ def _narrow_weights(q, low, low_offset, high, high_offset, dtype: tl.constexpr):
     """
     if dtype == tl.bfloat16:
         w_low, w_high = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b;"
-            "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
-            "lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;"
-            "shr.b32 a, a, 4; shr.b32 b, b, 4;"
-            "lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;"
-            "sub.rn.bf16x2 $0, $0, $7; sub.rn.bf16x2 $1, $1, $8; sub.rn.bf16x2 $2, $2, $11; sub.rn.bf16x2 $3, $3, $12;"
-            "mul.rn.bf16x2 $0, $0, $5; mul.rn.bf16x2 $1, $1, $6; mul.rn.bf16x2 $2, $2, $9; mul.rn.bf16x2 $3, $3, $10;}",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [q, low, low_offset, high, high_offset],
+            NARROW_BFLOAT16, NARROW_REGISTERS, [q, low, low_offset, high, high_offset],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4,
         )  # fmt: skip
     else:
         w_low, w_high = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b;"
-            "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
-            "lop3.b32 $0, a, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $1, b, 0x000F000F, 0x64006400, 0xEA;"
-            "shr.b32 a, a, 4; shr.b32 b, b, 4;"
-            "lop3.b32 $2, a, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $3, b, 0x000F000F, 0x64006400, 0xEA;"
-            "sub.rn.f16x2 $0, $0, $7; sub.rn.f16x2 $1, $1, $8; sub.rn.f16x2 $2, $2, $11; sub.rn.f16x2 $3, $3, $12;"
-            "mul.rn.f16x2 $0, $0, $5; mul.rn.f16x2 $1, $1, $6; mul.rn.f16x2 $2, $2, $9; mul.rn.f16x2 $3, $3, $10;}",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [q, low, low_offset, high, high_offset],
+            NARROW_FLOAT16, NARROW_REGISTERS, [q, low, low_offset, high, high_offset],
             dtype=(tl.float16, tl.float16), is_pure=False, pack=4,
         )  # fmt: skip
     return w_low, w_high

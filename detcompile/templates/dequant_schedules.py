@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.quantized import NIBBLE_BLOCK
 
-__all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates"]
+__all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates", "fits_warps"]
 
 EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
 LEVELS = 4  # of a tree that one kernel can hold
@@ -44,6 +44,23 @@ _SPLIT: dict[int, list[tuple[int, int, int, int, int]]] = {
     32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 4)],
     64: [(64, 64, 128, 4, 4), (32, 64, 128, 4, 4)],
 }
+# Kind "warps" (dequant_warps.py). A warp of 8 features has one chain of products, and with few features every part of a
+# multiprocessor has one or two such warps; with many a warp takes 16, so that all programs run at once. Of a tree,
+# leaves are programs' own.
+_WARPS: list[tuple[int, int, int, int, int]] = [
+    (8, 32, 1024, 4, 3),
+    (8, 64, 512, 4, 3),
+    (8, 32, 512, 4, 4),
+    (16, 32, 512, 4, 3),
+    (16, 64, 512, 4, 3),
+]
+_WARPS_SPLIT: list[tuple[int, int, int, int, int]] = [
+    (8, 64, 256, 4, 4),
+    (8, 32, 256, 4, 3),
+    (8, 64, 512, 4, 2),
+    (16, 64, 256, 4, 3),
+]
+_MANY_FEATURES = 8192  # of one walk over K: above, 16 a warp
 _MANY_TOKENS = 128  # above, they share the price of a dequantised copy
 
 
@@ -55,6 +72,7 @@ class DequantProblem:
         dtype: of the activations.
         w_dtype, s_dtype: of the quantised weights and of their scales.
         zeros: whether they have zero points.
+        narrow: a product of 16 bits is the definition's weight, on a GPU: what dequant_warps.py takes.
         order: the SumOrder, as text.
         epilogue: dtype names of out, bias and residual (None: absent).
         bucket: the token count, rounded up to a power of two.
@@ -72,6 +90,7 @@ class DequantProblem:
     order: str
     epilogue: tuple[str, str | None, str | None]
     bucket: int
+    narrow: bool = False
 
     @property
     def leaf_k(self) -> int:
@@ -97,6 +116,8 @@ def dequant_candidates(problem: DequantProblem) -> tuple[GemmSchedule, ...]:
     if problem.radices:
         split = _fitting(problem, _SPLIT.get(bucket, []))
         fused = [replace(schedule, leaves="split") for schedule in split] + fused
+    if problem.narrow and bucket == min(_FUSED):
+        fused = _warps(problem) + fused
     return (EXPAND, *fused) if problem.bucket > _MANY_TOKENS else (*fused, EXPAND)
 
 
@@ -105,3 +126,16 @@ def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]
     several = problem.w_dtype == "uint8" and problem.group % NIBBLE_BLOCK == 0
     found = [GemmSchedule("fused", *sizes, swapped=True) for sizes in rows]
     return [s for s in found if s.block_k == NIBBLE_BLOCK or (several and problem.leaf_k % s.block_k == 0)]
+
+
+def _warps(problem: DequantProblem) -> list[GemmSchedule]:
+    leaves, rows = ("split", _WARPS_SPLIT) if problem.radices else ("register", _WARPS)
+    found = [GemmSchedule("warps", *sizes, leaves=leaves) for sizes in rows]
+    fitting = [s for s in found if fits_warps(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
+    wide = bool(problem.radices) or problem.n > _MANY_FEATURES
+    return sorted(fitting, key=lambda s: (s.block_m, (s.block_n >= 16 * s.warps) != wide))
+
+
+def fits_warps(schedule: GemmSchedule, group: int, rows: int, n: int, leaf_k: int) -> bool:
+    """Whether dequant_warps.py takes it: one scale for 128 k of a feature, whole steps, vectors of 16 features."""
+    return group % NIBBLE_BLOCK == 0 and rows == 1 and n % 16 == 0 and leaf_k % schedule.block_k == 0

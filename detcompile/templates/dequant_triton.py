@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 
 from detcompile.errors import ScheduleError
-from detcompile.templates import dependent_launch, dequant_kernels, matmul_kernels, matmul_triton
+from detcompile.templates import dependent_launch, dequant_kernels, dequant_warps, matmul_kernels, matmul_triton
 from detcompile.templates.dependent_launch import launch_options
-from detcompile.templates.dequant_schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates
+from detcompile.templates.dequant_schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates, fits_warps
 from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
 from detcompile.templates.quantized import KINDS, NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
 from detcompile.templates.tuning import Tuner, capturing, template_tuner
@@ -135,17 +135,19 @@ def dequant_problem(
             matmul_triton.dtype_name_of(residual),
         ),
         bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
+        narrow=_is_narrow(weight, x.dtype),
     )
 
 
 def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
     """The gate's probe: bytes of the unrounded sums and of the epilogue's output under a schedule.
 
-    Over the problem's own K and groups; M and N end inside a tile, so that masks are probed too. N keeps its remainder
-    by 16, for which the compiler specialises.
+    Over the problem's own K and groups; M and N end inside a tile, so that masks are probed too: M with one token in a
+    tile of eight, which dequant_warps.py copies in another way. N keeps its remainder by 16, for which the compiler
+    specialises.
     """
     generator = torch.Generator(device).manual_seed(22)
-    M, N = min(problem.bucket, 128) + 5, min(problem.n, 336 + problem.n % 16)
+    M, N = min(problem.bucket, 128) + 9, min(problem.n, 336 + problem.n % 16)
     rows = min(problem.rows, N)
 
     def draw(*shape: int) -> Tensor:
@@ -182,12 +184,20 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of dequant_matmul's schedules on this device."""
-    sources = (dequant_kernels, matmul_kernels, dependent_launch)
+    sources = (dequant_kernels, dequant_warps, matmul_kernels, dependent_launch)
     return template_tuner("dequant", (*(module.__file__ for module in sources), __file__), device)
 
 
 def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
     leaf_k = weight.k // math.prod(radices)
+    if schedule.kind == "warps":
+        fits = _is_narrow(weight, x.dtype) and fits_warps(schedule, weight.group, weight.rows, len(weight.w), leaf_k)
+        if not fits or (radices and schedule.leaves != "split"):
+            raise ScheduleError(
+                f"dequant_matmul: {schedule} takes nibbles on a GPU with a scale of x's dtype for groups of "
+                f"{NIBBLE_BLOCK} k, 16 features and {schedule.block_k} k at a time, and no tree within a program"
+            )
+        return
     step = _step(schedule, x.dtype)
     several = weight.bits == 4 and step > NIBBLE_BLOCK
     if len(radices) > LEVELS or ((radices or several) and leaf_k % step):
@@ -217,6 +227,12 @@ def _launch(
     leaf_k, step = weight.k // leaves, _step(schedule, x.dtype)
     split = out.dim() == 3
     w, scales, zeros = _contiguous(weight)
+    if schedule.kind == "warps":
+        dequant_warps.launch(
+            x, w, scales, zeros, bias, residual, out, weight.group, leaf_k, split, block_m=schedule.block_m,
+            block_n=schedule.block_n, block_k=step, warps=schedule.warps, stages=schedule.stages,
+        )  # fmt: skip
+        return
     tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
     dequant_kernels.dequant_kernel[(tiles, leaves if split else 1)](
         x, w, scales, scales if zeros is None else zeros, out, out if bias is None else bias,

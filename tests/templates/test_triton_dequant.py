@@ -125,6 +125,20 @@ def test_steps_of_several_blocks_want_whole_steps_and_a_scale_for_a_block() -> N
             run_dequant(schedule, x, weight)
 
 
+def test_warps_of_their_own_want_16_bits_throughout_and_whole_vectors() -> None:
+    weight, x = quantized_weight("int4, groups of 128", 48, 4096, DEVICE), heavy_tailed(5, 4096, dtype=torch.float16)
+    problem = replace(dequant_problem(x, weight, None, None, (), x.dtype), narrow=True)
+    found = [schedule for schedule in dequant_candidates(problem) if schedule.kind == "warps"]
+    assert found and found == list(dequant_candidates(problem)[: len(found)])
+    tree = [s for s in dequant_candidates(replace(problem, radices=(2, 2, 2))) if s.kind == "warps"]
+    assert tree and all(s.leaves == "split" and 4096 // 8 % s.block_k == 0 for s in tree)
+    for misfit in ({"narrow": False}, {"n": 56}, {"group": 64}, {"k": 4096 + 128}, {"bucket": 32}):
+        assert not any(s.kind == "warps" for s in dequant_candidates(replace(problem, **misfit))), misfit
+    for thin, radices in ((weight._replace(scales=weight.scales.float()), ()), (weight, (2, 2, 2))):
+        with pytest.raises(ScheduleError, match="a scale of x's dtype"):
+            run_dequant(found[0], x, thin, radices=radices)
+
+
 def test_a_row_ignores_its_neighbours() -> None:
     weight, x = quantized_weight("int4, groups of 128", N, K, DEVICE), heavy_tailed(20, K, dtype=DTYPE)
     whole = run_dequant(SMALL[0], x, weight)
@@ -164,6 +178,24 @@ class TestOnTheGpu:
             for schedule in admitted:
                 found = run_dequant(schedule, x, weight, None, residual, radices)
                 assert_bitwise_equal(found, expected, f"{name} {schedule}")
+
+    @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("name", ["int4, groups of 128", "int4, channels"])  # with and without zero points
+    def test_warps_of_their_own_have_the_bytes_of_matmul(self, name: str, dtype: torch.dtype, radices: tuple) -> None:
+        weight = quantized_weight(name, 336, 4096, DEVICE)
+        weight = weight._replace(scales=weight.scales.to(dtype))
+        bias, residual = heavy_tailed(336, dtype=dtype, seed=2), heavy_tailed(20, 336, dtype=dtype, seed=3)
+        for tokens in (1, 8, 9, 20):
+            x = heavy_tailed(20, 4096 + 8, dtype=dtype, seed=tokens)[:tokens, 8:]  # rows that no copy of 16 bytes takes
+            problem = replace(dequant_problem(x, weight, None, None, radices, dtype), bucket=16)
+            schedules = [s for s in dequant_candidates(problem) if s.kind == "warps"]
+            assert len(schedules) >= 4
+            for epilogue in ((None, None), (bias, residual[:tokens])):
+                expected = by_matmul(x, weight, *epilogue, radices=radices)
+                for schedule in schedules:
+                    found = run_dequant(schedule, x, weight, *epilogue, radices)
+                    assert_bitwise_equal(found, expected, f"{name} {schedule} {tokens} tokens")
 
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
     @pytest.mark.parametrize("name", MODELS)

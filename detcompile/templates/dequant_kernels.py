@@ -320,22 +320,32 @@ def expand_kernel(
     ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dequantized(): BN features and 128 k a program."""
+    PARTS: tl.constexpr = 2 if KIND == _NIBBLES else 1
     let_next_start(PDL)
     wait_for_earlier(PDL)
-    n = (tl.program_id(1) * BN + tl.arange(0, BN))[:, None]
-    k = tl.program_id(0) * 128
-    half = tl.arange(0, 64)
-    for part in tl.static_range(2):
-        kk = (k + part * 64 + half)[None, :]
-        inside = (n < N) & (kk < K)
+    row = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = row[:, None]
+    first = tl.program_id(0) * 128
+    place = tl.arange(0, 128 // PARTS)[None, :]
+    for part in tl.static_range(PARTS):
+        k = first + part * 64 + place
+        inside = (n < N) & (k < K)
         if KIND == _NIBBLES:
-            q = tl.load(w_ptr + n.to(tl.int64) * w_stride_n + (k // 2 + half)[None, :], mask=inside, other=0)
+            q = tl.load(w_ptr + n.to(tl.int64) * w_stride_n + first // 2 + place, mask=inside, other=0)
             q = q & 15 if part == 0 else q >> 4
         else:
-            q = tl.load(w_ptr + n.to(tl.int64) * w_stride_n + kk, mask=inside, other=0.0 if KIND == _FLOAT8 else 0)
-        scale, offset = _scale_at(scale_ptr, zero_ptr, kk, K, n, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False)
+            q = tl.load(w_ptr + n.to(tl.int64) * w_stride_n + k, mask=inside, other=0.0 if KIND == _FLOAT8 else 0)
+        if GROUP_K % 128 == 0:  # one scale a feature
+            scale, offset = _scale_at(
+                scale_ptr, zero_ptr, first, K, row, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+            )
+            scale, offset = scale[:, None], offset[:, None]
+        else:
+            scale, offset = _scale_at(
+                scale_ptr, zero_ptr, k, K, n, N, scale_stride, KIND, GROUP_K, ROWS, HAS_ZEROS, False
+            )
         tl.store(
-            out_ptr + n.to(tl.int64) * K + kk,
+            out_ptr + n.to(tl.int64) * K + k,
             _weights(q, scale, offset, KIND, out_ptr.dtype.element_ty, ON_GPU),
             mask=inside,
         )

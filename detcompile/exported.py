@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._export.serde.schema import ScalarType
 from torch.distributed import ProcessGroup
+from torch.torch_version import TorchVersion
 
 from detcompile import orders
 from detcompile.archive import EXTRA, Archive, library_folder
@@ -36,6 +38,8 @@ from detcompile.templates.float_mode import in_float_mode
 __all__ = ["CERTIFICATE", "ExportedModel", "FORMAT", "KERNELS", "TOKENIZER", "certificate_json", "facts_of", "load"]
 
 FORMAT = 2
+CONVERTS_DTYPES = TorchVersion(torch.__version__) >= "2.12"  # https://github.com/pytorch/pytorch/pull/173562
+DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}  # torch's own
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
 
 
@@ -127,9 +131,8 @@ class _Program:
         self, folder: Path, arguments: list[int | str], weights: dict[str, Tensor], ranks: TensorParallel | None
     ) -> None:
         (library,) = folder.glob("*.so")
-        if ranks is not None:
-            for operations in folder.glob("*.json"):
-                operations.write_text(_over_group(operations.read_text(), ranks.group))
+        for operations in folder.glob("*.json"):
+            operations.write_text(_for_this_process(operations.read_text(), "" if ranks is None else ranks.group))
         self._arguments = [weights[source] if isinstance(source, str) else source for source in arguments]
         on_gpu = next(iter(weights.values())).device.type == "cuda"
         runners: Any = torch._C._aoti
@@ -188,13 +191,20 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
     return ExportedModel(archive, ranks)
 
 
-def _over_group(operations: str, group: str) -> str:
-    """The operations of a program, as AOTInductor lists them, over another group of processes."""
+def _for_this_process(operations: str, group: str) -> str:
+    """The operations of a program, as AOTInductor lists them, over this group and with dtypes as this torch reads them.
 
-    def renamed(value: dict[str, Any]) -> dict[str, Any]:
-        return value | {"arg": {"as_string": group}} if value.get("name") == "group" else value
+    The list has a dtype by its number in torch.export's schema. Before 2.12 torch took that for its own number.
+    """
 
-    return json.dumps(json.loads(operations, object_hook=renamed))
+    def adapted(value: dict[str, Any]) -> dict[str, Any]:
+        if value.get("name") == "group":
+            return value | {"arg": {"as_string": group}}
+        if "as_scalar_type" in value and not CONVERTS_DTYPES:
+            return {"as_scalar_type": DTYPE_NUMBERS[ScalarType(value["as_scalar_type"])]}
+        return value
+
+    return json.dumps(json.loads(operations, object_hook=adapted))
 
 
 def facts_of(model: CompiledModel) -> dict[str, Any]:

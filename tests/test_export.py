@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._export.serde.serialize import _TORCH_TO_SERIALIZE_DTYPE
 from typer.testing import CliRunner
 
 import detcompile
@@ -155,6 +156,25 @@ def test_it_keeps_subnormals_whatever_the_caller_set(archives: dict[str, Path], 
     finally:
         torch.set_flush_denormal(False)
     assert_bitwise_equal(flushing, kept)
+
+
+@pytest.mark.parametrize(("converts", "number"), [(True, 13), (False, 15)])
+def test_operations_are_told_their_group_and_dtype(
+    monkeypatch: pytest.MonkeyPatch, converts: bool, number: int
+) -> None:
+    """torch 2.11 took the number of a dtype in this list, bfloat16's is 13, for its own, which is 15."""
+    assert _TORCH_TO_SERIALIZE_DTYPE[torch.bfloat16] == 13
+    monkeypatch.setattr(exported, "CONVERTS_DTYPES", converts)
+    given = [
+        {"name": "group", "arg": {"as_string": "7"}, "kind": 1},
+        {"name": "equation", "arg": {"as_string": "7"}},
+        {"name": "out_dtype", "arg": {"as_scalar_type": 13}},
+        {"name": "out_dtype", "arg": {"as_none": True}},
+    ]
+    found = json.loads(exported._for_this_process(json.dumps({"nodes": given}), "0"))["nodes"]
+    assert found[0] == given[0] | {"arg": {"as_string": "0"}}
+    assert found[1] == given[1] and found[3] == given[3]
+    assert found[2] == given[2] | {"arg": {"as_scalar_type": number}}
 
 
 def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

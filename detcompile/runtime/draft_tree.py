@@ -4,8 +4,9 @@ A node is named by its path: ``(0,)`` is the first guess for the next token, ``(
 guess for what follows ``(0,)``. The root, the sequence's newest token, is ``()``. A list of paths is a shape.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,14 +31,13 @@ class DraftTree:
     """
 
     def __init__(self, tokens: Mapping[Path, int], distributions: Mapping[Path, Tensor] | None = None) -> None:
-        self.tokens = dict(sorted(tokens.items(), key=lambda item: (len(item[0]), item[0])))
+        self._shape = _shape(tuple(tokens))
+        self.tokens = {path: tokens[path] for path in self._shape.paths}
         self.distributions = distributions or {}
         self._child: dict[tuple[Path, int], Path] = {}
-        for path, token in self.tokens.items():
-            if not path or (path[:-1] and path[:-1] not in self.tokens):
-                raise InvalidInput(f"draft node {path} has no parent in the tree: give {path[:-1]} too")
-            if self._child.setdefault((path[:-1], token), path) != path:
-                raise InvalidInput(f"draft nodes {self._child[path[:-1], token]} and {path} hold one token: keep one")
+        for (path, token), parent in zip(self.tokens.items(), self._shape.parents):
+            if self._child.setdefault((parent, token), path) is not path:
+                raise InvalidInput(f"draft nodes {self._child[parent, token]} and {path} hold one token: keep one")
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "DraftTree":
@@ -52,10 +52,15 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @cached_property
+    @property
     def depth(self) -> int:
         """Tokens of the longest path."""
-        return max((len(path) for path in self.tokens), default=0)
+        return self._shape.depth
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of the nodes, parents before children: trees of equal paths have one shape."""
+        return self._shape.paths
 
     def child(self, path: Path, token: int) -> Path | None:
         """The node that guesses ``token`` after ``path``."""
@@ -63,11 +68,11 @@ class DraftTree:
 
     def children(self, path: Path) -> list[Path]:
         """The guesses for what follows ``path``, the first guess first."""
-        return self._children.get(path, [])
+        return list(self._shape.children.get(path, ()))
 
     def branches(self) -> list[Path]:
         """Every leaf, that of the first guesses first, so that most nodes are on the first branches."""
-        return sorted(path for path in self.tokens if path not in self._children)
+        return sorted(path for path in self.tokens if path not in self._shape.children)
 
     def along(self, leaf: Path) -> list[int]:
         """Tokens from below the root to ``leaf``."""
@@ -83,12 +88,25 @@ class DraftTree:
         """The tree of these nodes, whose parents are among them."""
         return DraftTree({path: self.tokens[path] for path in paths}, self.distributions)
 
-    @cached_property
-    def _children(self) -> dict[Path, list[Path]]:
-        children: dict[Path, list[Path]] = {}
-        for path in self.tokens:
-            children.setdefault(path[:-1], []).append(path)
-        return children
+
+class _Shape(NamedTuple):
+    """What trees of the same paths share."""
+
+    paths: tuple[Path, ...]  # level by level
+    parents: tuple[Path, ...]  # of each
+    children: dict[Path, tuple[Path, ...]]
+    depth: int
+
+
+@functools.lru_cache(maxsize=256)
+def _shape(paths: tuple[Path, ...]) -> _Shape:
+    ordered = tuple(sorted(paths, key=lambda path: (len(path), path)))
+    children: dict[Path, tuple[Path, ...]] = {}
+    for path in ordered:
+        if not path or (path[:-1] and path[:-1] not in paths):
+            raise InvalidInput(f"draft node {path} has no parent in the tree: give {path[:-1]} too")
+        children[path[:-1]] = (*children.get(path[:-1], ()), path)
+    return _Shape(ordered, tuple(path[:-1] for path in ordered), children, len(ordered[-1]) if ordered else 0)
 
 
 def require_shape(paths: Sequence[Path]) -> tuple[Path, ...]:

@@ -10,6 +10,9 @@ from hashlib import blake2b
 from struct import Struct
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from detcompile.runtime.block_pool import NULL_BLOCK, BlockPool
 from detcompile.runtime.sequence import Sequence
 from detcompile.step import NO_SLOT, KVGroup
@@ -167,16 +170,25 @@ class KVBlocks:
             for index, table in enumerate(sequence.block_tables)
         ]
 
-    def adopt(self, sequence: Sequence, tables: SequenceOf[list[int]], first: int) -> None:
-        """The branch ``tables`` was right: its blocks from entry ``first`` on take the place of the sequence's own."""
-        for own, branch in zip(sequence.block_tables, tables, strict=True):
-            self.pool.free(own[first : len(branch)])
-            own[first : len(branch)] = branch[first:]
+    def fork(self, start: int, num_tokens: int, num_branches: int) -> NDArray[np.int32]:
+        """Blocks [G, branches, n] of drafts that part from a sequence at index ``start``, from that index' block on.
 
-    def discard(self, tables: SequenceOf[list[int]], first: int) -> None:
-        """The branch ``tables`` was wrong: its own blocks are free again."""
-        for table in tables:
-            self.pool.free(table[first:])
+        As ``branch`` gives them, for ``num_branches`` at once, or as many as the pool has blocks for.
+        """
+        num_new = self.pool.blocks_for(num_tokens) - start // self.pool.block_size
+        count = min(num_branches, self.pool.num_free // (num_new * len(self.groups)))
+        fresh = self.pool.allocate(count * num_new * len(self.groups))
+        return np.array(fresh, np.int32).reshape(len(self.groups), count, num_new)
+
+    def adopt(self, sequence: Sequence, blocks: SequenceOf[list[int]], first: int) -> None:
+        """A draft was right: its ``blocks`` of each group replace the sequence's own from entry ``first`` on."""
+        for own, forked in zip(sequence.block_tables, blocks, strict=True):
+            self.pool.free(own[first : first + len(forked)])
+            own[first : first + len(forked)] = forked
+
+    def discard(self, blocks: SequenceOf[int]) -> None:
+        """Drafts were wrong: blocks of their own are free again."""
+        self.pool.free(blocks)
 
     def settle(self, sequence: Sequence) -> None:
         """Publish the blocks that known tokens have filled; free those of window groups that no later query sees.

@@ -57,7 +57,6 @@ class _InFlight(NamedTuple):
     plan: StepPlan
     draws: list[Draw]
     drafting: bool
-    drafted: dict[Sequence, Verification]
     prompts: tuple[StepEntry, ...]
     load: Load
     started: float
@@ -91,8 +90,7 @@ class Pipeline:
         self._ledger = ledger
         self._overlap = overlap
         self._speculator = speculator
-        num_seats = scheduler.config.max_num_seqs + (0 if speculator is None else speculator.most_branches)
-        self._tables = BlockTables(len(scheduler.blocks.groups), num_seats, width)
+        self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._in_flight: _InFlight | None = None
         self._clock = clock
         self._load = Load(0)  # of the last step launched: the next one will be like it
@@ -149,22 +147,19 @@ class Pipeline:
             config = self._scheduler.config
             rows_left = min(config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
             drafted = self._speculator.draft(plan.entries, min(config.max_num_batched_tokens - num_tokens, rows_left))
-        entries, shared, draws = lay_out(plan.entries, drafted)
+        entries, draws = lay_out(plan.entries, drafted)
         prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
-        pending = {} if before is None else {draw.sequence: row for row, draw in enumerate(before.draws)}
-        copies = [pair for verification in drafted.values() for pair in verification.copies]
+        pending = {} if before is None else {draw.sequence: draw.row for draw in before.draws}
         size = self._scheduler.blocks.pool.block_size
-        work = build_work(entries, draws, prompts, self._tables, size, pending, copies, shared)
-        launched = self._worker.launch(work)
+        launched = self._worker.launch(build_work(entries, draws, prompts, self._tables, size, pending))
         for draw in draws:
-            draw.sequence.num_pending += not draw.path
+            draw.sequence.num_pending += 1
         host_seconds = time.perf_counter() - started
         return _InFlight(
             launched,
             plan,
             draws,
             drafting,
-            drafted,
             prompts,
             self._load,
             time.monotonic(),
@@ -180,18 +175,17 @@ class Pipeline:
         for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
             if self._ledger.is_open(entry.sequence):
                 self._ledger.scored(entry.sequence, entry.start + 1, found)
-        drawn = {(draw.sequence, draw.path): row for row, draw in enumerate(step.draws)}
         num_generated = 0
         ended: list[Sequence] = []
         newest: dict[Sequence, int] = {}
-        for sequence, path in drawn:
-            if not path:
-                sequence.num_pending -= 1
-                if self._ledger.is_open(sequence):  # neither cancelled nor ended meanwhile
-                    goes_on, count, row = self._follow(sequence, step.drafted.get(sequence), drawn, result)
-                    num_generated += count
-                    newest |= {sequence: row} if goes_on else {}
-                    ended += [] if goes_on else [sequence]
+        for draw in step.draws:
+            sequence = draw.sequence
+            sequence.num_pending -= 1
+            if self._ledger.is_open(sequence):  # neither cancelled nor ended meanwhile
+                goes_on, count, row = self._follow(draw, result)
+                num_generated += count
+                newest |= {sequence: row} if goes_on else {}
+                ended += [] if goes_on else [sequence]
         if self._speculator is not None and result.hidden is not None and self._in_flight is None:
             self._speculator.observe(newest, result.hidden)  # a step launched meanwhile has overwritten the states
         for entry in step.plan.entries:
@@ -201,21 +195,16 @@ class Pipeline:
             self.forget(sequence)
         self._record(step, num_generated, time.perf_counter() - started)
 
-    def _follow(
-        self,
-        sequence: Sequence,
-        verification: Verification | None,
-        drawn: dict[tuple[Sequence, Path], int],
-        result: StepResult,
-    ) -> tuple[bool, int, int]:
+    def _follow(self, draw: Draw, result: StepResult) -> tuple[bool, int, int]:
         """Hand on the token drawn after a sequence's newest one, and those after drafts that were right.
 
         Returns whether the sequence goes on, how many tokens it got, and the row of the last of them.
         """
+        sequence, first, verification = draw
         path: Path = ()
         count = 0
         while True:
-            row = drawn[sequence, path]
+            row = first if verification is None else first + verification.layout.rows[path]
             token = None if result.invalid[row] else result.tokens[row]
             goes_on = self._ledger.drew(sequence, token, result.logprobs[row])
             count += token is not None
@@ -226,9 +215,7 @@ class Pipeline:
             sequence.num_computed += 1
         if verification is not None and self._speculator is not None:
             self._speculator.settle(verification, path, cut=child is not None)
-            for branch in verification.branches:
-                self._tables.leave(branch.stand_in)
-            self._tables.leave(sequence)  # its blocks may be another branch's now
+            self._tables.changed(sequence, verification.start // self._scheduler.blocks.pool.block_size)
             self._ledger.verified(sequence, len(verification.tree), len(path))
         return goes_on, count, row
 

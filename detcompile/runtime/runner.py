@@ -87,6 +87,9 @@ class Runner:
             self._widest = max(self._widest, layout.blocks)
         buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
         self._upload(arrays, buffer)
+        num_copies = arrays.block_copies.shape[1]
+        if num_copies:
+            self.kv_cache.copy_blocks(*buffer.block_copies[:, :num_copies])
         found = self._forward(buffer) if graph is None else graph.replay()
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
@@ -200,6 +203,7 @@ class _Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers: dict[StepLayout, StepBuffer] = {}  # in that memory
         self._copied = torch.cuda.Event()
 
     def upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
@@ -208,7 +212,10 @@ class _Staging:
         size = len(buffer.bytes)
         if len(self._memory) < size:
             self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-        host = StepBuffer(buffer.layout, torch.device("cpu"), self._memory)
+            self._buffers.clear()
+        host = self._buffers.get(buffer.layout)
+        if host is None:
+            host = self._buffers[buffer.layout] = StepBuffer(buffer.layout, torch.device("cpu"), self._memory)
         host.fill(arrays)
         buffer.bytes.copy_(host.bytes, non_blocking=True)
         self._copied.record()

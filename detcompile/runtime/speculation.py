@@ -9,11 +9,13 @@ expected length for a rate of right guesses; Miao et al., "SpecInfer", ASPLOS 20
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -24,7 +26,7 @@ from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
 from detcompile.runtime.step_builder import StepEntry
-from detcompile.runtime.tree_verification import Branch, Verification, tree_layout
+from detcompile.runtime.tree_verification import Verification, tree_layout
 
 __all__ = ["AcceptanceName", "SpeculationConfig", "Speculator", "SwitchName"]
 
@@ -97,11 +99,6 @@ class Speculator:
         """Draft tokens that were right."""
         return self.statistics.num_accepted
 
-    @property
-    def most_branches(self) -> int:
-        """Branches that one step can have."""
-        return self.config.max_sequences * self.config.max_nodes
-
     def wants(self, load: Load) -> bool:
         """Whether a step that is like ``load`` should draft; then every token before it has to be known."""
         if self._drafter is None or load.num_decodes > self.config.max_sequences:
@@ -125,7 +122,8 @@ class Speculator:
         self.draft_seconds += time.perf_counter() - started
         found = {}
         for entry, tree, depth in zip(decoding, trees, room, strict=True):
-            verification = self._lay_out(entry, tree.pruned(self.config.max_nodes, depth), budget)
+            fitting = tree.pruned(self.config.max_nodes, depth)
+            verification = self._lay_out(entry, fitting, budget) if len(fitting) else None
             if verification is not None:
                 found[entry.sequence] = verification
                 budget -= len(verification.tree)
@@ -145,13 +143,12 @@ class Speculator:
         Args:
             cut: the sequence ended there, though a guess for what follows was right.
         """
-        winner = verification.through(path)
-        first = verification.start // self._blocks.pool.block_size
-        for branch in verification.branches[1:]:
-            if branch is winner:
-                self._blocks.adopt(verification.sequence, branch.stand_in.block_tables, first)
-            else:
-                self._blocks.discard(branch.stand_in.block_tables, first)
+        winner, forked = verification.layout.firsts[path], verification.forked
+        if winner:
+            first = verification.start // self._blocks.pool.block_size
+            self._blocks.adopt(verification.sequence, forked[:, winner - 1].tolist(), first)
+            forked = np.delete(forked, winner - 1, axis=1)
+        self._blocks.discard(forked.reshape(-1).tolist())
         tree = verification.tree
         rejected = not cut and bool(tree.children(path))
         self.statistics.add(len(tree), tree.depth, len(path), rejected=rejected)
@@ -190,40 +187,18 @@ class Speculator:
 
     def _lay_out(self, entry: StepEntry, tree: DraftTree, budget: int) -> Verification | None:
         """Branches that the pool and the budget have room for, the first guesses first."""
-        sequence, spent, layout = entry.sequence, 0, tree_layout(tuple(tree.tokens))
-        if not tree.tokens:
+        sequence, start = entry.sequence, entry.start
+        layout = tree_layout(tree.paths)
+        num_fit = bisect_right(layout.ends, budget + 1)  # the root was planned
+        if not num_fit or not self._blocks.grow(sequence, start + 1 + len(layout.leaves[0])):
             return None
-        branches: list[Branch] = []
-        for leaf, first in zip(layout.leaves, layout.firsts):
-            spent += 1 + len(leaf) - first
-            end = entry.start + 1 + len(leaf)
-            if spent - 1 > budget:
-                break
-            if not branches:
-                tables = sequence.block_tables if self._blocks.grow(sequence, end) else None
-            else:
-                tables = self._blocks.branch(sequence, entry.start, end)
-            if tables is None:
-                break
-            branches.append(_branch(entry, tree, leaf, first, tables))
-        if not branches:
-            return None
-        if len(branches) < len(layout.leaves):
-            tree = tree.only(path for path in tree.tokens if layout.places[path][0] < len(branches))
-            layout = tree_layout(tuple(tree.tokens))
+        forked = self._blocks.fork(start, start + 1 + tree.depth, num_fit - 1)
+        num_branches = 1 + forked.shape[1]
+        if num_branches < len(layout.leaves):
+            tree = tree.only(path for path in tree.tokens if layout.firsts[path] < num_branches)
+            layout = tree_layout(tree.paths)
         rejects = self.config.acceptance == "rejection" and not sequence.sampling.greedy
-        copies = self._copies(entry, branches)
-        return Verification(sequence, tree, layout, tuple(branches), entry.start, copies, rejects)
-
-    def _copies(self, entry: StepEntry, branches: SequenceOf[Branch]) -> tuple[tuple[int, int], ...]:
-        first, inside = divmod(entry.start, self._blocks.pool.block_size)
-        if inside == 0:
-            return ()
-        return tuple(
-            (own[first], theirs[first])
-            for branch in branches[1:]
-            for own, theirs in zip(entry.sequence.block_tables, branch.stand_in.block_tables, strict=True)
-        )
+        return Verification(sequence, tree, layout, start, forked, rejects)
 
 
 def _fit(entry: StepEntry) -> bool:
@@ -232,13 +207,3 @@ def _fit(entry: StepEntry) -> bool:
     return (
         not sequence.sampling.penalised and sequence.num_pending == 0 and sequence.most_tokens - sequence.num_tokens > 1
     )
-
-
-def _branch(entry: StepEntry, tree: DraftTree, leaf: Path, first: int, tables: list[list[int]]) -> Branch:
-    sequence, start = entry.sequence, entry.start
-    nodes = [sequence.token_ids[start], *tree.along(leaf)][first:]
-    positions = None
-    if sequence.position_ids is not None:
-        positions = [sequence.position_ids[start] + depth for depth in range(first, len(leaf) + 1)]
-    stand_in = Sequence(nodes, sequence.sampling, positions, sample_index=sequence.sample_index, block_tables=tables)
-    return Branch(leaf, StepEntry(stand_in, start + first, len(nodes), start + first))

@@ -4,14 +4,14 @@ Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width 
 token may belong to.
 """
 
-from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.block_pool import NULL_BLOCK
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.step import NO_SLOT, PADDING_SLOT
@@ -19,16 +19,18 @@ from detcompile.step import NO_SLOT, PADDING_SLOT
 __all__ = [
     "BlockTables",
     "NOT_PENDING",
-    "SharedToken",
+    "NO_COPIES",
     "StepArrays",
     "StepEntry",
     "block_tables",
     "build_arrays",
     "build_step",
+    "joined",
     "pending_arrays",
 ]
 
 NOT_PENDING = -1  # a token that the host knows
+NO_COPIES = np.zeros((2, 0), np.int64)
 
 
 class StepEntry(NamedTuple):
@@ -38,15 +40,6 @@ class StepEntry(NamedTuple):
     start: int
     num_tokens: int
     held_from: int = 0  # index of the first token that the sequence holds: a branch of drafts holds its own alone
-
-
-class SharedToken(NamedTuple):
-    """A token of one entry that is another's too: written into the blocks of both, computed once."""
-
-    entry: int
-    offset: int  # of the token in its entry
-    other: int  # entry
-    place: int  # index in the other's sequence
 
 
 class StepArrays(NamedTuple):
@@ -61,6 +54,7 @@ class StepArrays(NamedTuple):
     seq_lens: NDArray[np.int32]  # [S]
     block_tables: NDArray[np.int32]  # [G, S, W]
     state_slots: NDArray[np.int32]  # [S]
+    block_copies: NDArray[np.int64] = NO_COPIES  # [2, N]: blocks of the KV cache that are copied first, and where to
 
 
 class BlockTables:
@@ -79,6 +73,12 @@ class BlockTables:
         seat = self._seats.pop(sequence, None)
         if seat is not None:
             self._free.append(seat[0])
+
+    def changed(self, sequence: Sequence, first: int) -> None:
+        """The sequence's blocks from entry ``first`` on are others now."""
+        seat = self._seats.get(sequence)
+        if seat is not None:
+            seat[1][:] = [min(first, done) for done in seat[1]]
 
     def rows(self, sequences: SequenceOf[Sequence], width: int) -> NDArray[np.int32]:
         """[G, S, width]; what stands behind a sequence's own blocks is any block."""
@@ -134,14 +134,12 @@ def build_arrays(
     tables: NDArray[np.int32],
     block_size: int,
     pending: dict[Sequence, int],
-    shared: SequenceOf[SharedToken] = (),
 ) -> StepArrays:
     """Pack the entries, in their order; logits of the last token of each.
 
     Args:
         tables: [G, S, W], blocks of each entry's sequence.
         pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
-        shared: tokens of an entry that stand before another's.
     """
     starts = np.array([entry.start for entry in entries], np.int64)
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
@@ -149,20 +147,42 @@ def build_arrays(
     np.cumsum(counts, out=cu_seqlens[1:])
     row = np.repeat(np.arange(len(entries)), counts)
     place = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row]  # index in its own sequence
-    slots = _slots(tables, row, place, block_size)[:, None]
-    if shared:
-        slots = np.concatenate([slots, _shared_slots(shared, cu_seqlens, tables, block_size)], 1)
+    slots = tables[:, row, place // block_size].astype(np.int64) * block_size + place % block_size
     input_ids, pending_rows = _input_ids(entries, cu_seqlens, pending)
     return StepArrays(
         input_ids=input_ids,
         position_ids=_position_ids(entries, place),
         pending=pending_rows,
         logits_to_keep=cu_seqlens[1:] - 1,
-        slot_mappings=slots,
+        slot_mappings=slots[:, None],
         cu_seqlens=cu_seqlens.astype(np.int32),
         seq_lens=(starts + counts).astype(np.int32),
         block_tables=tables,
         state_slots=np.array([entry.sequence.state_slot for entry in entries], np.int32),
+    )
+
+
+def joined(parts: SequenceOf[StepArrays]) -> StepArrays:
+    """Several steps as one, their sequences and their rows of logits in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(part.cu_seqlens[-1] for part in parts)])
+    copies = max(part.slot_mappings.shape[1] for part in parts)
+    width = max(part.block_tables.shape[2] for part in parts)
+    slots = [_widened(part.slot_mappings, 1, copies, PADDING_SLOT) for part in parts]
+    tables = [_widened(part.block_tables, 2, width, NULL_BLOCK) for part in parts]
+    ends = [part.cu_seqlens[1:] + np.int32(start) for part, start in zip(parts, starts)]
+    return StepArrays(
+        input_ids=np.concatenate([part.input_ids for part in parts]),
+        position_ids=np.concatenate([part.position_ids for part in parts]),
+        pending=np.concatenate([part.pending for part in parts]),
+        logits_to_keep=np.concatenate([part.logits_to_keep + start for part, start in zip(parts, starts)]),
+        slot_mappings=np.concatenate(slots, axis=2),
+        cu_seqlens=np.concatenate([parts[0].cu_seqlens[:1], *ends]),
+        seq_lens=np.concatenate([part.seq_lens for part in parts]),
+        block_tables=np.concatenate(tables, axis=1),
+        state_slots=np.concatenate([part.state_slots for part in parts]),
+        block_copies=np.concatenate([part.block_copies for part in parts], axis=1),
     )
 
 
@@ -191,27 +211,10 @@ def pending_arrays(
     )
 
 
-def _slots(
-    tables: NDArray[np.int32], rows: NDArray[np.int64], places: NDArray[np.int64], block_size: int
-) -> NDArray[np.int64]:
-    """[G, n]: where place i of the sequence in row i of the tables lives."""
-    return tables[:, rows, places // block_size].astype(np.int64) * block_size + places % block_size
-
-
-def _shared_slots(
-    shared: SequenceOf[SharedToken], cu_seqlens: NDArray[np.int64], tables: NDArray[np.int32], block_size: int
-) -> NDArray[np.int64]:
-    """[G, C - 1, T]: further slots of the tokens that several entries share."""
-    entries, offsets, others, places = np.array(shared, np.int64).T
-    tokens = cu_seqlens[entries] + offsets
-    seen: Counter[int] = Counter()
-    copies = []
-    for token in tokens.tolist():
-        copies.append(seen[token])
-        seen[token] += 1
-    found = np.full((tables.shape[0], max(seen.values()), int(cu_seqlens[-1])), PADDING_SLOT, np.int64)
-    found[:, copies, tokens] = _slots(tables, others, places, block_size)
-    return found
+def _widened(array: NDArray[Any], axis: int, size: int, value: int) -> NDArray[Any]:
+    missing = size - array.shape[axis]
+    shape = (*array.shape[:axis], missing, *array.shape[axis + 1 :])
+    return np.concatenate([array, np.full(shape, value, array.dtype)], axis) if missing else array
 
 
 def _input_ids(

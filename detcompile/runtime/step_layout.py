@@ -31,6 +31,7 @@ FEWEST_MIXED = 8  # sequences
 FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
+BEHIND = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT}  # what pads; others 0
 
 
 class StepLayout(NamedTuple):
@@ -55,6 +56,7 @@ class StepLayout(NamedTuple):
             "seq_lens": (np.int32, (self.sequences,)),
             "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
             "state_slots": (np.int32, (self.sequences,)),
+            "block_copies": (np.int64, (2, self.groups * self.sequences if self.copies > 1 else 0)),
         }
 
     @classmethod
@@ -90,31 +92,40 @@ class StepBuffer:
         self._places, size = _places(layout)
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
 
+    @functools.cached_property
+    def block_copies(self) -> Tensor:
+        """[2, N], as StepArrays has them."""
+        return self.tensors()["block_copies"]
+
     def fill(self, arrays: StepArrays) -> None:
         """Write a step that fits, and its padding: of memory on the host.
 
         A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
         padding row of logits is that of token 0.
         """
-        memory = self.bytes.numpy()
-        behind = {
-            "pending": NOT_PENDING,
-            "slot_mappings": PADDING_SLOT,
-            "cu_seqlens": arrays.cu_seqlens[-1],
-            "state_slots": NO_SLOT,
-        }
-        for name, (start, length, dtype, shape) in self._places.items():
+        behind = BEHIND | {"cu_seqlens": arrays.cu_seqlens[-1]}
+        for name, target in self._arrays.items():
             given: NDArray[Any] = getattr(arrays, name)
-            target: NDArray[Any] = memory[start : start + length].view(dtype).reshape(shape)
-            if given.shape != shape:
+            if given.shape == target.shape:
+                target[...] = given
+            else:
                 target.fill(behind.get(name, 0))
-            target[tuple(slice(0, size) for size in given.shape)] = given
+                target[tuple(map(slice, given.shape))] = given
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the memory, by the names of StepArrays."""
         kinds: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
         return {
             name: self.bytes[start : start + length].view(kinds[dtype]).view(shape)
+            for name, (start, length, dtype, shape) in self._places.items()
+        }
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """As ``tensors``, of memory on the host."""
+        memory = self.bytes.numpy()
+        return {
+            name: memory[start : start + length].view(dtype).reshape(shape)
             for name, (start, length, dtype, shape) in self._places.items()
         }
 

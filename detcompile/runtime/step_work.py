@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from detcompile.runtime.acceptance import Proposals
-from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.sampling import SampleRow
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import BlockTables, SharedToken, StepEntry, build_arrays
+from detcompile.runtime.step_builder import BlockTables, StepArrays, StepEntry, build_arrays, joined
 from detcompile.runtime.tree_verification import Verification
 from detcompile.runtime.worker import PromptRows, StepWork
 
@@ -18,37 +16,25 @@ __all__ = ["Draw", "build_work", "lay_out"]
 
 
 class Draw(NamedTuple):
-    """A token to draw: the next one of a sequence, or the one after a node of its draft tree."""
+    """The next token of a sequence, from logits in ``row``; those after a tree's nodes, in the rows behind it."""
 
     sequence: Sequence
-    carrier: Sequence  # whose entry in the step has the logits: the sequence, or a branch's stand-in
-    offset: int  # of the token in that entry
-    path: Path = ()
-    proposals: Proposals | None = None  # guesses to accept or reject; None draws what plain decoding draws
+    row: int
+    verification: Verification | None = None
 
 
 def lay_out(
     entries: SequenceOf[StepEntry], drafted: Mapping[Sequence, Verification]
-) -> tuple[list[StepEntry], list[SharedToken], list[Draw]]:
-    """The entries with branches in the place of drafted sequences, what these share, and every token to draw."""
-    laid_out: list[StepEntry] = []
-    shared: list[SharedToken] = []
-    draws: list[Draw] = []
-    for entry in entries:
-        sequence, start, num_tokens, _ = entry
-        verification = drafted.get(sequence)
-        if verification is not None:
-            shared += verification.shared(len(laid_out))
-            laid_out += [branch.entry for branch in verification.branches]
-            draws += [
-                Draw(sequence, carrier, offset, path, verification.proposals(path))
-                for path, carrier, offset in verification.rows()
-            ]
-            continue
-        laid_out.append(entry)
-        if start + num_tokens == sequence.num_tokens:
-            draws.append(Draw(sequence, sequence, num_tokens - 1))
-    return laid_out, shared, draws
+) -> tuple[list[StepEntry], list[Draw]]:
+    """The entries without a tree, and every token to draw: theirs, then those of the trees."""
+    plain = [entry for entry in entries if entry.sequence not in drafted] if drafted else list(entries)
+    ready = [sequence for sequence, start, num_tokens, _ in plain if start + num_tokens == sequence.num_tokens]
+    draws = [Draw(sequence, row) for row, sequence in enumerate(ready)]
+    row = len(draws)
+    for sequence, verification in drafted.items():
+        draws.append(Draw(sequence, row, verification))
+        row += len(verification.layout.rows)
+    return plain, draws
 
 
 def build_work(
@@ -58,48 +44,71 @@ def build_work(
     tables: BlockTables,
     block_size: int,
     pending: dict[Sequence, int],
-    copies: SequenceOf[tuple[int, int]] = (),
-    shared: SequenceOf[SharedToken] = (),
 ) -> StepWork:
     """The arrays of a step; its rows of logits are those of ``draws`` and then all of ``prompts``.
 
     Args:
-        entries: the sequences of the step, in their order; those of the others below are among them.
+        entries: the sequences without a tree, in their order; those with one, named by ``draws``, come behind them.
         prompts: entries whose prompt logprobs are wanted.
         pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
-        copies: (from, to) blocks that are copied first.
-        shared: tokens of an entry that stand before another's.
     """
+    parts: list[StepArrays] = []
+    if entries:
+        parts.append(_plain_arrays(entries, draws, tables, block_size, pending))
+    for sequence, _, verification in draws:
+        if verification is not None:
+            own = tables.rows([sequence], verification.width(block_size))
+            parts.append(verification.arrays(own, block_size))
+    arrays, rows = joined(parts), _sample_rows(draws)
+    if prompts:
+        first = dict(zip([entry.sequence for entry in entries], arrays.cu_seqlens.tolist()))
+        spans = [np.arange(num_tokens) + first[sequence] for sequence, _, num_tokens, _ in prompts]
+        arrays = arrays._replace(logits_to_keep=np.concatenate([arrays.logits_to_keep, *spans]))
+    if not len(arrays.logits_to_keep):
+        arrays = arrays._replace(logits_to_keep=np.zeros(1, np.int64))  # a graph gives one row at least
+    return StepWork(arrays, rows, _prompt_rows(prompts, len(rows)))
+
+
+def _plain_arrays(
+    entries: SequenceOf[StepEntry],
+    draws: SequenceOf[Draw],
+    tables: BlockTables,
+    block_size: int,
+    pending: dict[Sequence, int],
+) -> StepArrays:
+    """Logits of those entries whose token is drawn."""
     sequences = [entry.sequence for entry in entries]
     width = max(len(table) for sequence in sequences for table in sequence.block_tables)
-    arrays = build_arrays(entries, tables.rows(sequences, width), block_size, pending, shared)
-    if prompts or [draw.carrier for draw in draws] != sequences:
-        first = dict(zip(sequences, arrays.cu_seqlens[:-1].tolist()))
-        kept = [first[draw.carrier] + draw.offset for draw in draws]
-        for sequence, _, num_tokens, _ in prompts:
-            kept += range(first[sequence], first[sequence] + num_tokens)
-        arrays = arrays._replace(logits_to_keep=np.array(kept or [0], np.int64))  # a graph gives one row at least
-    return StepWork(arrays, _sample_rows(draws), _prompt_rows(prompts, len(draws)), tuple(copies))
+    arrays = build_arrays(entries, tables.rows(sequences, width), block_size, pending)
+    drawn = [draw.sequence for draw in draws if draw.verification is None]
+    if drawn == sequences:
+        return arrays
+    last = dict(zip(sequences, arrays.logits_to_keep.tolist()))
+    return arrays._replace(logits_to_keep=np.array([last[sequence] for sequence in drawn], np.int64))
 
 
 def _sample_rows(draws: SequenceOf[Draw]) -> tuple[SampleRow, ...]:
     rows: list[SampleRow] = []
-    known: Sequence | None = None
-    num_tokens = num_generated = 0
-    for sequence, _, _, path, proposals in draws:
-        if sequence is not known:  # a tree's draws stand side by side
-            known, num_tokens, num_generated = sequence, sequence.num_tokens, sequence.num_generated
-        rows.append(
+    for sequence, _, verification in draws:
+        num_tokens, num_generated = sequence.num_tokens, sequence.num_generated
+        levels = [
             SampleRow(
                 sequence.sampling,
-                num_tokens + len(path),
-                num_generated + len(path),
+                num_tokens + depth,
+                num_generated + depth,
                 sequence.sample_index,
                 sequence,
                 sequence.token_ids,
-                proposals,
             )
-        )
+            for depth in range(1 if verification is None else 1 + verification.tree.depth)
+        ]
+        if verification is None:
+            rows += levels
+        elif verification.rejects:
+            paths = verification.layout.rows
+            rows += [levels[len(path)]._replace(proposals=verification.proposals(path)) for path in paths]
+        else:
+            rows += [levels[len(path)] for path in verification.layout.rows]
     return tuple(rows)
 
 

@@ -106,7 +106,8 @@ class TreeDrafting:
         found = torch.cat([column.double() for column in columns], dim=1).tolist()  # one copy; ids are exact in double
         for node in nodes:
             if node.path:
-                self._blocks.discard(node.entry.sequence.block_tables, node.entry.start // size)
+                first = node.entry.start // size
+                self._blocks.discard([block for table in node.entry.sequence.block_tables for block in table[first:]])
         return [self._candidates(row) for row in found]
 
     def _copy_heads(self, nodes: list[_Node]) -> None:

@@ -5,38 +5,38 @@ the newest token's, then blocks of the branch. The first branch writes into the 
 logits have the bits of plain decoding, whatever other nodes there are: nothing about attention changes. A node that
 several branches pass through is computed in the first of them, and its key and value are written into the blocks of
 each.
+
+Legend: G KV groups, S branches, T nodes, the root among them, C branches that a node may be part of, W width of the
+block tables.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import SharedToken, StepEntry
+from detcompile.runtime.step_builder import NO_COPIES, NOT_PENDING, StepArrays
+from detcompile.step import NO_SLOT, PADDING_SLOT
 
-__all__ = ["Branch", "TreeLayout", "Verification", "tree_layout"]
-
+__all__ = ["TreeLayout", "Verification", "tree_layout"]
 
 class TreeLayout(NamedTuple):
     """What a step computes of a tree of this shape, whatever its tokens and its sequence are."""
 
     leaves: tuple[Path, ...]  # one a branch, that of the first guesses first
-    firsts: tuple[int, ...]  # depth of the first node of each branch that no branch before it computes; the root's is 0
-    places: dict[Path, tuple[int, int]]  # branch that computes a node, and which of its nodes it is
-    shared: tuple[tuple[int, int, int, int], ...]  # place of a node, a later branch through it, and the node's depth
-
-
-class Branch(NamedTuple):
-    """One path from the newest token to a leaf."""
-
-    leaf: Path
-    entry: StepEntry  # the nodes that no branch before it computes
-
-    @property
-    def stand_in(self) -> Sequence:
-        """In whose blocks the path is."""
-        return self.entry.sequence
+    rows: dict[Path, int]  # of each node among those computed, branch by branch; the root's is 0
+    firsts: dict[Path, int]  # the first branch through each node, which computes it
+    ends: tuple[int, ...]  # nodes computed once each branch is
+    order: NDArray[np.int64]  # [T]: of each row, the node's index in (root, *paths)
+    depths: NDArray[np.int64]  # [T]
+    lengths: NDArray[np.int32]  # [S] nodes of each branch, the root's among them
+    writes: NDArray[np.int64]  # [C, T]: branches into whose blocks each node is written
+    idle: NDArray[np.bool_]  # [C, T]: no further one
+    fixed: dict[str, NDArray[Any]]  # arrays of the step that neither tokens nor place change; never written to
 
 
 class Verification(NamedTuple):
@@ -45,22 +45,9 @@ class Verification(NamedTuple):
     sequence: Sequence
     tree: DraftTree
     layout: TreeLayout
-    branches: tuple[Branch, ...]  # the first is in the sequence's own blocks
     start: int  # index of the newest token, the root
-    copies: tuple[tuple[int, int], ...]  # (from, to) blocks: what stands before the root in its block
+    forked: NDArray[np.int32]  # [G, S - 1, n]: blocks of each branch but the first, from that of the root on
     rejects: bool = False  # by rejection sampling; otherwise a guess is right if it is what the target draws
-
-    def shared(self, index: int) -> list[SharedToken]:
-        """The nodes of each branch that one before it computes; the first branch is entry ``index`` of the step."""
-        return [
-            SharedToken(index + branch, offset, index + other, self.start + depth)
-            for branch, offset, other, depth in self.layout.shared
-        ]
-
-    def rows(self) -> list[tuple[Path, Sequence, int]]:
-        """Where each node's logits are: the stand-in of the branch that computes it, and its offset in that entry."""
-        places = self.layout.places.items()
-        return [(path, self.branches[branch].stand_in, offset) for path, (branch, offset) in places]
 
     def proposals(self, path: Path) -> Proposals | None:
         """The guesses for what follows a node, if they are to be accepted or rejected there."""
@@ -70,15 +57,39 @@ class Verification(NamedTuple):
         tokens = tuple(self.tree.tokens[child] for child in children)
         return Proposals(tokens, tuple(self.tree.distributions.get(child) for child in children))
 
-    def slots(self, path: Path, block_size: int) -> list[list[int]]:
-        """Where the KV cache holds the root and the nodes down to ``path``: slots of each group."""
-        tables = self.through(path).stand_in.block_tables
-        places = range(self.start, self.start + 1 + len(path))
-        return [[table[p // block_size] * block_size + p % block_size for p in places] for table in tables]
+    def arrays(self, tables: NDArray[np.int32], block_size: int) -> StepArrays:
+        """The step of this tree alone; logits of every node.
 
-    def through(self, path: Path) -> Branch:
-        """The first branch through a node."""
-        return self.branches[self.layout.places[path][0]]
+        Args:
+            tables: [G, 1, W], the sequence's own, of at least ``width`` blocks.
+        """
+        sequence, layout, start = self.sequence, self.layout, self.start
+        num_branches, first = len(layout.leaves), start // block_size
+        tables = np.repeat(tables, num_branches, axis=1)
+        tables[:, 1:, first : first + self.forked.shape[2]] = self.forked
+        places = layout.depths + start
+        blocks, offsets = np.divmod(places, block_size)
+        slots = tables[:, layout.writes, blocks].astype(np.int64) * block_size + offsets
+        np.copyto(slots, PADDING_SLOT, where=layout.idle)
+        copies = NO_COPIES
+        if start % block_size:
+            targets = self.forked[:, :, 0].reshape(-1)
+            copies = np.array([np.repeat(tables[:, 0, first], num_branches - 1), targets], np.int64)
+        known = sequence.position_ids
+        return StepArrays(
+            input_ids=np.array([sequence.token_ids[start], *self.tree.tokens.values()], np.int64)[layout.order],
+            position_ids=places if known is None else layout.depths + known[start],
+            slot_mappings=slots,
+            seq_lens=layout.lengths + np.int32(start),
+            block_tables=tables,
+            block_copies=copies,
+            **layout.fixed,
+        )
+
+    def width(self, block_size: int) -> int:
+        """Blocks of the longest branch."""
+        own = max(len(table) for table in self.sequence.block_tables)
+        return max(own, self.start // block_size + self.forked.shape[2])
 
 
 @functools.lru_cache(maxsize=256)
@@ -86,12 +97,35 @@ def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
     """The layout of a tree of these nodes, each behind its parent."""
     parents = {path[:-1] for path in paths}
     leaves = tuple(sorted(path for path in paths if path not in parents))
-    places: dict[Path, tuple[int, int]] = {}
-    firsts: list[int] = []
-    shared: list[tuple[int, int, int, int]] = []
+    writes: dict[Path, list[int]] = {}
+    ends = []
     for branch, leaf in enumerate(leaves):
-        first = next(depth for depth in range(len(leaf) + 1) if leaf[:depth] not in places)
-        shared += [(*places[leaf[:depth]], branch, depth) for depth in range(first)]
-        places |= {leaf[:depth]: (branch, depth - first) for depth in range(first, len(leaf) + 1)}
-        firsts.append(first)
-    return TreeLayout(leaves, tuple(firsts), places, tuple(shared))
+        for depth in range(len(leaf) + 1):
+            writes.setdefault(leaf[:depth], []).append(branch)
+        ends.append(len(writes))
+    index = {path: i for i, path in enumerate(((), *paths))}
+    padded = np.zeros((max(map(len, writes.values())), len(writes)), np.int64)
+    idle = np.ones(padded.shape, np.bool_)
+    for row, branches in enumerate(writes.values()):
+        padded[: len(branches), row] = branches
+        idle[: len(branches), row] = False
+    fixed = {
+        "pending": np.full(len(writes), NOT_PENDING),
+        "logits_to_keep": np.arange(len(writes)),
+        "cu_seqlens": np.array((0, *ends), np.int32),
+        "state_slots": np.full(len(leaves), NO_SLOT, np.int32),  # who drafts carries no state
+    }
+    for array in fixed.values():
+        array.setflags(write=False)
+    return TreeLayout(
+        leaves,
+        {path: row for row, path in enumerate(writes)},
+        {path: branches[0] for path, branches in writes.items()},
+        tuple(ends),
+        np.array([index[path] for path in writes]),
+        np.array([len(path) for path in writes]),
+        np.array([1 + len(leaf) for leaf in leaves], np.int32),
+        padded,
+        idle,
+        fixed,
+    )

@@ -36,7 +36,6 @@ class StepWork(NamedTuple):
     arrays: StepArrays
     rows: tuple[SampleRow, ...]  # one a token to draw: the first rows of the logits
     prompts: tuple[PromptRows, ...]
-    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks of the KV cache, copied before the step
 
 
 class StepResult(NamedTuple):
@@ -79,14 +78,10 @@ class Worker:
             return self._launch(work)
 
     def _launch(self, work: StepWork) -> LaunchedStep:
-        plan = self.sampler.prepare(work.rows) if work.rows else None
-        if work.copies:
-            sources, targets = self._to_device(np.array(work.copies, np.int64).T.copy())
-            self.runner.kv_cache.copy_blocks(sources, targets)
         logits = self.runner.launch(work.arrays)
         sampled = None
-        if plan is not None:
-            sampled = self.sampler(logits, plan)
+        if work.rows:
+            sampled = self.sampler(logits, self.sampler.prepare(work.rows))  # laid out while the forward runs
             self.runner.sampled[: len(work.rows)].copy_(sampled.tokens)
         prompts = [
             token_logprobs(
@@ -100,7 +95,7 @@ class Worker:
             done = torch.cuda.Event()
             done.record()
         states = self.runner.states
-        hidden = None if states is None or plan is None else states[: len(work.rows)]
+        hidden = None if states is None or not work.rows else states[: len(work.rows)]
         return LaunchedStep(host, done, work, hidden)
 
     def collect(self, launched: LaunchedStep) -> StepResult:

@@ -1,5 +1,6 @@
 """Trees of drafts: shapes, relatives, and growth by probability."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,28 +79,32 @@ class Fixed:
         pass
 
 
-def test_each_path_has_slots_at_its_logical_positions():
+def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch():
     blocks = KVBlocks(BlockPool(20, 16), [KVGroup((0,), 0)], prefix_caching=False)
     sequence = Sequence(list(range(18)), max_length=100)
     assert blocks.admit(sequence, 18) == 0
     sequence.num_computed = 18
     speculator = Speculator(SpeculationConfig(drafter=Fixed(DraftTree.of(SHAPE, [5, 6, 7, 8, 9]))), blocks, 100)
     verification = speculator.draft([StepEntry(sequence, 17, 1)], 100)[sequence]
-    own = sequence.block_tables[0]
-    assert verification.slots((0, 0, 0), 16) == [[own[1] * 16 + place for place in (1, 2, 3, 4)]]
-    for path in verification.tree.tokens:
-        (slots,) = verification.slots(path, 16)
-        assert [slot % 16 for slot in slots] == [1 + depth for depth in range(len(path) + 1)]
-    entries, shared = [branch.entry for branch in verification.branches], verification.shared(3)
-    assert [(entry.start, entry.num_tokens) for entry in entries] == [(17, 4), (19, 1), (18, 1)], "each node once"
-    places = {(): (0, 0), (0,): (0, 1), (0, 0): (0, 2), (0, 0, 0): (0, 3), (0, 1): (1, 0), (1,): (2, 0)}
-    rows = {path: (carrier, offset) for path, carrier, offset in verification.rows()}
-    assert rows == {path: (entries[i].sequence, offset) for path, (i, offset) in places.items()}
-    assert [tuple(token) for token in shared] == [(3, 0, 4, 17), (3, 1, 4, 18), (3, 0, 5, 17)]
-    taken = [tuple(verification.slots(leaf, 16)[0]) for leaf in verification.tree.branches()]
-    assert len({slots[0] // 16 for slots in taken}) == 3, "each branch has a block of its own"
+    head, own = sequence.block_tables[0]
+    (second,), (third,) = verification.forked[0].tolist()
+    assert len({head, own, second, third}) == 4, "each branch has a block of its own"
+    arrays = verification.arrays(np.array([[[head, own, 7]]], np.int32), 16)
+    assert list(verification.layout.rows) == [(), (0,), (0, 0), (0, 0, 0), (0, 1), (1,)], "each node once"
+    assert arrays.input_ids.tolist() == [17, 5, 6, 9, 7, 8]
+    assert arrays.position_ids.tolist() == [17, 18, 19, 20, 19, 18]
+    assert arrays.logits_to_keep.tolist() == list(range(6))
+    assert arrays.cu_seqlens.tolist() == [0, 4, 5, 6] and arrays.seq_lens.tolist() == [21, 20, 19]
+    assert arrays.block_tables[0, :, :2].tolist() == [[head, own], [head, second], [head, third]]
+    place = [own * 16 + 1, own * 16 + 2, own * 16 + 3, own * 16 + 4, second * 16 + 3, third * 16 + 2]
+    assert arrays.slot_mappings[0].tolist() == [
+        place,
+        [second * 16 + 1, second * 16 + 2, -1, -1, -1, -1],
+        [third * 16 + 1, -1, -1, -1, -1, -1],
+    ]
+    assert arrays.block_copies.tolist() == [[own, own], [second, third]], "token 16 stands before the root in its block"
     speculator.settle(verification, (0, 1), cut=False)
-    assert verification.slots((0, 1), 16)[0][0] // 16 == sequence.block_tables[0][1], "the winner's block is taken over"
+    assert sequence.block_tables[0] == [head, second], "the winner's block is taken over"
     blocks.release(sequence)
     assert blocks.pool.num_free == blocks.pool.num_usable
 

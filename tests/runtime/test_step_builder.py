@@ -12,10 +12,11 @@ from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import (
     NOT_PENDING,
     BlockTables,
-    SharedToken,
     StepEntry,
+    block_tables,
     build_arrays,
     build_step,
+    joined,
     pending_arrays,
 )
 from detcompile.step import KVGroup
@@ -133,25 +134,42 @@ def test_a_pending_token_points_at_the_row_that_drew_it():
     assert step.slot_mappings.tolist() == [[[17, 18, 34]]]
 
 
-def test_a_token_that_several_entries_share_is_written_into_the_blocks_of_each():
-    sequences = [Sequence([1, 2, 3]), Sequence([1, 2, 4]), Sequence([1, 2, 4, 5])]
-    entries = [StepEntry(sequences[0], 0, 3), StepEntry(sequences[1], 2, 1), StepEntry(sequences[2], 3, 1)]
-    shared = [SharedToken(0, offset, other, offset) for other in (1, 2) for offset in (0, 1)]
-    shared.append(SharedToken(1, 0, 2, 2))
-    step = build_arrays(entries, np.array([[[1], [2], [3]]], np.int32), 16, {}, shared)
-    assert step.input_ids.tolist() == [1, 2, 3, 4, 5]
-    assert step.slot_mappings.tolist() == [[[16, 17, 18, 34, 51], [32, 33, -1, 50, -1], [48, 49, -1, -1, -1]]]
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), num_parts=st.integers(1, 3))
+def test_parts_of_a_step_are_joined_to_what_one_step_would_be(lengths, num_parts):
+    sequences = [Sequence(list(range(length))) for length in lengths]
+    blocks = make_blocks()
+    whole = build_step([(sequence, len(sequence.token_ids)) for sequence in sequences], blocks)
+    size = -(-len(sequences) // num_parts)
+    parts = [
+        build_arrays(
+            [StepEntry(sequence, 0, len(sequence.token_ids)) for sequence in some], block_tables(some, 1), 16, {}
+        )
+        for some in (sequences[start : start + size] for start in range(0, len(sequences), size))
+    ]
+    for name, one, other in zip(whole._fields, whole, joined(parts)):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all(), name
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30))
+def test_parts_whose_tokens_have_fewer_copies_write_them_nowhere_else():
+    chain = build_step([(Sequence([1, 2]), 2)], make_blocks())
+    slots = np.array([[[5, 6], [7, -1]]])
+    tree = chain._replace(slot_mappings=slots, block_copies=np.array([[3], [4]]))
+    found = joined([chain, tree])
+    assert found.slot_mappings.tolist() == [[[16, 17, 5, 6], [-1, -1, 7, -1]]]
+    assert found.block_copies.tolist() == [[3], [4]] and found.logits_to_keep.tolist() == [1, 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30))
 def test_block_tables_follow_their_sequences(events):
-    """Sequences that come, grow and go keep their own rows."""
+    """Sequences that come, grow, change their last blocks and go keep their own rows."""
     tables, sequences, fresh = BlockTables(2, 4, 100), {}, iter(range(1, 10_000))
-    for name, growth, leaves in events:
+    for name, growth, changes, leaves in events:
         sequence = sequences.setdefault(name, Sequence([1]))
         sequence.block_tables = sequence.block_tables or [[], []]
+        kept = max(0, len(sequence.block_tables[0]) - changes)
+        tables.changed(sequence, kept)
         for table in sequence.block_tables:
-            table += [next(fresh) for _ in range(growth)]
+            table[kept:] = [next(fresh) for _ in range(len(table) - kept + growth)]
         if leaves:
             tables.leave(sequences.pop(name))
             continue

@@ -223,7 +223,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert that no block is lost and none counted twice; between steps, at any time."""
-        self._blocks.check(self.scheduler.running)
+        self._blocks.check(self.scheduler.running, self._pipeline.forked)
 
     def _finishing(self, names: set[str]) -> Iterator[RequestOutput]:
         """Steps until these requests have ended; what others got meanwhile waits for the next ``step``."""
@@ -235,6 +235,13 @@ class Engine:
                 elif output.finished:
                     left.remove(output.request_id)
                     yield output
+
+    def planning(self) -> None:
+        """Let go of what has ended, and do what other threads asked for."""
+        for request in self._touched:
+            self._after_tokens(request)
+        while self._inbox:
+            self._inbox.popleft()()
 
     def is_open(self, sequence: Sequence) -> bool:
         """Whether anybody still waits for its tokens."""
@@ -273,8 +280,6 @@ class Engine:
         metrics.num_accepted_tokens += num_accepted
 
     def _advance(self) -> list[Request]:
-        while self._inbox:
-            self._inbox.popleft()()
         self._touched = {}
         self._pipeline.advance()
         for request in self._touched:
@@ -287,8 +292,9 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._owner.pop(sequence, None)
         self._start_held(request)
-        if request.output.finished:
-            self._forget(request.output.request_id)
+        name = request.output.request_id
+        if request.output.finished and self._requests.get(name) is request:  # another may have its name by now
+            self._forget(name)
 
     def _forget(self, request_id: str) -> Request | None:
         request = self._requests.pop(request_id, None)

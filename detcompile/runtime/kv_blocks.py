@@ -227,8 +227,12 @@ class KVBlocks:
         sequence.block_digests = []  # another KVBlocks has another salt, or another block size
         sequence.num_computed = 0
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that ``sequences`` are those admitted, that their tables are sound, and that the pool agrees."""
+    def check(self, sequences: Iterable[Sequence], forked: SequenceOf[int] = ()) -> None:
+        """Assert that ``sequences`` are those admitted, that their tables are sound, and that the pool agrees.
+
+        Args:
+            forked: blocks of drafts, which ``fork`` gave and nobody gave back yet.
+        """
         sequences = list(sequences)
         assert len(sequences) == len(self._progress) and set(sequences) == self._progress.keys(), "sequences lost"
         for sequence in sequences:
@@ -245,7 +249,7 @@ class KVBlocks:
         if self._keeps_states:
             slots = [sequence.state_slot for sequence in sequences] + self._free_slots
             assert sorted(slots) == list(range(self._num_slots)), f"states of two sequences, or of none: {slots}"
-        self.pool.check(table for sequence in sequences for table in sequence.block_tables)
+        self.pool.check([forked, *(table for sequence in sequences for table in sequence.block_tables)])
 
     def _first_visible(self, group: KVGroup, position: int) -> int:
         """The first block of which a query at ``position``, or a later one, sees a key."""

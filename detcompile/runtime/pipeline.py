@@ -2,8 +2,9 @@
 
 With ``overlap`` a step is launched before the one ahead of it was read back: input tokens that the host does not know
 yet are taken from the device, where that step will have drawn them. A sequence that turns out to have ended has run one
-row too many, which nobody reads. A step that drafts needs to know every token before it, so the step ahead of it is
-read back first.
+row too many, which nobody reads. A step that drafts needs to know every token before it, and what follows one needs
+to know where it ended, so there the step ahead is read back first; what the caller does with its tokens has time while
+the next one runs.
 """
 
 import time
@@ -30,6 +31,9 @@ DRAFT_ROWS = 1024  # of logits, that fit beside what the largest step was measur
 
 class Ledger(Protocol):
     """Who keeps the requests: hears what happened to their sequences."""
+
+    def planning(self) -> None:
+        """A step is about to be planned: whoever comes or goes, now is the time."""
 
     def is_open(self, sequence: Sequence) -> bool:
         """Whether anybody still waits for its tokens."""
@@ -94,31 +98,35 @@ class Pipeline:
         self._in_flight: _InFlight | None = None
         self._clock = clock
         self._load = Load(0)  # of the last step launched: the next one will be like it
-        self._seconds = 0.0  # in here since a step was finished
+        self._resumed = self._seconds = 0.0  # since when the clock runs, and what it counted before; from step to step
 
     @property
     def busy(self) -> bool:
         """Whether a step was launched and not read back."""
         return self._in_flight is not None
 
+    @property
+    def forked(self) -> list[int]:
+        """Blocks of the step in flight that belong to branches of drafts, and to no sequence."""
+        draws = () if self._in_flight is None else self._in_flight.draws
+        found = [draw.verification.forked for draw in draws if draw.verification is not None]
+        return [block for forked in found for block in forked.reshape(-1).tolist()]
+
     def advance(self) -> None:
         """Launch a step and finish one, as far as there is anything to do."""
-        started = self._clock()
+        self._resumed = self._clock()
         before, self._in_flight = self._in_flight, None
-        drafting = self._speculator is not None and self._speculator.wants(self._load)
-        if before is None or not drafting:
-            launched = self._launch(before, drafting)
-            if before is None and (drafting or not self._overlap):
-                before = launched
-            else:
-                self._in_flight = launched
-        if before is not None:
+        in_order = before is not None and (before.drafting or self._wants_drafts())
+        if before is not None and in_order:
             self._finish(before)
-        elif self._in_flight is None:
-            assert not self._scheduler.num_unfinished, "sequences are left and none can run"
-        self._seconds += self._clock() - started
-        if before is not None:
-            self._observe(before)
+        launched = self._launch(None if in_order else before, self._wants_drafts())
+        if before is None and not self._overlap:
+            before, launched = launched, None
+        self._in_flight = launched
+        if before is not None and not in_order:
+            self._finish(before)
+        assert before or launched or not self._scheduler.num_unfinished, "sequences are left and none can run"
+        self._seconds += self._clock() - self._resumed
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""
@@ -128,8 +136,12 @@ class Pipeline:
             self._speculator.forget(sequence)
         self._scheduler.remove(sequence)
 
+    def _wants_drafts(self) -> bool:
+        return self._speculator is not None and self._speculator.wants(self._load)
+
     def _launch(self, before: _InFlight | None, drafting: bool) -> _InFlight | None:
         started = time.perf_counter()
+        self._ledger.planning()
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
             self._tables.leave(sequence)
@@ -155,6 +167,8 @@ class Pipeline:
         for draw in draws:
             draw.sequence.num_pending += 1
         host_seconds = time.perf_counter() - started
+        if self._speculator is not None and drafting:
+            self._speculator.draft_ahead()
         return _InFlight(
             launched,
             plan,
@@ -168,8 +182,6 @@ class Pipeline:
         )
 
     def _finish(self, step: _InFlight) -> None:
-        if self._speculator is not None and step.drafting:
-            self._speculator.draft_ahead()
         result = self._worker.collect(step.launched)
         started = time.perf_counter()
         for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
@@ -194,6 +206,7 @@ class Pipeline:
         for sequence in ended:  # now that its blocks can be found again
             self.forget(sequence)
         self._record(step, num_generated, time.perf_counter() - started)
+        self._observe(step)
 
     def _follow(self, draw: Draw, result: StepResult) -> tuple[bool, int, int]:
         """Hand on the token drawn after a sequence's newest one, and those after drafts that were right.
@@ -221,7 +234,9 @@ class Pipeline:
 
     def _observe(self, step: _InFlight) -> None:
         """Tell the switch what a step took, from the end of the one before, and gave."""
-        seconds, self._seconds = self._seconds, 0.0
+        now = self._clock()
+        seconds = self._seconds + now - self._resumed
+        self._resumed, self._seconds = now, 0.0
         if self._speculator is not None:
             self._speculator.timed(step.load, seconds, drafting=step.drafting)
 

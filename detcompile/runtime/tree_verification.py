@@ -24,6 +24,7 @@ from detcompile.step import NO_SLOT, PADDING_SLOT
 
 __all__ = ["TreeLayout", "Verification", "tree_layout"]
 
+
 class TreeLayout(NamedTuple):
     """What a step computes of a tree of this shape, whatever its tokens and its sequence are."""
 

@@ -60,6 +60,7 @@ def engine_configs(*num_blocks: int) -> st.SearchStrategy[EngineConfig]:
         max_num_batched_tokens=st.sampled_from([3, 16, 100, 4096]),
         max_num_seqs=st.integers(1, 8),
         prefix_caching=st.booleans(),
+        overlap=st.booleans(),
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -149,6 +150,55 @@ def test_right_drafts_save_steps(device):
         found = engine.generate([5, 6, 7], params, progress=False)
         assert found[0].outputs == expected[0].outputs
         assert most // 4 < engine.stats.num_steps <= most
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.7])
+def test_requests_come_and_go_while_trees_are_in_flight(accuracy, device):
+    """The tokens of a step are given out once the next one runs; no block is lost, whoever leaves."""
+    prompts, params, expected = workload("qwen3", device)
+    model = compiled("qwen3", torch.float32, device)
+    drafter = Oracle(expected, accuracy, 1)
+    config = EngineConfig(num_blocks=100, block_size=16, max_num_seqs=5, overlap=True)
+    engine = model.engine(config, speculation=SpeculationConfig(drafter=drafter, switch="always"))
+    rng, waiting, left, found, in_flight = random.Random(0), list(range(len(prompts))), set(), {}, 0
+    while waiting or engine.has_unfinished_requests:
+        if waiting:
+            name = waiting.pop()
+            engine.add_request(prompts[name], params[name], request_id=str(name))
+        if rng.random() < 0.1:
+            left.add(cancelled := str(rng.randrange(len(prompts))))
+            engine.cancel(cancelled)
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+        in_flight += bool(engine._pipeline.forked)
+        engine.check()
+    assert len(found) == len(prompts) and in_flight > 5 and len(left) < len(prompts)
+    for name, output in found.items():
+        for sample, whole in zip(output.outputs, expected[int(name)].outputs):
+            assert sample.token_ids == whole.token_ids[: len(sample.token_ids)]
+            assert sample.finish_reason == whole.finish_reason or name in left
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
+
+
+def test_a_request_that_comes_while_a_tree_runs_is_in_the_next_step():
+    model, params = compiled("qwen3", torch.float32), SamplingParams(max_tokens=20, seed=3)
+    config = EngineConfig(num_blocks=100, block_size=16, overlap=True)
+    speculation = SpeculationConfig(drafter=Oracle(model.engine().generate([5, 6], params), 0.5, 0), switch="always")
+    engine = model.engine(config, speculation=speculation)
+    worker = engine._pipeline._worker
+    engine.add_request([5, 6], params)
+    for _ in range(3):
+        engine.step()
+    collect, launch, started = worker.collect, worker.launch, []
+
+    def collect_slowly(launched):
+        engine.add_request([7, 8, 9], SamplingParams(max_tokens=1))
+        return collect(launched)
+
+    patched = mock.patch.multiple(worker, collect=collect_slowly, launch=lambda w: started.append(w) or launch(w))
+    with patched:
+        engine.step()
+    (work,) = started
+    assert work.arrays.input_ids[:3].tolist() == [7, 8, 9], "beside the tree, which stands behind it"
 
 
 class Broken:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.block_pool import check_block_size
+from detcompile.runtime.block_pool import BLOCK_SIZE_MULTIPLE, check_block_size
 from detcompile.step import KVGroup, StateShape
 
 __all__ = ["KVCache", "KVShape"]
@@ -68,6 +68,15 @@ class KVCache:
             (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
             for (heads, dim), count in Counter(wanted).items()
         }
+        # [caches * num_blocks, words of a block], and the first row of each cache: a copy addresses each element alone,
+        # so these are few, and rows are found by their index however large the storage is.
+        self._rows = [
+            (
+                storage.flatten(2).flatten(0, 1).view(torch.int64),
+                torch.arange(0, len(storage) * num_blocks, num_blocks, device=self.device).unsqueeze(1),
+            )
+            for storage in self._storages.values()
+        ]
         free = {key: iter(storage) for key, storage in self._storages.items()}
         caches = [next(free[key]) for key in wanted]
         keys, values = caches[: len(widest)], caches[len(widest) :]
@@ -78,10 +87,17 @@ class KVCache:
             for state in states
         )
 
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks ``sources`` [n] int64 over blocks ``targets`` [n], in every layer."""
-        for storage in self._storages.values():  # [caches, num_blocks, ...]: all layers in two launches
-            storage.index_copy_(1, targets, storage.index_select(1, sources))
+    def copy_blocks(self, blocks: Tensor, num_tokens: int) -> None:
+        """Copy the first tokens of blocks ``blocks[0]`` over those of ``blocks[1]``, in every layer.
+
+        Args:
+            blocks: [2, n] int64. num_tokens: of a block; a few more are copied.
+        """
+        parts = -(-num_tokens // BLOCK_SIZE_MULTIPLE)
+        for words, first in self._rows:  # all layers in three launches
+            sources, targets = (first + blocks.unsqueeze(1)).flatten(1)
+            head = words.narrow(1, 0, words.shape[1] // (self.block_size // BLOCK_SIZE_MULTIPLE) * parts)
+            head.index_copy_(0, targets, head.index_select(0, sources))
 
     @staticmethod
     def bytes_per_block(

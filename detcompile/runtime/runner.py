@@ -89,7 +89,7 @@ class Runner:
         self._upload(arrays, buffer)
         num_copies = arrays.block_copies.shape[1]
         if num_copies:
-            self.kv_cache.copy_blocks(*buffer.block_copies[:, :num_copies])
+            self.kv_cache.copy_blocks(buffer.block_copies[:2, :num_copies], int(arrays.block_copies[2].max()))
         found = self._forward(buffer) if graph is None else graph.replay()
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)

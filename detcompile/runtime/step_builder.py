@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 NOT_PENDING = -1  # a token that the host knows
-NO_COPIES = np.zeros((2, 0), np.int64)
+NO_COPIES = np.zeros((3, 0), np.int64)
 
 
 class StepEntry(NamedTuple):
@@ -54,7 +54,7 @@ class StepArrays(NamedTuple):
     seq_lens: NDArray[np.int32]  # [S]
     block_tables: NDArray[np.int32]  # [G, S, W]
     state_slots: NDArray[np.int32]  # [S]
-    block_copies: NDArray[np.int64] = NO_COPIES  # [2, N]: blocks of the KV cache that are copied first, and where to
+    block_copies: NDArray[np.int64] = NO_COPIES  # [3, N]: blocks copied first, where to, and how many tokens
 
 
 class BlockTables:
@@ -80,8 +80,13 @@ class BlockTables:
         if seat is not None:
             seat[1][:] = [min(first, done) for done in seat[1]]
 
+    def row(self, sequence: Sequence, width: int) -> NDArray[np.int32]:
+        """[G, 1, width], a view; what stands behind the sequence's own blocks is any block."""
+        seat = self._seat(sequence)
+        return self._array[:, seat : seat + 1, :width]
+
     def rows(self, sequences: SequenceOf[Sequence], width: int) -> NDArray[np.int32]:
-        """[G, S, width]; what stands behind a sequence's own blocks is any block."""
+        """[G, S, width], copied; otherwise as ``row``."""
         return self._array[:, [self._seat(sequence) for sequence in sequences], :width]
 
     def _seat(self, sequence: Sequence) -> int:

@@ -56,7 +56,7 @@ class StepLayout(NamedTuple):
             "seq_lens": (np.int32, (self.sequences,)),
             "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
             "state_slots": (np.int32, (self.sequences,)),
-            "block_copies": (np.int64, (2, self.groups * self.sequences if self.copies > 1 else 0)),
+            "block_copies": (np.int64, (3, self.groups * self.sequences if self.copies > 1 else 0)),
         }
 
     @classmethod
@@ -94,7 +94,7 @@ class StepBuffer:
 
     @functools.cached_property
     def block_copies(self) -> Tensor:
-        """[2, N], as StepArrays has them."""
+        """[3, N], as StepArrays has them."""
         return self.tensors()["block_copies"]
 
     def fill(self, arrays: StepArrays) -> None:

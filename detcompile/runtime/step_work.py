@@ -57,7 +57,7 @@ def build_work(
         parts.append(_plain_arrays(entries, draws, tables, block_size, pending))
     for sequence, _, verification in draws:
         if verification is not None:
-            own = tables.rows([sequence], verification.width(block_size))
+            own = tables.row(sequence, verification.width(block_size))
             parts.append(verification.arrays(own, block_size))
     arrays, rows = joined(parts), _sample_rows(draws)
     if prompts:

@@ -113,15 +113,15 @@ class TreeDrafting:
     def _copy_heads(self, nodes: list[_Node]) -> None:
         """Copy what stands before a node's path in its first block."""
         size = self._blocks.pool.block_size
-        pairs = [
-            (own[start // size], theirs[start // size])
+        copies = [
+            (own[start // size], theirs[start // size], start % size)
             for _, copy, path, (stand_in, start, _, _) in nodes
             if path and start % size
             for own, theirs in zip(copy.block_tables, stand_in.block_tables, strict=True)
         ]
-        if pairs:
-            sources, targets = torch.tensor(pairs).T.to(self._runner.kv_cache.device)
-            self._runner.kv_cache.copy_blocks(sources, targets)
+        if copies:
+            blocks = torch.tensor(copies).T[:2].to(self._runner.kv_cache.device)
+            self._runner.kv_cache.copy_blocks(blocks, max(num_tokens for _, _, num_tokens in copies))
 
     def _candidates(self, row: list[float]) -> list[tuple[int, float]]:
         invalid, drawn, *rest = row

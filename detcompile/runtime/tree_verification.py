@@ -66,16 +66,17 @@ class Verification(NamedTuple):
         """
         sequence, layout, start = self.sequence, self.layout, self.start
         num_branches, first = len(layout.leaves), start // block_size
-        tables = np.repeat(tables, num_branches, axis=1)
+        tables = tables.repeat(num_branches, axis=1)
         tables[:, 1:, first : first + self.forked.shape[2]] = self.forked
         places = layout.depths + start
         blocks, offsets = np.divmod(places, block_size)
         slots = tables[:, layout.writes, blocks].astype(np.int64) * block_size + offsets
         np.copyto(slots, PADDING_SLOT, where=layout.idle)
-        copies = NO_COPIES
-        if start % block_size:
-            targets = self.forked[:, :, 0].reshape(-1)
-            copies = np.array([np.repeat(tables[:, 0, first], num_branches - 1), targets], np.int64)
+        copies, num_before = NO_COPIES, start % block_size
+        if num_before:
+            copies = np.empty((3, *self.forked.shape[:2]), np.int64)
+            copies[0], copies[1], copies[2] = tables[:, :1, first], self.forked[:, :, 0], num_before
+            copies = copies.reshape(3, -1)
         known = sequence.position_ids
         return StepArrays(
             input_ids=np.array([sequence.token_ids[start], *self.tree.tokens.values()], np.int64)[layout.order],

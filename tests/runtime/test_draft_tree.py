@@ -102,7 +102,7 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
         [second * 16 + 1, second * 16 + 2, -1, -1, -1, -1],
         [third * 16 + 1, -1, -1, -1, -1, -1],
     ]
-    assert arrays.block_copies.tolist() == [[own, own], [second, third]], "token 16 stands before the root in its block"
+    assert arrays.block_copies.tolist() == [[own, own], [second, third], [1, 1]], "token 16 is before the root"
     speculator.settle(verification, (0, 1), cut=False)
     assert sequence.block_tables[0] == [head, second], "the winner's block is taken over"
     blocks.release(sequence)

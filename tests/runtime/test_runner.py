@@ -347,13 +347,16 @@ def test_garbage_that_holds_a_graph_does_not_spoil_a_capture():
     assert not old
 
 
-def test_copied_blocks_are_copied_in_every_layer_and_no_other_is_touched():
-    shapes = [KVShape(2, 8, 4), KVShape(1, 4, 4), KVShape(2, 8, 4)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "copied"), [(1, 16), (16, 16), (17, 32), (32, 32)])
+def test_copied_blocks_are_copied_in_every_layer_and_no_other_is_touched(dtype, num_tokens, copied, device):
+    shapes = [KVShape(2, 8, 4), KVShape(1, 3, 4), KVShape(2, 8, 4)]
     groups = [KVGroup((0, 1, 2), 0)]
-    cache = KVCache(shapes, groups, dtype=torch.float32, device="cpu", num_blocks=6, block_size=16)
+    cache = KVCache(shapes, groups, dtype=dtype, device=device, num_blocks=6, block_size=32)
     tensors = [*cache.k_caches, *cache.v_caches]
     before = [tensor.copy_(torch.randn(tensor.shape)).clone() for tensor in tensors]
-    cache.copy_blocks(torch.tensor([1, 4]), torch.tensor([2, 5]))
+    cache.copy_blocks(torch.tensor([[1, 4], [2, 5]], device=device), num_tokens)
     for tensor, old in zip(tensors, before, strict=True):
-        assert tensor.is_contiguous() and tensor.shape[:2] == (6, 16)
-        assert_bitwise_equal(tensor, old[[0, 1, 1, 3, 4, 4]])
+        assert tensor.is_contiguous() and tensor.shape[:2] == (6, 32)
+        assert_bitwise_equal(tensor[:, :copied], old[[0, 1, 1, 3, 4, 4], :copied])
+        assert_bitwise_equal(tensor[:, copied:], old[:, copied:])

@@ -153,10 +153,10 @@ def test_parts_of_a_step_are_joined_to_what_one_step_would_be(lengths, num_parts
 def test_parts_whose_tokens_have_fewer_copies_write_them_nowhere_else():
     chain = build_step([(Sequence([1, 2]), 2)], make_blocks())
     slots = np.array([[[5, 6], [7, -1]]])
-    tree = chain._replace(slot_mappings=slots, block_copies=np.array([[3], [4]]))
+    tree = chain._replace(slot_mappings=slots, block_copies=np.array([[3], [4], [5]]))
     found = joined([chain, tree])
     assert found.slot_mappings.tolist() == [[[16, 17, 5, 6], [-1, -1, 7, -1]]]
-    assert found.block_copies.tolist() == [[3], [4]] and found.logits_to_keep.tolist() == [1, 3]
+    assert found.block_copies.tolist() == [[3], [4], [5]] and found.logits_to_keep.tolist() == [1, 3]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30))
@@ -177,6 +177,7 @@ def test_block_tables_follow_their_sequences(events):
         for row, other in enumerate(sequences.values()):
             for group, table in enumerate(other.block_tables):
                 assert rows[group, row, : len(table)].tolist() == table
+                assert tables.row(other, 100)[group, 0, : len(table)].tolist() == table
 
 
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6))

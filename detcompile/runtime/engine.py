@@ -283,6 +283,8 @@ class Engine:
         self._touched = {}
         self._pipeline.advance()
         for request in self._touched:
+            for sequence in request.stream():
+                self._pipeline.forget(sequence)
             self._after_tokens(request)
         return list(self._touched)
 

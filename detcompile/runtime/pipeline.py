@@ -198,6 +198,8 @@ class Pipeline:
                 num_generated += count
                 newest |= {sequence: row} if goes_on else {}
                 ended += [] if goes_on else [sequence]
+            elif self._speculator is not None and draw.verification is not None:
+                self._speculator.discard(draw.verification)
         if self._speculator is not None and result.hidden is not None and self._in_flight is None:
             self._speculator.observe(newest, result.hidden)  # a step launched meanwhile has overwritten the states
         for entry in step.plan.entries:

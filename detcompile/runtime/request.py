@@ -48,7 +48,7 @@ class Request:
         ]
         self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
         with_text = tokenizer is not None
-        self._stream_text = stream_text or bool(params.stop)
+        self._stream_text = stream_text
         self._detokenizers = [Detokenizer(tokenizer, self.params) for _ in self.sequences] if with_text else None
         self._num_read = [0] * params.n  # tokens whose text is in the output
         wants_logprobs = params.logprobs is not None
@@ -71,10 +71,21 @@ class Request:
             output.logprobs.append(logprobs)
         if index == 0:
             self._metrics.token_times.append(time.monotonic())
-        if self._stream_text:
+        if self.params.stop:
             self._detokenize(index)
         if sequence.finish_reason is not None:
             self._close(index)
+
+    def stream(self) -> list[Sequence]:
+        """Bring text that streams up to date, which needs to hold up no step; the samples that this ended."""
+        ended: list[Sequence] = []
+        for index, sequence in enumerate(self.sequences if self._stream_text else ()):
+            if sequence.finish_reason is None:
+                self._detokenize(index)
+                if sequence.finish_reason is not None:
+                    self._close(index)
+                    ended.append(sequence)
+        return ended
 
     def add_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
         """Logprobs of the prompt tokens from ``start`` on; those known already are left as they are."""

@@ -154,6 +154,10 @@ class Speculator:
         self.statistics.add(len(tree), tree.depth, len(path), rejected=rejected)
         self._accepted_now += len(path)
 
+    def discard(self, verification: Verification) -> None:
+        """The sequence has ended meanwhile, its own blocks are gone: give back those of its branches."""
+        self._blocks.discard(verification.forked.reshape(-1).tolist())
+
     def timed(self, load: Load, seconds: float, *, drafting: bool) -> None:
         """A step has taken so long, its drafts settled."""
         accepted, self._accepted_now = self._accepted_now, 0

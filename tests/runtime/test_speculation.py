@@ -22,7 +22,7 @@ from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
 from tests.models import VOCAB_SIZE, certified, compiled, random_model
-from tests.runtime.engine_cases import engine_configs
+from tests.runtime.engine_cases import LetterTokenizer, engine_configs, run
 
 MODELS = ("qwen3", "granite_swa")  # one KV group, and several with windows
 
@@ -199,6 +199,29 @@ def test_a_request_that_comes_while_a_tree_runs_is_in_the_next_step():
         engine.step()
     (work,) = started
     assert work.arrays.input_ids[:3].tolist() == [7, 8, 9], "beside the tree, which stands behind it"
+
+
+def test_a_text_that_cannot_be_read_ends_its_request_while_its_tree_runs():
+    prompts, _, _ = workload("qwen3", "cpu")
+    model, params = compiled("qwen3", torch.float32), SamplingParams(max_tokens=30, temperature=0.0)
+    expected = model.engine(EngineConfig(num_blocks=100, block_size=16)).generate(prompts[:2], params)
+    unknown = next(t for t in expected[0].outputs[0].token_ids[4:] if t not in expected[1].outputs[0].token_ids)
+
+    class Knows(LetterTokenizer):
+        def decode(self, token_ids, **options):
+            if unknown in token_ids:
+                raise IndexError("piece id is out of range")
+            return super().decode(token_ids, **options)
+
+    config = EngineConfig(num_blocks=100, block_size=16, overlap=True)
+    speculation = SpeculationConfig(drafter=Oracle(expected, 0.5, 0), switch="always")
+    engine = model.engine(config, tokenizer=Knows(), speculation=speculation)
+    for name, prompt in enumerate(prompts[:2]):
+        engine.add_request(prompt, params, request_id=str(name), stream_text=True)
+    finished = {output.request_id: output for output in run(engine)}
+    assert "out of range" in str(finished["0"].error) and finished["0"].outputs[0].finish_reason == "error"
+    assert finished["1"].outputs[0].token_ids == expected[1].outputs[0].token_ids
+    assert engine.stats.num_free_blocks == engine.stats.num_blocks
 
 
 class Broken:

@@ -4,6 +4,7 @@ from torch._dynamo import register_backend
 
 from detcompile.api import compile, load_model
 from detcompile.compiled import CompiledModel
+from detcompile.config import settle_ptxas
 from detcompile.errors import (
     ArchiveError,
     CompilerNotFound,
@@ -69,3 +70,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 register_backend(detcompile_backend, name="detcompile")  # torch.compile(model, backend="detcompile")
+settle_ptxas()

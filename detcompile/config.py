@@ -6,12 +6,21 @@
 | DETCOMPILE_CPU_ISA | the widest the machine has | avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums over ranks travel by NCCL also where GPUs map each other's memory |
 | CXX | g++ | C++ compiler for the CPU templates |
+| TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
-__all__ = ["cache_directory", "cpu_isa_override", "cxx_compiler", "peer_memory_allowed", "turn_multicast_off"]
+__all__ = [
+    "cache_directory",
+    "cpu_isa_override",
+    "cxx_compiler",
+    "peer_memory_allowed",
+    "settle_ptxas",
+    "turn_multicast_off",
+]
 
 
 def cache_directory() -> Path:
@@ -33,6 +42,19 @@ def turn_multicast_off() -> None:
     """NVLink multicast, for communicators and memory that this process opens from now on, unless the caller decided."""
     for variable, off in {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}.items():
         os.environ.setdefault(variable, off)
+
+
+def settle_ptxas() -> None:
+    """Have one assembler for all kernels of this process, unless the caller decided.
+
+    Otherwise Inductor puts torch's in the place of Triton's once it has compiled a kernel in this process, but not
+    where another process did: kernels would come from either, and fingerprints would differ.
+    """
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        ptxas = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        if os.access(ptxas, os.X_OK):
+            os.environ.setdefault("TRITON_PTXAS_PATH", str(ptxas))
 
 
 def peer_memory_allowed() -> bool:

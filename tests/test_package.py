@@ -1,15 +1,18 @@
 """What a user imports and installs: public names, one name a module, the contents of the wheel."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 import detcompile
+from detcompile import config
 
 ROOT = Path(__file__).parents[1]
 LINKS = ["passes", "runtime", "templates"]
@@ -30,6 +33,25 @@ def _python(program: str) -> subprocess.CompletedProcess[str]:
 def test_public_names_are_sorted_and_exist():
     assert detcompile.__all__ == sorted(set(detcompile.__all__))
     assert [name for name in detcompile.__all__ if not hasattr(detcompile, name)] == []
+
+
+@pytest.mark.parametrize("given", [None, "of the caller"])
+def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes torch's where nobody has chosen, but only in processes in which it compiles a kernel itself."""
+    ptxas = tmp_path / "backends/nvidia/bin/ptxas"
+    ptxas.parent.mkdir(parents=True)
+    ptxas.touch(0o755)
+    found = ModuleSpec("triton", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", given)
+    config.settle_ptxas()
+    assert os.environ["TRITON_PTXAS_PATH"] == (given or str(ptxas))
+    ptxas.unlink()
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    config.settle_ptxas()
+    assert "TRITON_PTXAS_PATH" not in os.environ
 
 
 def test_no_module_bears_the_name_of_a_public_function():

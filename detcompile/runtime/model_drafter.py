@@ -23,7 +23,7 @@ from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler, SampleRow
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry, block_tables, build_arrays, pending_arrays
-from detcompile.runtime.step_layout import MIXED_BUCKETS
+from detcompile.runtime.step_layout import FEWEST_MIXED, MIXED_BUCKETS
 from detcompile.runtime.tree_drafting import TreeDrafting
 from detcompile.runtime.worker import Worker
 
@@ -87,7 +87,8 @@ class ModelDrafter:
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
         if runner.cuda_graphs:  # before anyone is served; after a pause, many tokens are read at once
             worker = Worker(runner, self._sampler)
-            worker.warm_up(num_sequences, MIXED_BUCKETS[-1], blocks.pool.blocks_for(max_context))
+            most = max(num_sequences, FEWEST_MIXED)
+            worker.warm_up(most, MIXED_BUCKETS[-1], blocks.pool.blocks_for(max_context))
             if tree == "chain" and not siblings:
                 worker.warm_up_chains(num_sequences, num_tokens)
         self._gives_distributions = False

@@ -15,7 +15,7 @@ from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step_layout import FEWEST_MIXED, TOKEN_BUCKETS, mixed_layouts, table_widths
+from detcompile.runtime.step_layout import TOKEN_BUCKETS, mixed_layouts, table_widths
 from detcompile.step import NO_SLOT, PADDING_SLOT
 from detcompile.templates.float_mode import float_mode
 
@@ -123,7 +123,7 @@ class Worker:
                 if size <= min(most_sequences, most_tokens):
                     self.runner.launch(idle_arrays(size, size, num_groups, width))
             for tokens, sequences in mixed_layouts():
-                if tokens <= most_tokens and sequences < 2 * max(most_sequences, FEWEST_MIXED):
+                if tokens <= most_tokens and sequences < 2 * most_sequences:
                     for _ in range(2):  # a mixed step is captured at second sight
                         self.runner.launch(idle_arrays(tokens, sequences, num_groups, width))
 

@@ -130,7 +130,7 @@ def test_drafting_after_a_pause_waits_for_no_capture():
     drafter = drafting_model("cuda").drafter(4, num_sequences=2)
     sequences = [Sequence([7 + index] * 5, SamplingParams(temperature=0)) for index in range(2)]
     with mock.patch.object(Runner, "_capture", side_effect=AssertionError("captured")):
-        for pause in (0, 0, 3, 3, 30, 30, 100, 100):
+        for pause in (0, 0, 3, 3, 20, 20, 20):
             for sequence in sequences:
                 sequence.token_ids += [3] * pause
             assert all(len(tree) == 4 for tree in drafter.propose(sequences, [4, 4]))

@@ -15,7 +15,8 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.numerics import row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.row_tiles import aligned, rms_scale, row_plan, row_total
+from detcompile.templates.row_sums import row_total
+from detcompile.templates.row_tiles import aligned, rms_scale, row_plan
 
 __all__ = ["MOST_FEATURES", "rope_cache_cuda"]
 

@@ -1,7 +1,9 @@
-"""Tiles of rows on the GPU: how they are laid out, loaded and summed, in the `Row` order of their length.
+"""Tiles of rows on the GPU: how they are laid out, loaded and stored. row_sums adds them up, in the order of `Row`.
 
-Legend: T rows, R row length, W columns that a program holds. A tile is ROWS rows x W slots; slot c belongs to step
-c // (LANES * VECTOR), lane c // VECTOR % LANES, place c % VECTOR.
+Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A tile is ROWS rows x W slots; slot c
+belongs to step c // (LANES * VECTOR), lane c // VECTOR % LANES, place c % VECTOR. It is laid out as [ROWS, F, C]: where
+a row is one step, a thread can hold F of its lanes, C slots apart, which meet first in the lanes' tree and so in
+registers. Fewer threads share the row then, and what each of them does once a row is spread over more elements.
 
 Triton lays a tile out by what it knows of strides and alignment, and the lanes' tree can follow the layout: hence R,
 the tile and the alignment are compile-time, functions of the row length and dtype alone, and no argument that a caller
@@ -22,17 +24,16 @@ __all__ = [
     "CALLERS",
     "RowLayout",
     "RowPlan",
+    "ShortTile",
     "aligned",
-    "chunk_sums",
-    "lanes_total",
+    "load_columns",
     "load_rows",
     "rms_scale",
     "row_layout",
     "row_mean",
     "row_plan",
-    "row_total",
+    "row_starts",
     "rows_at",
-    "slots_to_row",
     "store_rows",
 ]
 
@@ -40,148 +41,37 @@ CALLERS = ["T", "heads", "outer", "inner"]  # arguments that depend on the call
 
 
 @triton.jit
-def _halve_adjacent(x_RC):
-    """(0 + 1), (2 + 3), ..."""
-    even, odd = tl.split(tl.reshape(x_RC, [x_RC.shape[0], x_RC.shape[1] // 2, 2]))
-    return even + odd
-
-
-@triton.jit
-def _halves(x_RC):
-    """The lower and the upper half of the columns."""
-    half: tl.constexpr = x_RC.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x_RC, [x_RC.shape[0], 2, half]), [0, 2, 1]))
-
-
-@triton.jit
-def _halve_apart(x_RC):
-    """(0 + n/2), (1 + n/2 + 1), ..."""
-    low, high = _halves(x_RC)
-    return low + high
-
-
-@triton.jit
-def _halve_down(x_RC):
-    """_halve_apart until one column of up to 4096 is left."""
-    x = x_RC
-    if x.shape[1] >= 2048:
-        x = _halve_apart(x)
-    if x.shape[1] >= 1024:
-        x = _halve_apart(x)
-    if x.shape[1] >= 512:
-        x = _halve_apart(x)
-    if x.shape[1] >= 256:
-        x = _halve_apart(x)
-    if x.shape[1] >= 128:
-        x = _halve_apart(x)
-    if x.shape[1] >= 64:
-        x = _halve_apart(x)
-    if x.shape[1] >= 32:
-        x = _halve_apart(x)
-    if x.shape[1] >= 16:
-        x = _halve_apart(x)
-    if x.shape[1] >= 8:
-        x = _halve_apart(x)
-    if x.shape[1] >= 4:
-        x = _halve_apart(x)
-    if x.shape[1] >= 2:
-        x = _halve_apart(x)
-    return x
-
-
-@triton.jit
-def slots_to_row(slots_RC, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr):
-    """Slot totals [ROWS, LANES * VECTOR] -> row totals [ROWS], in Row order.
-
-    SHUFFLE leaves the lanes to tl.sum, whose butterfly is the same tree when a thread holds one lane, as it does where
-    a lane's places are one load. Without it every addition is spelled out (the interpreter's tl.sum has an order of
-    its own).
-    """
-    x = slots_RC
-    if VECTOR >= 2:
-        x = _halve_adjacent(x)
-    if VECTOR >= 4:
-        x = _halve_adjacent(x)
-    if VECTOR >= 8:
-        x = _halve_adjacent(x)
-    if SHUFFLE:
-        row_total = tl.sum(x, 1)
-    else:
-        group: tl.constexpr = 32 if LANES > 32 else LANES
-        groups: tl.constexpr = LANES // group
-        x = _halve_down(tl.reshape(x, [ROWS * groups, group]))
-        x = _halve_down(tl.reshape(x, [ROWS, groups]))
-        row_total = tl.reshape(x, [ROWS])
-    return row_total
-
-
-@triton.jit
-def _add_2(slots, x):
-    low, high = _halves(x)
-    return slots + low + high
-
-
-@triton.jit
-def _add_4(slots, x):
-    low, high = _halves(x)
-    return _add_2(_add_2(slots, low), high)
-
-
-@triton.jit
-def _add_8(slots, x):
-    low, high = _halves(x)
-    return _add_4(_add_4(slots, low), high)
-
-
-@triton.jit
-def row_total(
-    terms_RW, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr
-):  # fmt: skip
-    """Terms [ROWS, W] of whole rows or of whole chunks -> their sums [ROWS], in Row order; 1 to 16 steps."""
-    STEPS: tl.constexpr = terms_RW.shape[1] // (LANES * VECTOR)
-    slots = tl.zeros((ROWS, LANES * VECTOR), tl.float32)
-    if STEPS == 1:
-        slots += terms_RW
-    elif STEPS == 2:
-        slots = _add_2(slots, terms_RW)
-    elif STEPS == 4:
-        slots = _add_4(slots, terms_RW)
-    elif STEPS == 8:
-        slots = _add_8(slots, terms_RW)
-    else:
-        tl.static_assert(STEPS == 16)
-        low, high = _halves(terms_RW)
-        slots = _add_8(_add_8(slots, low), high)
-    return slots_to_row(slots, ROWS, LANES, VECTOR, SHUFFLE)
-
-
-@triton.jit
-def lanes_total(lanes_L, SHUFFLE: tl.constexpr):
-    """Sums of lanes [L] -> their sum [1], by halving in groups of 32, then the groups.
-
-    One dimension: in two, Triton may give a thread several of them, as it did to the row that is in flight beside.
-    """
-    if SHUFFLE and lanes_L.shape[0] <= 512:
-        total = tl.zeros((1,), tl.float32) + tl.sum(lanes_L, 0)
-    else:
-        total = slots_to_row(tl.reshape(lanes_L, [1, lanes_L.shape[0]]), 1, lanes_L.shape[0], 1, False)
-    return total
-
-
-@triton.jit
-def chunk_sums(partial_ptr, row, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr, SHUFFLE: tl.constexpr):
-    """The sum of a row that is cut into CHUNKS chunks, [1]."""
-    chunk = tl.arange(0, CHUNK_LANES)
-    sums = tl.load(partial_ptr + row.to(tl.int64) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-    return lanes_total(sums, SHUFFLE)
-
-
-@triton.jit
-def rows_at(CHUNKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
-    """Rows [ROWS] and columns [W] of this program."""
+def rows_at(CHUNKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr = 1):
+    """Rows [ROWS] and columns [F, C] of this program."""
+    C: tl.constexpr = W // FOLDS
     program = tl.program_id(0)
     row = program // CHUNKS * ROWS + tl.arange(0, ROWS)
-    return row, program % CHUNKS * W + tl.arange(0, W)
+    return row, program % CHUNKS * W + tl.arange(0, FOLDS)[:, None] * C + tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def row_starts(row, T, heads, outer, inner, UNIT: tl.constexpr):
+    """Where rows start, in units. Most callers' rows have one stride, which spares a tile of several the divisions.
+
+    Not where a thread loads so little of a row that it holds many: both ways of finding them cost it registers.
+    """
+    if row.shape[0] == 1 or UNIT < 4:
+        start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
+    elif heads >= T:
+        start = row.to(tl.int64) * inner
+    else:
+        start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
+    return start
+
+
+@triton.jit
+def _inside(row, column, T, R: tl.constexpr, W: tl.constexpr):
+    """Which places of a tile there are; W columns cover a row."""
+    if W == R:
+        ok = (row < T)[:, None, None]
+    else:
+        ok = (row < T)[:, None, None] & (column < R)[None, :, :]
+    return ok
 
 
 @triton.jit
@@ -189,27 +79,49 @@ def load_rows(
     x_ptr, row, column, T, heads, outer, inner, other, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
     """The tile in fp32; ``other`` past the last row or column. Row r starts at UNIT * (r // heads, r % heads)'s."""
-    start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
-    pointers = (x_ptr + start * UNIT)[:, None] + column[None, :]
-    if row.shape[0] == 1 and column.shape[0] * CHUNKS == R:
+    W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
+    start = row_starts(row, T, heads, outer, inner, UNIT)
+    pointers = (x_ptr + start * UNIT)[:, None, None] + column[None, :, :]
+    if row.shape[0] == 1 and W == R:
         x = tl.load(pointers)
     elif row.shape[0] == 1:
-        x = tl.load(pointers, mask=(column < R)[None, :], other=other)
+        x = tl.load(pointers, mask=(column < R)[None, :, :], other=other)
     else:
-        x = tl.load(pointers, mask=(row < T)[:, None] & (column < R)[None, :], other=other)
+        x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other)
     return x.to(tl.float32)
 
 
 @triton.jit
-def store_rows(out_ptr, row, column, T, y, R: tl.constexpr):
+def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr):
+    """A vector [R] to go with every row of a tile, in fp32, [ROWS or 1, F, C].
+
+    Loaded as a tile it is where it is needed at once. But a tile is laid out for the widest load of its shape, which
+    must remain that of the rows: a vector that could be loaded in wider pieces is loaded once, and handed around.
+    """
+    WIDEST: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
+    if WIDEST <= VECTOR:
+        pointers = pointer + column[None, :, :] + tl.zeros_like(row)[:, None, None]
+        x = tl.load(pointers, mask=(column < R)[None, :, :], other=0.0)
+    else:
+        x = tl.load(pointer + column, mask=column < R, other=0.0)[None, :, :]
+    return x.to(tl.float32)
+
+
+@triton.jit
+def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, CHUNKS: tl.constexpr):
     """The tile, rounded to out's dtype, into contiguous rows."""
-    pointers = out_ptr + row.to(tl.int64)[:, None] * R + column[None, :]
-    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (column < R)[None, :])
+    W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
+    pointers = (out_ptr + row.to(tl.int64) * R)[:, None, None] + column[None, :, :]
+    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=_inside(row, column, T, R, W))
 
 
 @triton.jit
 def row_mean(total_R, R: tl.constexpr):
-    return tl.div_rn(total_R, tl.zeros(total_R.shape, tl.float32) + R)
+    if R & (R - 1) == 0:
+        mean = total_R * (1.0 / R)  # a power of two, so it is the quotient
+    else:
+        mean = tl.div_rn(total_R, tl.zeros(total_R.shape, tl.float32) + R)
+    return mean
 
 
 @triton.jit
@@ -264,6 +176,14 @@ def aligned(vector: Tensor | None) -> Tensor | None:
     return vector.clone(memory_format=torch.contiguous_format)
 
 
+class ShortTile(NamedTuple):
+    """Of rows that share a program. elements: of the program; warps: of it; folds: lanes of a row in one thread."""
+
+    elements: int = 2048
+    warps: int = 4
+    folds: int = 1
+
+
 class RowPlan(NamedTuple):
     """How a kernel covers rows; a function of the order alone. programs: of each row; warps: of each program."""
 
@@ -272,12 +192,20 @@ class RowPlan(NamedTuple):
     width: int
     programs: int
     warps: int
+    folds: int = 1
 
 
 @functools.cache
-def row_plan(order: Row, rows: int | None = None) -> RowPlan:
+def row_plan(order: Row, rows: int | None = None, short: ShortTile | None = None) -> RowPlan:
     """The tile of an order: short rows come several to a program, each within one warp or two."""
     step = order.lanes * order.vector
     width = order.chunk or step * triton.next_power_of_2(triton.cdiv(order.length, step))
-    rows = rows or max(1, 2048 // width if width <= 512 else 1)
-    return RowPlan(order, rows, width, triton.cdiv(order.length, width), max(4, min(order.lanes // 32, 32)))
+    short = short or ShortTile()
+    if rows is None and width <= 512:
+        # A thread holds whole lanes of a row, and one of them or `folds`: hence threads enough, and elements for all.
+        folds = min(short.folds, order.lanes) if width == step and order.lanes <= 32 else 1
+        warps = max(short.warps, order.lanes // 32)
+        elements = max(short.elements, 32 * warps * order.vector * folds)
+        return RowPlan(order, elements // width or 1, width, 1, warps, folds)
+    warps = max(4, min(order.lanes // 32, 32))
+    return RowPlan(order, rows or 1, width, triton.cdiv(order.length, width), warps)

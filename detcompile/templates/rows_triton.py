@@ -16,18 +16,19 @@ from torch import Tensor
 
 from detcompile.numerics import Row, row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.row_sums import chunk_sums, tile_total
 from detcompile.templates.row_tiles import (
     CALLERS,
     RowLayout,
     RowPlan,
+    ShortTile,
     aligned,
-    chunk_sums,
+    load_columns,
     load_rows,
     rms_scale,
     row_layout,
     row_mean,
     row_plan,
-    row_total,
     rows_at,
     store_rows,
 )
@@ -37,30 +38,26 @@ __all__ = ["layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cud
 PLAIN = tl.constexpr(0)
 SQUARE = tl.constexpr(1)
 CENTERED_SQUARE = tl.constexpr(2)
-
-
-@triton.jit
-def _vector(pointer, column, R: tl.constexpr):
-    return tl.load(pointer + column, mask=column < R, other=0.0).to(tl.float32)[None, :]
+SHORT = ShortTile()
 
 
 @triton.jit
 def _centered_squares(x, mean, column, R: tl.constexpr):
-    centered = x - mean[:, None]
-    return tl.where((column < R)[None, :], centered * centered, 0.0)
+    centered = x - mean[:, None, None]
+    return tl.where((column < R)[None, :, :], centered * centered, 0.0)
 
 
 @triton.jit(do_not_specialize=CALLERS)
 def _chunks_kernel(
     x_ptr, mean_ptr, partial_ptr, T, heads, outer, inner,
     TERM: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of TERM over each chunk: partial [T, CHUNKS]. mean_ptr: sums of the chunks, for a centred term."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
-    row, column = rows_at(CHUNKS, ROWS, W)
+    row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if TERM == SQUARE:
         x = x * x
@@ -68,22 +65,22 @@ def _chunks_kernel(
         x = _centered_squares(
             x, row_mean(chunk_sums(mean_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE), R), column, R
         )
-    tl.store(partial_ptr + tl.program_id(0) + tl.arange(0, 1), row_total(x, ROWS, LANES, VECTOR, SHUFFLE))
+    tl.store(partial_ptr + tl.program_id(0) + tl.arange(0, 1), tile_total(x, ROWS, LANES, VECTOR, SHUFFLE))
 
 
 @triton.jit(do_not_specialize=CALLERS)
 def _row_sum_kernel(
     x_ptr, partial_ptr, out_ptr, T, heads, outer, inner,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_earlier(PDL)
-    row, column = rows_at(1, ROWS, W)
+    row, column = rows_at(1, ROWS, W, FOLDS)
     if CHUNKS == 1:
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
-        total = row_total(x, ROWS, LANES, VECTOR, SHUFFLE)
+        total = tile_total(x, ROWS, LANES, VECTOR, SHUFFLE)
     else:
         total = chunk_sums(partial_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE)
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < T)
@@ -93,16 +90,16 @@ def _row_sum_kernel(
 def _row_var_mean_kernel(
     x_ptr, partial_ptr, squares_ptr, var_ptr, mean_ptr, T, heads, outer, inner, denominator,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_earlier(PDL)
-    row, column = rows_at(1, ROWS, W)
+    row, column = rows_at(1, ROWS, W, FOLDS)
     if CHUNKS == 1:
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
-        mean = row_mean(row_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
-        squares = row_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)
+        mean = row_mean(tile_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
+        squares = tile_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)
     else:
         mean = row_mean(chunk_sums(partial_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE), R)
         squares = chunk_sums(squares_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE)
@@ -115,25 +112,25 @@ def _rms_norm_kernel(
     x_ptr, partial_ptr, weight_ptr, out_ptr, T, heads, outer, inner, eps,
     HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_earlier(PDL)
-    row, column = rows_at(CHUNKS, ROWS, W)
+    row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
-        weight = _vector(weight_ptr, column, R)  # in flight while the row is summed
+        weight = load_columns(weight_ptr, row, column, R, VECTOR)  # in flight while the row is summed
     if CHUNKS == 1:
-        squares = row_total(x * x, ROWS, LANES, VECTOR, SHUFFLE)
+        squares = tile_total(x * x, ROWS, LANES, VECTOR, SHUFFLE)
     else:
         squares = chunk_sums(partial_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE)
-    y = x * rms_scale(squares, eps, R)[:, None]
+    y = x * rms_scale(squares, eps, R)[:, None, None]
     if ROUND_FIRST:
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         y = y * weight
-    store_rows(out_ptr, row, column, T, y, R)
+    store_rows(out_ptr, row, column, T, y, R, CHUNKS)
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -141,29 +138,29 @@ def _layer_norm_kernel(
     x_ptr, partial_ptr, squares_ptr, weight_ptr, bias_ptr, out_ptr, T, heads, outer, inner, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_earlier(PDL)
-    row, column = rows_at(CHUNKS, ROWS, W)
+    row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
-        weight = _vector(weight_ptr, column, R)
+        weight = load_columns(weight_ptr, row, column, R, VECTOR)
     if HAS_BIAS:
-        bias = _vector(bias_ptr, column, R)
+        bias = load_columns(bias_ptr, row, column, R, VECTOR)
     if CHUNKS == 1:
-        mean = row_mean(row_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
-        squares = row_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)
+        mean = row_mean(tile_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
+        squares = tile_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)
     else:
         mean = row_mean(chunk_sums(partial_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE), R)
         squares = chunk_sums(squares_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE)
-    y = (x - mean[:, None]) * rms_scale(squares, eps, R)[:, None]
+    y = (x - mean[:, None, None]) * rms_scale(squares, eps, R)[:, None, None]
     if HAS_WEIGHT:
         y = y * weight
     if HAS_BIAS:
         y = y + bias
-    store_rows(out_ptr, row, column, T, y, R)
+    store_rows(out_ptr, row, column, T, y, R, CHUNKS)
 
 
 def row_sum_cuda(x: Tensor, out_dtype: torch.dtype | None = None, order: Row | None = None) -> Tensor:
@@ -223,7 +220,7 @@ def layer_norm_cuda(
 
 def _planned(x: Tensor, order: Row | None) -> tuple[RowLayout, RowPlan]:
     order = order or row_order(x.shape[-1], "cuda", (), x.dtype)
-    return row_layout(x, order.vector), row_plan(order)
+    return row_layout(x, order.vector), row_plan(order, short=SHORT)
 
 
 def _chunks(rows: RowLayout, plan: RowPlan, term: tl.constexpr, means: Tensor | None = None) -> Tensor | None:
@@ -260,6 +257,7 @@ def _launch(
         CHUNK_LANES=max(32, triton.next_power_of_2(chunks)),
         ROWS=plan.rows,
         W=plan.width,
+        FOLDS=plan.folds,
         LANES=order.lanes,
         VECTOR=order.vector,
         SHUFFLE=rows.start.is_cuda,

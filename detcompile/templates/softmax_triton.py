@@ -16,14 +16,17 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from detcompile.numerics import Row, row_order
+from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.division_triton import shares
 from detcompile.templates.exponential_triton import exponential
+from detcompile.templates.row_sums import lanes_total, tile_max, tile_total
 from detcompile.templates.row_tiles import (
     CALLERS,
-    lanes_total,
+    ShortTile,
     load_rows,
     row_layout,
     row_plan,
-    row_total,
+    row_starts,
     rows_at,
     store_rows,
 )
@@ -34,6 +37,8 @@ SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)
 _OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
+ONCE_WIDTH = 1024  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
+SHORT = ShortTile()
 
 
 @triton.jit
@@ -54,22 +59,25 @@ def _finite(shift):
 @triton.jit(do_not_specialize=CALLERS)
 def _held_kernel(
     x_ptr, out_ptr, T, heads, outer, inner, KIND: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SHUFFLE: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, column = rows_at(1, ROWS, W)
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    row, column = rows_at(1, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1)
-    shift = tl.max(x, 1)
+    shift = tile_max(x)
     if KIND == LOGSUMEXP:
         shift = _finite(shift)
-    x = x - shift[:, None]
-    e = tl.where((column < R)[None, :], exponential(x, SHUFFLE), 0.0)
-    weight = row_total(e, ROWS, LANES, VECTOR, SHUFFLE)
+    x = x - shift[:, None, None]
+    e = tl.where((column < R)[None, :, :], exponential(x, SHUFFLE), 0.0)
+    weight = tile_total(e, ROWS, LANES, VECTOR, SHUFFLE)
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
     elif KIND == SOFTMAX:
-        store_rows(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (ROWS, W))), R)
+        store_rows(out_ptr, row, column, T, shares(e, weight, ONCE), R, 1)
     else:
-        store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None], R)
+        store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None, None], R, 1)
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -83,18 +91,18 @@ def _parts_kernel(
     row = program // (LEAVES * CHUNKS) + tl.arange(0, 1)
     leaf = program // CHUNKS % LEAVES
     place = program % CHUNKS * W + tl.arange(0, W)
-    column = leaf * LEAF + place
-    ok = (column < R)[None, :]
+    column = (leaf * LEAF + place)[None, :]
+    ok = (column < R)[None, :, :]
     if LEAVES == 1:
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, CHUNKS)
     else:
-        ok = ok & (place < LEAF)[None, :]
-        start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
-        x = tl.load((x_ptr + start * UNIT)[:, None] + column[None, :], mask=ok, other=-float("inf")).to(tl.float32)
-    top = tl.max(x, 1)
-    e = tl.where(ok, exponential(x - _finite(top)[:, None], SHUFFLE), 0.0)
+        ok = ok & (place < LEAF)[None, None, :]
+        pointers = (x_ptr + row_starts(row, T, heads, outer, inner, UNIT) * UNIT)[:, None, None] + column[None, :, :]
+        x = tl.load(pointers, mask=ok, other=-float("inf")).to(tl.float32)
+    top = tile_max(x)
+    e = tl.where(ok, exponential(x - _finite(top)[:, None, None], SHUFFLE), 0.0)
     tl.store(top_ptr + program + tl.arange(0, 1), top)
-    tl.store(sum_ptr + program + tl.arange(0, 1), row_total(e, ROWS, LANES, VECTOR, SHUFFLE))
+    tl.store(sum_ptr + program + tl.arange(0, 1), tile_total(e, ROWS, LANES, VECTOR, SHUFFLE))
 
 
 @triton.jit
@@ -162,9 +170,9 @@ def _merge_kernel(
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
     elif KIND == SOFTMAX:
         e = exponential(x - shift, SHUFFLE)
-        store_rows(out_ptr, row, column, T, tl.div_rn(e, tl.broadcast_to(weight[:, None], (1, W))), R)
+        store_rows(out_ptr, row, column, T, shares(e, weight, False), R, TILES)
     else:
-        store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None], R)
+        store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None, None], R, TILES)
 
 
 def softmax_cuda(
@@ -204,11 +212,12 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     rows, options = row_layout(x, order.vector), {"SHUFFLE": x.is_cuda, "enable_fp_fusion": False}
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
-        plan = row_plan(order)
+        plan = row_plan(order, short=SHORT)
         grid = (triton.cdiv(rows.T, plan.rows),)
+        once = x.is_cuda and plan.width <= ONCE_WIDTH and order.vector >= 4
         _held_kernel[grid](
-            rows.start, out, *rows[1:5], KIND=kind.value, ROWS=plan.rows, W=plan.width, num_warps=plan.warps,
-            **tile, **options,
+            rows.start, out, *rows[1:5], KIND=kind.value, ROWS=plan.rows, W=plan.width, FOLDS=plan.folds,
+            ONCE=once, num_warps=plan.warps, **launch_options(x.device), **tile, **options,
         )  # fmt: skip
         return
     leaves = math.prod(order.radices)

@@ -13,6 +13,7 @@ from detcompile.templates.gates_triton import silu_mul_cuda
 from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.matmul_triton import matmul_cuda, run_schedule
 from detcompile.templates.rows_triton import rms_norm_cuda
+from detcompile.templates.softmax_triton import softmax_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import NEEDS_GPU
 
@@ -65,6 +66,19 @@ def test_a_chain_has_the_bytes_of_kernels_apart(
         static.copy_(x)
         graph.replay()
         assert_bitwise_equal(out, wanted, "replayed")
+
+
+def test_softmax_reads_what_the_kernel_before_wrote() -> None:
+    xs = [torch.randn(rows, length, device="cuda").bfloat16() for rows, length in ((9000, 128), (70, 4096)) * 2]
+
+    def chain_of_rows(x: Tensor) -> Tensor:
+        return softmax_cuda(rms_norm_cuda(softmax_cuda(x, None, ()), None, 1e-6, True), None, ())
+
+    with apart():
+        expected = [chain_of_rows(x) for x in xs]
+    for _ in range(20):
+        for x, wanted in zip(xs, expected):
+            assert_bitwise_equal(chain_of_rows(x), wanted)
 
 
 def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:

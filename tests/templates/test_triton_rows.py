@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from detcompile.numerics import row_order
-from detcompile.templates import embedding_triton, row_tiles, rows_triton
+from detcompile.templates import embedding_triton, row_tiles, rows_triton, softmax_triton
 from detcompile.templates.rows_triton import layer_norm_cuda, rms_norm_cuda, row_sum_cuda, row_var_mean_cuda
 from detcompile.templates.softmax_triton import log_softmax_cuda, logsumexp_cuda, softmax_cuda
 from tests.bits import assert_bitwise_equal
@@ -38,6 +38,12 @@ def test_row_sum_has_the_bytes_of_its_order(length: int) -> None:
     for dtype in DTYPES:
         x = heavy_tailed(5, length, dtype=dtype)
         assert_bitwise_equal(row_sum_cuda(x, torch.float32), evaluate(x, length), f"{dtype} {length}")
+
+
+def test_the_sum_of_negative_zeros_is_that_of_its_order() -> None:
+    for length in (1, 33, 128, 1025):
+        x = torch.full((5, length), -0.0, device=DEVICE)
+        assert_bitwise_equal(row_sum_cuda(x), evaluate(x, length), str(length))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -200,6 +206,49 @@ class TestOnTheGpu:
         ):
             spelled_out = row_sum_cuda(x)
         assert_bitwise_equal(spelled_out, row_sum_cuda(x))
+
+    @pytest.mark.parametrize("tile", [(2048, 4, 2), (4096, 4, 4), (1024, 2, 2), (2048, 2, 1), (256, 4, 2)], ids=str)
+    @pytest.mark.parametrize("length", [31, 64, 80, 96, 128, 192, 256, 257, 512])
+    def test_every_tile_of_short_rows_has_the_same_bytes(self, length: int, tile: tuple[int, int, int]) -> None:
+        weight = heavy_tailed(length, dtype=torch.bfloat16, seed=1)
+        kernels = {
+            "row_sum": lambda t: row_sum_cuda(t, torch.float32),
+            "rms_norm": lambda t: rms_norm_cuda(t, weight, 1e-6, True),
+            "layer_norm": lambda t: layer_norm_cuda(t, weight, weight, 1e-5),
+            "softmax": lambda t: softmax_cuda(t, torch.float32, ()),
+            "log_softmax": lambda t: log_softmax_cuda(t, torch.float32, ()),
+        }
+        for dtype in (torch.bfloat16, torch.float32):
+            x = heavy_tailed(1001, length, dtype=dtype)
+            expected = {name: kernel(x) for name, kernel in kernels.items()}
+            with (
+                mock.patch.object(rows_triton, "SHORT", row_tiles.ShortTile(*tile)),
+                mock.patch.object(softmax_triton, "SHORT", row_tiles.ShortTile(*tile)),
+            ):
+                for name, kernel in kernels.items():
+                    assert_bitwise_equal(kernel(x), expected[name], f"{name} {dtype}")
+
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_a_rows_sum_ignores_the_weight(self, length: int) -> None:
+        """A tile's layout, hence its tree, could follow a weight that is loaded in wider pieces than the rows are."""
+        for dtype in DTYPES:
+            x = heavy_tailed(5, length, dtype=dtype)
+            plain = rms_norm_cuda(x, None, 1e-6, True).float()
+            for weight_dtype in DTYPES:
+                weight = heavy_tailed(length, dtype=weight_dtype, seed=1)
+                expected = (plain * weight.float()).to(dtype)
+                assert_bitwise_equal(rms_norm_cuda(x, weight, 1e-6, True), expected, f"{dtype} {weight_dtype} {length}")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_shared_reciprocals_give_the_bytes_of_divisions(self, dtype: torch.dtype) -> None:
+        """Exponentials of every size, subnormal ones and subnormal quotients too."""
+        x = heavy_tailed(20_000, 128) * torch.logspace(-2, 2, 20_000, device=DEVICE)[:, None]
+        x[::7, 3:90] = -torch.inf
+        x[::11] = -torch.linspace(0.0, 110.0, 128, device=DEVICE)
+        x[5, 5], x[6] = torch.nan, -torch.inf
+        shared = softmax_cuda(x, dtype, ())
+        with mock.patch.object(softmax_triton, "ONCE_WIDTH", 0):
+            assert_bitwise_equal(shared, softmax_cuda(x, dtype, ()))
 
     def test_tiles_of_many_short_rows_have_the_same_bytes(self) -> None:
         x = heavy_tailed(9000, 128)

@@ -12,7 +12,8 @@ from benchmarks.scheduler_plots import scheduler_plots
 
 RESULTS = Path(__file__).parent / "results"
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
-TEMPLATES = "templates-nvidia-h200-099064d.json"
+GEMM = "templates-nvidia-h200-9d88df9.json"
+ATTENTION = "templates-nvidia-h200-099064d.json"
 MODEL = "model-nvidia-h200-099064d.json"
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 300, 44, 46, 56
@@ -97,9 +98,9 @@ def model(report: dict) -> str:
 
 def plots() -> dict[str, str]:
     """File name -> SVG."""
-    rows = json.loads((RESULTS / TEMPLATES).read_text())["rows"]
+    products, attended = (json.loads((RESULTS / name).read_text())["rows"] for name in (GEMM, ATTENTION))
     report = json.loads((RESULTS / MODEL).read_text())
-    drawn = {"gemm.svg": gemm(rows), "attention.svg": attention(rows), "model.svg": model(report)}
+    drawn = {"gemm.svg": gemm(products), "attention.svg": attention(attended), "model.svg": model(report)}
     return drawn | scheduler_plots(RESULTS)
 
 

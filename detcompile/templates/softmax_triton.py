@@ -37,8 +37,8 @@ SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)
 _OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
-ONCE_WIDTH = 1024  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
-SHORT = ShortTile()
+ONCE_WIDTH = 4096  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
+SHORT = ShortTile(folds=2)
 
 
 @triton.jit

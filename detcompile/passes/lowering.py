@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
@@ -297,9 +298,13 @@ def _with_own_code(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def _run(call: Callable[[], Any], model: PreTrainedModel) -> None:
-    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's."""
+    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's.
+
+    Dynamo makes symbols of numbers that differ from those of a model which had this one's code name before it. Which
+    extents are symbolic was marked.
+    """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), dynamo_config.patch(automatic_dynamic_shapes=False):
             call()
     except DetcompileError:
         raise

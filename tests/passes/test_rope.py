@@ -1,13 +1,15 @@
 """Norm, rotation and cache write as one operation: recognised where they are, with the bytes of the separate ones."""
 
+import types
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import detcompile
-from detcompile.passes import pipeline, rope
+from detcompile.passes import lowering, pipeline, rope
 from tests.bits import assert_bitwise_equal
 from tests.models import certified, random_model
 
@@ -58,6 +60,20 @@ def test_a_layer_with_head_norms_has_two_norms_left() -> None:
     certificate = certified(random_model("qwen3", torch.bfloat16, num_hidden_layers=1)).certificate
     assert count(certificate, "rms_norm") == 2 + 1
     assert {entry.order for entry in certificate.entries if "rope_cache" in entry.op} == {"Row(32, lanes=64, vector=1)"}
+
+
+def test_what_dynamo_saw_of_another_model_makes_no_extent_a_symbol() -> None:
+    """A later model's code may bear the name of one that is gone, by which Dynamo remembers numbers that change."""
+
+    def named_alike(module: nn.Module) -> types.MethodType:
+        forward = type(module).forward
+        code = forward.__code__.replace(co_name="forward_of_both")
+        return types.MethodType(types.FunctionType(code, forward.__globals__), module)
+
+    with mock.patch.object(lowering, "_with_own_code", named_alike):
+        for name in ("gemma3_text", "phi3"):
+            certificate = certified(random_model(name, torch.bfloat16, num_hidden_layers=1)).certificate
+    assert count(certificate, "rope_cache") == 1
 
 
 @pytest.mark.parametrize("name", ["gptj", "cohere", "opt"])

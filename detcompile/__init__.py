@@ -70,4 +70,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 register_backend(detcompile_backend, name="detcompile")  # torch.compile(model, backend="detcompile")
-settle_ptxas()
+settle_ptxas()  # at import: a kernel that Inductor compiles before it would have another assembler

@@ -70,7 +70,11 @@ class StoredWeights(NamedTuple):
         return cls(strides, weights)
 
     def written_to(self, path: Path) -> "StoredWeights":
-        """The same in a file, which another process can read."""
+        """The same in a file, which another process can read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         with path.open("wb") as file:
             _write_hashed(file, self.parts())
         return self._replace(content=path)

@@ -113,7 +113,11 @@ class ExportedModel(CompiledModel):
         )
 
     def head_weight(self) -> Tensor:
-        """Not here: an archive does not say which of its weights is the head."""
+        """Not here: an archive does not say which of its weights is the head.
+
+        Raises:
+            InvalidInput: always.
+        """
         raise InvalidInput("an archive does not say which of its weights is the head: compile the model")
 
     def medusa_drafter(self, *_arguments: object, **_options: object) -> Any:
@@ -163,8 +167,8 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
 
     Raises:
         ArchiveError: the file is damaged, or was made for another machine, torch or detcompile.
-        InvalidInput: there is no such file, or there are too few GPUs or processes; or this process runs CPU kernels of
-            another compiler.
+        InvalidInput: there is no such file; there are too few GPUs, or another number of processes than ranks; ranks
+            were given different archives; or this process runs CPU kernels of another compiler.
         UnsupportedModel: the program, run over one step, did not write its KV caches in place (passes.cache_writes).
         WorkerError: a worker process could not start.
     """

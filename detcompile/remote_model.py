@@ -278,10 +278,9 @@ def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -
 
 def _started(plan: RankPlan, step_seconds: float | None = None) -> RemoteModel:
     if plan.device_type == "cuda" and torch.cuda.device_count() < plan.tp:
-        raise InvalidInput(
-            f"tp={plan.tp} needs {plan.tp} GPUs, this machine has {torch.cuda.device_count()}: take a smaller tp, or a"
-            " module on the CPU"
-        )
+        found = torch.cuda.device_count()
+        instead = "take a smaller tp, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
+        raise InvalidInput(f"tp={plan.tp} needs {plan.tp} GPUs, this machine has {found}: {instead}")
     group = WorkerGroup(
         plan.tp,
         "detcompile.workers:RankServer",

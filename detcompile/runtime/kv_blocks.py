@@ -157,8 +157,8 @@ class KVBlocks:
     def branch(self, sequence: Sequence, start: int, num_tokens: int) -> list[list[int]] | None:
         """Tables of a draft that parts from the sequence at index ``start``: its blocks before, then fresh ones.
 
-        The caller copies what stands before ``start`` in its block, and gives the blocks back by ``adopt`` or
-        ``discard`` before anything else happens to the sequence. None if too few are free.
+        The caller copies what stands before ``start`` in its block, and gives the fresh blocks back by ``discard``
+        before anything else happens to the sequence. None if too few are free.
         """
         first = start // self.pool.block_size
         num_new = self.pool.blocks_for(num_tokens) - first
@@ -173,7 +173,8 @@ class KVBlocks:
     def fork(self, start: int, num_tokens: int, num_branches: int) -> NDArray[np.int32]:
         """Blocks [G, branches, n] of drafts that part from a sequence at index ``start``, from that index' block on.
 
-        As ``branch`` gives them, for ``num_branches`` at once, or as many as the pool has blocks for.
+        For ``num_branches`` at once, or as many as the pool has blocks for. The caller copies what stands before
+        ``start`` in its block, and gives them back by ``adopt`` or ``discard``.
         """
         num_new = self.pool.blocks_for(num_tokens) - start // self.pool.block_size
         count = min(num_branches, self.pool.num_free // (num_new * len(self.groups)))

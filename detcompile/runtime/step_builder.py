@@ -1,7 +1,7 @@
 """From sequences to the arrays of one step, on the host.
 
 Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width of the block tables, C sequences that a
-token may belong to.
+token may belong to, N blocks to copy.
 """
 
 from collections.abc import Sequence as SequenceOf

@@ -31,7 +31,7 @@ FEWEST_MIXED = 8  # sequences
 FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
-BEHIND = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT}  # what pads; others 0
+PADDING = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT}  # what pads; others 0
 
 
 class StepLayout(NamedTuple):
@@ -103,7 +103,7 @@ class StepBuffer:
         A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
         padding row of logits is that of token 0.
         """
-        behind = BEHIND | {"cu_seqlens": arrays.cu_seqlens[-1]}
+        behind = PADDING | {"cu_seqlens": arrays.cu_seqlens[-1]}
         for name, target in self._arrays.items():
             given: NDArray[Any] = getattr(arrays, name)
             if given.shape == target.shape:

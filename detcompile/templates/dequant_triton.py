@@ -65,7 +65,11 @@ def run_dequant(
     radices: Sequence[int] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks.
+
+    Raises:
+        ScheduleError: the schedule does not take this weight, dtype or tree.
+    """
     if schedule == EXPAND:
         w = expanded(weight, x.dtype)
         return matmul_triton.matmul_cuda(x, w, bias, residual, radices, out_dtype)

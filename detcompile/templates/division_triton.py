@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-__all__ = ["shares"]
+__all__ = ["normalized"]
 
 _PACK = 8  # elements that a thread looks at together
-_LEAST = "0f0D800000"  # 2^-100: below it an FMA of `shares` could lose bits
+_LEAST = "0f0D800000"  # 2^-100: below it an FMA of `normalized` could lose bits
 
 
 def _divide_tiny(pack: int) -> str:
@@ -37,7 +37,7 @@ _ELEMENTS = tl.constexpr(_PACK)
 
 
 @triton.jit
-def shares(e_RFC, weight_R, ONCE: tl.constexpr):
+def normalized(e_RFC, weight_R, ONCE: tl.constexpr):
     """e / weight for exponentials e in [0, 1] (or NaN) and their sum, 1 <= weight < 2^20 (or NaN).
 
     ONCE takes one reciprocal a row. tl.div_rn takes one for every element, then these three operations, unless its

@@ -46,9 +46,10 @@ class GemmProblem:
 
 @dataclass(frozen=True, slots=True)
 class GemmSchedule:
-    """kind: "pointers", "tma" or "hopper" (matmul_hopper; its warps are its own affair); swapped: the weights are the M
-    operand of the MMA; ctas: programs a multiprocessor (not for pointers); leaves: "register" or "split" (see
-    matmul_kernels); gated: half of block_n is the gate's, and one launch gives silu(gate) * up (hopper alone)."""
+    """kind: "pointers", "tma" or "hopper" (matmul_hopper; its warps are its own affair), "few" (experts), "fused",
+    "warps" or "expand" (dequant_schedules); swapped: the weights are the M operand of the MMA; ctas: programs a
+    multiprocessor (not for pointers); leaves: "register" or "split" (see matmul_kernels); gated: half of block_n is the
+    gate's, and one launch gives silu(gate) * up (hopper alone)."""
 
     kind: str
     block_m: int

@@ -68,7 +68,7 @@ def slots_to_row(
 
     SHUFFLE leaves the lanes to tl.sum, whose butterfly is the same tree when a thread holds one lane, as it does where
     a lane's places are one load. Without it every addition is spelled out (the interpreter's tl.sum has an order of
-    its own).
+    its own). FOLDS, up to 4, are the lanes that a thread holds: they are added first.
     """
     x = slots_RC
     if VECTOR >= 2:
@@ -78,7 +78,7 @@ def slots_to_row(
     if VECTOR >= 8:
         x = _halve_adjacent(x)
     if SHUFFLE:
-        tl.static_assert(FOLDS == 1 or LANES <= 32)
+        tl.static_assert(FOLDS <= 4 and (FOLDS == 1 or LANES <= 32))
         if FOLDS >= 2:
             x = _halve_apart(x)
         if FOLDS >= 4:

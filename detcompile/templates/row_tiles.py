@@ -197,7 +197,11 @@ class RowPlan(NamedTuple):
 
 @functools.cache
 def row_plan(order: Row, rows: int | None = None, short: ShortTile | None = None) -> RowPlan:
-    """The tile of an order: short rows come several to a program, each within one warp or two."""
+    """The tile of an order: short rows come several to a program, each within one warp or two.
+
+    Args:
+        short: the tile of rows of up to 512 columns; default: ShortTile().
+    """
     step = order.lanes * order.vector
     width = order.chunk or step * triton.next_power_of_2(triton.cdiv(order.length, step))
     short = short or ShortTile()

@@ -1,6 +1,6 @@
 """Row sums and norms on the GPU: every sum takes the `Row` order of its length, whatever the tile and the neighbours.
 
-Legend: T rows, R row length, W columns that a program holds; see row_tiles.
+Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F; see row_tiles.
 
 A row that one program can hold is read once and kept in registers, with a load a thread in flight for all of it. A
 longer one is cut into the chunks of its order: one kernel sums each, the next adds the chunks' sums and finishes.

@@ -1,9 +1,9 @@
 """softmax, log_softmax and logsumexp on the GPU: the sum of exponentials takes the `Row` order of its length.
 
-Legend: T rows, R row length, W columns that a program holds. A row that one program holds is read once, and its
-exponentials are taken against its maximum, which has no order to fix. A row of leaves (a vocabulary sharded over
-ranks) or chunks is read twice: each of its parts is summed against its own maximum, and the sums, brought to the
-row's maximum, meet in the order of the parts.
+Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A row that one program holds is read
+once, and its exponentials are taken against its maximum, which has no order to fix. A row of leaves (a vocabulary
+sharded over ranks) or chunks is read twice: each of its parts is summed against its own maximum, and the sums, brought
+to the row's maximum, meet in the order of the parts.
 """
 
 import math
@@ -17,7 +17,7 @@ from triton.language.extra import libdevice
 
 from detcompile.numerics import Row, row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
-from detcompile.templates.division_triton import shares
+from detcompile.templates.division_triton import normalized
 from detcompile.templates.exponential_triton import exponential
 from detcompile.templates.row_sums import lanes_total, tile_max, tile_total
 from detcompile.templates.row_tiles import (
@@ -75,7 +75,7 @@ def _held_kernel(
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
     elif KIND == SOFTMAX:
-        store_rows(out_ptr, row, column, T, shares(e, weight, ONCE), R, 1)
+        store_rows(out_ptr, row, column, T, normalized(e, weight, ONCE), R, 1)
     else:
         store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None, None], R, 1)
 
@@ -170,7 +170,7 @@ def _merge_kernel(
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
     elif KIND == SOFTMAX:
         e = exponential(x - shift, SHUFFLE)
-        store_rows(out_ptr, row, column, T, shares(e, weight, False), R, TILES)
+        store_rows(out_ptr, row, column, T, normalized(e, weight, False), R, TILES)
     else:
         store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None, None], R, TILES)
 

@@ -8,13 +8,12 @@ whole.
 
 import hashlib
 import json
-import math
 import mmap
 import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,8 +22,9 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import ArchiveError
+from detcompile.stored_weights import StoredWeights, mapped, read_weights
 
-__all__ = ["Archive", "EXTRA", "LIBRARIES", "Share", "StoredWeights", "library_folder", "write_archive"]
+__all__ = ["Archive", "EXTRA", "Share", "library_folder", "write_archive"]
 
 ROOT = "detcompile"  # the folder that torch's reader expects around everything
 LIBRARIES = "data/aotinductor"  # where torch looks for what AOTInductor wrote, a folder each
@@ -35,56 +35,6 @@ LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"litt
 OF_A_RANK = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
 CHUNK_BYTES = 1 << 24
 COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class StoredWeights(NamedTuple):
-    """Weights in the format of safetensors.
-
-    Attributes:
-        strides: of those that are not contiguous.
-        content: the tensors, as long as they were not written, or the file that holds them.
-    """
-
-    strides: dict[str, list[int]]
-    content: Mapping[str, Tensor] | Path
-
-    @classmethod
-    def of(cls, weights: Mapping[str, Tensor]) -> "StoredWeights":
-        """Not written yet."""
-        strides = {name: list(tensor.stride()) for name, tensor in weights.items() if not tensor.is_contiguous()}
-        return cls(strides, weights)
-
-    def written_to(self, path: Path) -> "StoredWeights":
-        """The same in a file, which another process can read.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        with path.open("wb") as file:
-            _write_hashed(file, self.parts())
-        return self._replace(content=path)
-
-    def parts(self) -> Iterator[Any]:
-        """The bytes, piece by piece."""
-        if isinstance(self.content, Path):
-            yield memoryview(_mapped(self.content))
-        else:
-            yield from _safetensors(self.content)
 
 
 class Share(NamedTuple):
@@ -167,7 +117,7 @@ class Archive:
     def __init__(self, path: Path, rank: int | None = 0) -> None:
         self.path = path
         self.rank = rank
-        self._bytes = _mapped(path)
+        self._bytes = mapped(path)
         self._places = _places(self._bytes, path)
         if _frame_digest(self._bytes, self._places) != self._bytes[-COMMENT_BYTES:]:
             raise _damaged(path, "the directory of its members")
@@ -205,10 +155,10 @@ class Archive:
             content = self._view(_weights_name(self.rank))
         else:
             beside = self.path.with_name(where["file"])
-            content = memoryview(_mapped(beside))
+            content = memoryview(mapped(beside))
             if len(content) != where["bytes"] or _digest(content) != where["sha256"]:
                 raise _damaged(beside, "its contents")
-        return {name: tensor.to(device) for name, tensor in _tensors(content, where["strides"])}
+        return {name: tensor.to(device) for name, tensor in read_weights(content, where["strides"])}
 
     def _view(self, name: str) -> memoryview:
         start, size = self._places[name]
@@ -238,17 +188,6 @@ def _rank_of(name: str) -> int | None:
 
 def _damaged(path: Path, what: str) -> ArchiveError:
     return ArchiveError(f"{path} is damaged: {what} is not what export wrote. Copy the file again, or export again.")
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    """A file's pages, private to this process."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise ArchiveError(f"{path} cannot be read: {error.strerror}. Put the file that export wrote there.") from error
-    except ValueError as error:
-        raise ArchiveError(f"{path} is empty: copy or export it again") from error
 
 
 def _places(content: mmap.mmap, path: Path) -> dict[str, tuple[int, int]]:
@@ -329,33 +268,3 @@ def _write_hashed(file: IO[bytes], parts: Iterable[Any]) -> dict[str, Any]:
             file.write(chunk)
         size += len(part)
     return {"sha256": digest.hexdigest(), "bytes": size}
-
-
-def _safetensors(weights: Mapping[str, Tensor]) -> Iterator[Any]:
-    """The parts of a file of safetensors: the header's length, the header, each tensor's bytes, widest dtype first."""
-    ordered = sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _tensors(content: memoryview, strides: Mapping[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
-    length = int.from_bytes(content[:8], "little")
-    data = content[8 + length :]
-    for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
-        start, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-        tensor = torch.empty(math.prod(shape), dtype=dtype)
-        if end > start:
-            tensor.view(torch.uint8).copy_(torch.frombuffer(data[start:end], dtype=torch.uint8))
-        tensor = tensor.view(shape)
-        if name in strides:
-            tensor = torch.empty_strided(shape, strides[name], dtype=dtype).copy_(tensor)
-        yield name, tensor

@@ -8,13 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from detcompile.api import compile
-from detcompile.archive import Share, StoredWeights, write_archive
+from detcompile.archive import Share, write_archive
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, certificate_json, facts_of
 from detcompile.machine import this_machine
 from detcompile.passes.lowering import package
 from detcompile.remote_model import START_SECONDS, RemoteModel
+from detcompile.stored_weights import StoredWeights
 from detcompile.templates import cpu_library
 
 __all__ = ["DEVICES", "export", "require_target"]

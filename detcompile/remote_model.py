@@ -272,7 +272,18 @@ def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -
     Raises:
         WorkerError: a rank could not start. InvalidInput: too few GPUs. Also what load() raises in the ranks.
     """
-    plan = RankPlan(None, None, None, tp, numerics, None, device_type, _threads_of_rank(tp), {}, str(path.absolute()))
+    plan = RankPlan(
+        path=None,
+        file=None,
+        build=None,
+        tp=tp,
+        numerics=numerics,
+        max_context=None,
+        device_type=device_type,
+        num_threads=_threads_of_rank(tp),
+        options={},
+        archive=str(path.absolute()),
+    )
     return _started(plan)
 
 

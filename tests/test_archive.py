@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detcompile.archive import EXTRA, Archive, Share, StoredWeights, library_folder, write_archive
+from detcompile.archive import EXTRA, Archive, Share, library_folder, write_archive
 from detcompile.errors import ArchiveError
+from detcompile.stored_weights import StoredWeights
 from tests.bits import assert_bitwise_equal
 
 FACTS = {"format": 1, "dtype": "bfloat16"}

@@ -24,10 +24,11 @@ from detcompile import (
     exporting,
     verification,
 )
-from detcompile.archive import EXTRA, Archive, Share, StoredWeights, library_folder, write_archive
+from detcompile.archive import EXTRA, Archive, Share, library_folder, write_archive
 from detcompile.cli import app
 from detcompile.exported import CERTIFICATE, KERNELS
 from detcompile.parallel import TensorParallel
+from detcompile.stored_weights import StoredWeights
 from detcompile.verification import ModelSpec
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA

@@ -41,6 +41,7 @@ LAYERS = [
         "detcompile.parallel",
         "detcompile.start_progress",
         "detcompile.step",
+        "detcompile.stored_weights",
         "detcompile.weights",
     },
     {"detcompile.float32", "detcompile.sum_order"},

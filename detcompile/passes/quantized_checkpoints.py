@@ -21,25 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.quantized_layouts import LAYOUTS
 from detcompile.passes.quantized_linear import QuantizedLinear, replace_module
+from detcompile.stored_weights import DTYPES
 
 __all__ = ["load_quantized", "quantization_of"]
 
 METHOD = "detcompile"  # the name of our quantizer in transformers
-DTYPES = {  # by their names in safetensors
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ __all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner"]
 
 MOST_SEQUENCES = 4096  # of a step
 NUM_STAGING = 3  # one being written while the copies of those before may still run
+MOST_VIEWS = 256  # of staging memory, by layout: those of steps without a graph never end
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
 Draw = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -203,7 +204,6 @@ class _Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._buffers: dict[StepLayout, StepBuffer] = {}  # in that memory
         self._copied = torch.cuda.Event()
 
     def upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
@@ -212,10 +212,9 @@ class _Staging:
         size = len(buffer.bytes)
         if len(self._memory) < size:
             self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-            self._buffers.clear()
-        host = self._buffers.get(buffer.layout)
-        if host is None:
-            host = self._buffers[buffer.layout] = StepBuffer(buffer.layout, torch.device("cpu"), self._memory)
+            views = functools.partial(StepBuffer, device=torch.device("cpu"), memory=self._memory)
+            self._host = functools.lru_cache(maxsize=MOST_VIEWS)(views)
+        host = self._host(buffer.layout)
         host.fill(arrays)
         buffer.bytes.copy_(host.bytes, non_blocking=True)
         self._copied.record()

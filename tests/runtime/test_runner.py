@@ -5,6 +5,7 @@ token's arithmetic is its own, so that only wrong metadata can change a bit.
 """
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
-from detcompile.runtime.runner import Runner
+from detcompile.runtime.runner import MOST_VIEWS, Runner, _Staging
 from detcompile.runtime.sampling import Sampler
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import NOT_PENDING, StepEntry, build_arrays, build_step
@@ -267,6 +268,23 @@ def test_a_step_takes_the_narrowest_graph_that_holds_it():
     for blocks, graph in ((32, "narrow"), (64, "wide"), (256, "wide"), (512, None)):
         assert runner._graph_for(known[0]._replace(blocks=blocks)) == graph
     assert runner._graph_for(StepLayout(16, 16, 16, 32, 1)) is None
+
+
+def test_staging_memory_keeps_views_of_few_layouts():
+    """Steps of ever new sizes, as prefills are, leave nothing behind."""
+    empty = torch.empty
+    with (
+        mock.patch.object(torch.cuda, "Event"),
+        mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **kind: empty(*size, **kind)),
+    ):
+        staging = _Staging()
+        for num_tokens in range(MOST_VIEWS + 50, 0, -1):
+            entry = StepEntry(Sequence([0] * num_tokens), 0, num_tokens)
+            arrays = build_arrays([entry], np.zeros((1, 1, 40), np.int32), BLOCK_SIZE, {})
+            buffer = StepBuffer(StepLayout.of(arrays), torch.device("cpu"))
+            staging.upload(arrays, buffer)
+            assert buffer.tensors()["seq_lens"].tolist() == [num_tokens]
+    assert staging._host.cache_info().currsize == MOST_VIEWS
 
 
 @on_a_gpu

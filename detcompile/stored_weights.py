@@ -1,0 +1,114 @@
+"""Weights in the format of safetensors: written without a copy of the whole, and read from a file's pages."""
+
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import ArchiveError
+
+__all__ = ["DTYPES", "StoredWeights", "mapped", "read_weights"]
+
+DTYPES = {  # by their names in safetensors
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class StoredWeights(NamedTuple):
+    """Weights in the format of safetensors.
+
+    Attributes:
+        strides: of those that are not contiguous.
+        content: the tensors, as long as they were not written, or the file that holds them.
+    """
+
+    strides: dict[str, list[int]]
+    content: Mapping[str, Tensor] | Path
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor]) -> "StoredWeights":
+        """Not written yet."""
+        strides = {name: list(tensor.stride()) for name, tensor in weights.items() if not tensor.is_contiguous()}
+        return cls(strides, weights)
+
+    def written_to(self, path: Path) -> "StoredWeights":
+        """The same in a file, which another process can read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with path.open("wb") as file:
+            for part in self.parts():
+                file.write(part)
+        return self._replace(content=path)
+
+    def parts(self) -> Iterator[Any]:
+        """The bytes, piece by piece."""
+        if isinstance(self.content, Path):
+            yield memoryview(mapped(self.content))
+        else:
+            yield from _safetensors(self.content)
+
+
+def read_weights(content: memoryview, strides: Mapping[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Each weight by name, in memory of its own, with its strides where they were not those of contiguous rows."""
+    length = int.from_bytes(content[:8], "little")
+    data = content[8 + length :]
+    for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
+        start, end = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        tensor = torch.empty(math.prod(shape), dtype=dtype)
+        if end > start:
+            tensor.view(torch.uint8).copy_(torch.frombuffer(data[start:end], dtype=torch.uint8))
+        tensor = tensor.view(shape)
+        if name in strides:
+            tensor = torch.empty_strided(shape, strides[name], dtype=dtype).copy_(tensor)
+        yield name, tensor
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """A file's pages, private to this process.
+
+    Raises:
+        ArchiveError: it cannot be read, or is empty.
+    """
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ArchiveError(f"{path} cannot be read: {error.strerror}. Put the file that export wrote there.") from error
+    except ValueError as error:
+        raise ArchiveError(f"{path} is empty: copy or export it again") from error
+
+
+def _safetensors(weights: Mapping[str, Tensor]) -> Iterator[Any]:
+    """The parts of a file of safetensors: the header's length, the header, each tensor's bytes, widest dtype first."""
+    ordered = sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -50,10 +50,10 @@ def measure(buffers: list[tuple], launch: Callable) -> float:
     return 1e6 * graph_seconds([functools.partial(launch, *arguments) for arguments in buffers])
 
 
-def _alternate(buffers: list[tuple], ours: Callable, peer: Callable) -> tuple[float, float]:
-    """Medians of both, taken in turns: sustained matrix work lowers the clocks of whoever comes second."""
-    pairs = [(measure(buffers, ours), measure(buffers, peer)) for _ in range(5)]
-    return statistics.median(us for us, _ in pairs), statistics.median(us for _, us in pairs)
+def _in_turns(buffers: list[tuple], *launches: Callable) -> list[float]:
+    """Medians of each, taken in turns: sustained matrix work lowers the clocks of whoever comes later."""
+    rounds = [[measure(buffers, launch) for launch in launches] for _ in range(5)]
+    return [statistics.median(times) for times in zip(*rounds)]
 
 
 def copies(size: int) -> int:
@@ -102,11 +102,11 @@ def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
     (m, k), n = x.shape, w.shape[0]
     problem = matmul_triton.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
     launch = functools.partial(matmul_triton.matmul_cuda, bias=None, residual=None, radices=radices)
-    default_us, default_peer_us = _alternate(buffers, launch, lambda x, w: torch.mm(x, w.t()))
+    default_us, default_peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     started = time.monotonic()
     schedule = str(matmul_triton.tune_matmul(problem, DEVICE))
     seconds = time.monotonic() - started
-    us, peer_us = _alternate(buffers, launch, lambda x, w: torch.mm(x, w.t()))
+    us, peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_triton.tuner(DEVICE).table()}
     row = {"M": m, "N": n, "K": k, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
     row |= {"default_ratio": default_peer_us / default_us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule}
@@ -128,10 +128,10 @@ def gated_rows() -> Iterator[dict]:
     compiled = torch.compile(gate)
     for m in (1, 64, 256, 1024, 2048, 8192, 16896):
         buffers = [(torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16), w) for w in weights]
-        us, peer_us = _alternate(buffers, matmul_triton.gated_matmul_cuda, lambda x, w: compiled(torch.mm(x, w.t())))
-        us_again, apart_us = _alternate(buffers, matmul_triton.gated_matmul_cuda, apart)
+        ways = matmul_triton.gated_matmul_cuda, lambda x, w: compiled(torch.mm(x, w.t())), apart
+        us, peer_us, apart_us = _in_turns(buffers, *ways)
         row = {"kernel": "gated matmul", "M": m, "N": n // 2, "K": k, "us": us, "peer": "cuBLAS, torch.compile"}
-        yield row | {"peer_us": peer_us, "ratio": peer_us / us, "ratio to launches apart": apart_us / us_again}
+        yield row | {"peer_us": peer_us, "ratio": peer_us / us, "ratio to launches apart": apart_us / us}
 
 
 def geometric_means(rows: list[dict]) -> dict[str, dict[str, float]]:
@@ -149,17 +149,24 @@ def geometric_means(rows: list[dict]) -> dict[str, dict[str, float]]:
 def attention_rows() -> Iterator[dict]:
     heads, kv_heads, d = 32, 8, 128
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+    def ours(q, k, v):  # type: ignore[no-untyped-def]
+        return attention_triton.dense_attention_cuda(q, k, v, d**-0.5, 0, 512)
+
+    def peer(backend, q, k, v):  # type: ignore[no-untyped-def]
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+    peers = [functools.partial(peer, backend) for backend in backends.values()]
     for n in (2048, 4096, 8192, 16384):
         qkv = [
             tuple(torch.randn(1, h, n, d, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
             for _ in range(4)
         ]
-        ours = measure(qkv, lambda q, k, v: attention_triton.dense_attention_cuda(q, k, v, d**-0.5, 0, 512))
-        row = {"kernel": "attention prefill", "keys": n, "us": ours, "tflops": 2e-6 * n * n * heads * d / ours}
-        for name, backend in backends.items():
-            with sdpa_kernel(backend):
-                peer = measure(qkv, lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True))
-            row |= {f"{name}_us": peer, f"ratio to {name}": peer / ours}
+        us, *peers_us = _in_turns(qkv, ours, *peers)
+        row = {"kernel": "attention prefill", "keys": n, "us": us, "tflops": 2e-6 * n * n * heads * d / us}
+        for name, peer_us in zip(backends, peers_us):
+            row |= {f"{name}_us": peer_us, f"ratio to {name}": peer_us / us}
         yield row
     for batch, n in DECODES:
         yield _decode(batch, n, heads, kv_heads, d, 16)

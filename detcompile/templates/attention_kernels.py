@@ -280,7 +280,7 @@ def _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV: tl.constexpr):
 def merge_kernel(
     part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, sinks_ptr, c, inner, window, S, chunks, out_token, out_head,
     DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
-    SCALED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chunk partials of one token (axis 0) and head (axis 1), ascending. Only chunks that the row sees were written."""
     let_next_start(PDL)
@@ -303,15 +303,10 @@ def merge_kernel(
     O = tl.zeros((1, DVP), tl.float32)
     one = tl.arange(0, 1)
     last = pos // CHUNK
-    for chunk in range(first, last + 1, 4):  # four at a time, so that their loads do not wait for each other
-        m0, l0, o0 = _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV)
-        m1, l1, o1 = _partial(part_ptr, stat_ptr, partial, chunk + 1, last, dv, DV)
-        m2, l2, o2 = _partial(part_ptr, stat_ptr, partial, chunk + 2, last, dv, DV)
-        m3, l3, o3 = _partial(part_ptr, stat_ptr, partial, chunk + 3, last, dv, DV)
-        M, L, O = _merge(M, L, O, m0, l0, o0, c)
-        M, L, O = _merge(M, L, O, m1, l1, o1, c)
-        M, L, O = _merge(M, L, O, m2, l2, o2, c)
-        M, L, O = _merge(M, L, O, m3, l3, o3, c)
+    for chunk in range(first, last + 1, AHEAD):  # several at a time, so that their loads do not wait for each other
+        for i in tl.static_range(AHEAD):
+            m, l, o = _partial(part_ptr, stat_ptr, partial, chunk + i, last, dv, DV)
+            M, L, O = _merge(M, L, O, m, l, o, c)
     if SINKS:
         sink = tl.load(sinks_ptr + head + one).to(tl.float32)
         L = join_sink(M, L, sink, inner, SCALED)

@@ -43,6 +43,7 @@ __all__ = [
     "tuner",
 ]
 
+_AHEAD = 16  # partials of chunks that are read before the first is merged
 _MOST_PARTIAL_BYTES = 1 << 28  # of fp32 chunk outputs
 
 
@@ -324,7 +325,7 @@ def _attend(
     if split:
         attention_kernels.merge_kernel[(T, problem.heads)](
             target, stat, out, cu, lens, sinks, scores.c, scores.inner, window, S, chunks, *strides[1:],
-            num_warps=1, enable_fp_fusion=False, **shared,
+            AHEAD=min(_AHEAD, triton.next_power_of_2(chunks)), num_warps=1, enable_fp_fusion=False, **shared,
         )  # fmt: skip
 
 

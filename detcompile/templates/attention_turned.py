@@ -28,7 +28,7 @@ from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wa
 __all__ = ["launch", "turned_attention_kernel"]
 
 COLUMNS = 8  # the least that a warpgroup MMA takes
-_REGISTERS = 96  # a thread
+_REGISTERS = {1: 96, 2: 168, 3: 168, 4: 168}  # a thread, by STAGES: five programs a multiprocessor, or three
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and later, 3.6
 
 
@@ -52,7 +52,7 @@ def launch(
         q, descriptor(k, piece), descriptor(v, piece), target, stat, *metadata, **numbers,
         q_token=q.stride(0), q_head=q.stride(1), page_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
         out_token=strides[0], out_head=strides[1], table_row=metadata[2].stride(0),
-        **constants, KV_HEADS=k.shape[2], num_warps=4, maxnreg=_REGISTERS, enable_fp_fusion=False,
+        **constants, KV_HEADS=k.shape[2], num_warps=4, maxnreg=_REGISTERS[constants["STAGES"]], enable_fp_fusion=False,
         **launch_options(q.device),
     )  # fmt: skip
 
@@ -118,6 +118,18 @@ def turned_attention_kernel(
     BQ: gl.constexpr = BM // HEADS
     GROUPS: gl.constexpr = (G + HEADS - 1) // HEADS
     gluon_let_next_start(PDL)
+    dtype: gl.constexpr = k_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], k_desc.layout)
+    q_tile = gl.allocate_shared_memory(dtype, [BM, D], k_desc.layout)
+    p_tile = gl.allocate_shared_memory(dtype, [BM, 64], k_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    barrier()
     gluon_wait_for_earlier(PDL)
     tile = gl.program_id(0) // (KV_HEADS * GROUPS)
     group = gl.program_id(0) % (KV_HEADS * GROUPS)
@@ -141,19 +153,6 @@ def turned_attention_kernel(
         last = first
     if local < length:
         if (not SPLIT) | (first < last):
-            dtype: gl.constexpr = k_desc.dtype
-            k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], k_desc.layout)
-            v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], k_desc.layout)
-            q_tile = gl.allocate_shared_memory(dtype, [BM, D], k_desc.layout)
-            p_tile = gl.allocate_shared_memory(dtype, [BM, 64], k_desc.layout)
-            ones = gl.allocate_shared_memory(dtype, [64, 64], k_desc.layout, gl.full([64, 64], 1.0, dtype, LANES))
-            k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(STAGES):
-                mbarrier.init(k_full.index(i), count=1)
-                mbarrier.init(v_full.index(i), count=1)
-            fence_async_shared()
-            barrier()
             line = kv_head * head_rows
             column = kv_head * head_columns
             table_ptr += sequence.to(gl.int64) * table_row
@@ -226,6 +225,7 @@ def turned_attention_kernel(
                 p_tile.permute((1, 0)).store(gl.exp2((s - safe[None, :]) * c).to(dtype))
                 fence_async_shared()
                 o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), p_tile.permute((1, 0)), o, is_async=True)
+                ones = gl.full([64, 64], 1.0, dtype, gl.DotOperandLayout(0, S_L, 2))
                 l = warpgroup_mma(ones, p_tile.permute((1, 0)), l, is_async=True)
                 o, l = warpgroup_mma_wait(0, deps=(o, l))
                 barrier()

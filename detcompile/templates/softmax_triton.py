@@ -39,6 +39,8 @@ LOGSUMEXP = tl.constexpr(2)
 _OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
 ONCE_WIDTH = 4096  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
 SHORT = ShortTile(folds=2)
+SHORT_FEW = ShortTile(elements=1024)  # more programs, where there are few rows
+FEW_ELEMENTS = 1 << 21  # of all rows together
 
 
 @triton.jit
@@ -212,7 +214,7 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     rows, options = row_layout(x, order.vector), {"SHUFFLE": x.is_cuda, "enable_fp_fusion": False}
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
-        plan = row_plan(order, short=SHORT)
+        plan = row_plan(order, short=SHORT_FEW if rows.T * order.length <= FEW_ELEMENTS else SHORT)
         grid = (triton.cdiv(rows.T, plan.rows),)
         once = x.is_cuda and plan.width <= ONCE_WIDTH and order.vector >= 4
         _held_kernel[grid](

@@ -71,14 +71,15 @@ def random_tokens(count: int) -> list[int]:
 
 
 def decode_replay(model: CompiledModel, batch: int, keys: int) -> Callable[[], object]:
-    """One step of ``batch`` sequences that hold so many keys each, as a replay of its CUDA graph."""
+    """One step of ``batch`` sequences of so many keys, that of the step's token among them: its CUDA graph's replay."""
     runner, blocks = model.new_runner(batch * (keys + 128), cuda_graphs=True)
-    sequences = [Sequence(random_tokens(keys)) for _ in range(batch)]
-    together = max(1, 8192 // keys)
+    past = keys - 1
+    sequences = [Sequence(random_tokens(past)) for _ in range(batch)]
+    together = max(1, 8192 // past)
     for first in range(0, batch, together):
-        runner.run(build_step([(sequence, keys) for sequence in sequences[first : first + together]], blocks))
+        runner.run(build_step([(sequence, past) for sequence in sequences[first : first + together]], blocks))
     for sequence in sequences:
-        sequence.num_computed = keys
+        sequence.num_computed = past
         sequence.token_ids.append(1)
     arrays = build_step([(sequence, 1) for sequence in sequences], blocks)
     runner.run(arrays)

@@ -96,18 +96,16 @@ class Steered:
 
 
 class WrongTrees:
-    """A tree of one shape for each sequence, with tokens that do not follow."""
+    """One tree of the shape TREE for each sequence, with tokens that never follow."""
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
-        self.truth = truth
+        right = {token for tokens in truth.values() for token in tokens}
+        wrong = [token for token in range(len(right) + len(TREE)) if token not in right]
+        self.tree = DraftTree(dict(zip(TREE, wrong)))
 
     def propose(self, sequences: list[Sequence], max_depth: list[int]) -> list[DraftTree]:
-        """The shape of TREE."""
-        trees = []
-        for sequence, depth in zip(sequences, max_depth):
-            token = self.truth[tuple(sequence.token_ids[: sequence.num_prompt_tokens])][sequence.num_generated]
-            trees.append(DraftTree({path: token ^ (1 << path[-1]) for path in TREE if len(path) <= depth}))
-        return trees
+        """The same for all; the engine cuts it where a sequence ends sooner."""
+        return [self.tree] * len(sequences)
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing is kept."""

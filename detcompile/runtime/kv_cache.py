@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.block_pool import BLOCK_SIZE_MULTIPLE, check_block_size
+from detcompile.runtime.block_pool import check_block_size
 from detcompile.step import KVGroup, StateShape
+from detcompile.templates.block_copies_triton import copy_blocks_cuda
 
 __all__ = ["KVCache", "KVShape"]
 
@@ -68,15 +69,6 @@ class KVCache:
             (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
             for (heads, dim), count in Counter(wanted).items()
         }
-        # [caches * num_blocks, words of a block], and the first row of each cache: a copy addresses each element alone,
-        # so these are few, and rows are found by their index however large the storage is.
-        self._rows = [
-            (
-                storage.flatten(2).flatten(0, 1).view(torch.int64),
-                torch.arange(0, len(storage) * num_blocks, num_blocks, device=self.device).unsqueeze(1),
-            )
-            for storage in self._storages.values()
-        ]
         free = {key: iter(storage) for key, storage in self._storages.items()}
         caches = [next(free[key]) for key in wanted]
         keys, values = caches[: len(widest)], caches[len(widest) :]
@@ -87,17 +79,16 @@ class KVCache:
             for state in states
         )
 
-    def copy_blocks(self, blocks: Tensor, num_tokens: int) -> None:
-        """Copy the first tokens of blocks ``blocks[0]`` over those of ``blocks[1]``, in every layer.
+    def copy_blocks(self, block_copies: Tensor) -> None:
+        """Copy the first tokens of blocks over those of others, in every layer.
 
         Args:
-            blocks: [2, n] int64. num_tokens: of a block; a few more are copied.
+            block_copies: [3, N] int64 where the cache is: blocks, those written to, none of which is another's source,
+                and the number of tokens; entries of 0 tokens are padding.
         """
-        parts = -(-num_tokens // BLOCK_SIZE_MULTIPLE)
-        for words, first in self._rows:  # all layers in three launches
-            sources, targets = (first + blocks.unsqueeze(1)).flatten(1)
-            head = words.narrow(1, 0, words.shape[1] // (self.block_size // BLOCK_SIZE_MULTIPLE) * parts)
-            head.index_copy_(0, targets, head.index_select(0, sources))
+        copy = copy_blocks_cuda if self.device.type == "cuda" else _copy_blocks
+        for storage in self._storages.values():
+            copy(storage, block_copies)
 
     @staticmethod
     def bytes_per_block(
@@ -112,6 +103,13 @@ class KVCache:
     def bytes_per_state(states: Sequence[StateShape], dtype: torch.dtype) -> int:
         """Memory that the states of one sequence take."""
         return sum(math.prod(state.shape) * _dtype(state, dtype).itemsize for state in states)
+
+
+def _copy_blocks(storage: Tensor, block_copies: Tensor) -> None:
+    """``copy_blocks_cuda``, on a CPU."""
+    for source, target, num_tokens in block_copies.T.tolist():
+        if num_tokens:
+            storage[:, target, :num_tokens] = storage[:, source, :num_tokens]
 
 
 def _dtype(state: StateShape, dtype: torch.dtype) -> torch.dtype:

@@ -88,9 +88,6 @@ class Runner:
             self._widest = max(self._widest, layout.blocks)
         buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
         self._upload(arrays, buffer)
-        num_copies = arrays.block_copies.shape[1]
-        if num_copies:
-            self.kv_cache.copy_blocks(buffer.block_copies[:2, :num_copies], int(arrays.block_copies[2].max()))
         found = self._forward(buffer) if graph is None else graph.replay()
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
@@ -172,6 +169,8 @@ class Runner:
 
     def _forward(self, buffer: StepBuffer) -> Any:
         t = buffer.tensors()
+        if buffer.layout.copies > 1:
+            self.kv_cache.copy_blocks(t["block_copies"])
         pending = t["pending"]
         input_ids = torch.where(pending == NOT_PENDING, t["input_ids"], self.sampled[pending.clamp_min(0)])
         step = StepInputs(

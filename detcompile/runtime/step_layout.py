@@ -92,11 +92,6 @@ class StepBuffer:
         self._places, size = _places(layout)
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
 
-    @functools.cached_property
-    def block_copies(self) -> Tensor:
-        """[3, N], as StepArrays has them."""
-        return self.tensors()["block_copies"]
-
     def fill(self, arrays: StepArrays) -> None:
         """Write a step that fits, and its padding: of memory on the host.
 

@@ -120,8 +120,8 @@ class TreeDrafting:
             for own, theirs in zip(copy.block_tables, stand_in.block_tables, strict=True)
         ]
         if copies:
-            blocks = torch.tensor(copies).T[:2].to(self._runner.kv_cache.device)
-            self._runner.kv_cache.copy_blocks(blocks, max(num_tokens for _, _, num_tokens in copies))
+            cache = self._runner.kv_cache
+            cache.copy_blocks(torch.tensor(list(zip(*copies)), device=cache.device))
 
     def _candidates(self, row: list[float]) -> list[tuple[int, float]]:
         invalid, drawn, *rest = row

@@ -61,6 +61,9 @@ class Verification(NamedTuple):
     def arrays(self, tables: NDArray[np.int32], block_size: int) -> StepArrays:
         """The step of this tree alone; logits of every node.
 
+        What stands before the root in its block is copied from there into each fork: a fork is a block that was free,
+        and so no other copy's source.
+
         Args:
             tables: [G, 1, W], the sequence's own, of at least ``width`` blocks.
         """

@@ -137,6 +137,7 @@ def test_the_content_of_a_padded_step(case, more):
     assert (found["pending"][num_tokens:] == NOT_PENDING).all()
     assert (found["cu_seqlens"][num_sequences:] == num_tokens).all()
     assert (found["seq_lens"][num_sequences:] == 0).all()
+    assert (found["block_copies"][2] == 0).all(), "no tokens are copied"
     for (name, (dtype, shape)), given_array in zip(layout.fields().items(), arrays):
         tensor = found[name]
         assert tensor.shape == shape and tensor.numpy().dtype == dtype
@@ -217,7 +218,8 @@ def cuda_forward(input_ids, position_ids, step, logits_to_keep):
     slot_mapping = step.slot_mappings[0]
     live = slot_mapping != PADDING_SLOT
     slots = slot_mapping.clamp_min(0)
-    keys.index_add_(0, slots, torch.where(live, written - keys[slots], 0.0))
+    copies = len(slots) // len(written)  # of a token
+    keys.index_add_(0, slots, torch.where(live, written.repeat(copies) - keys[slots], 0.0))
     sequence = torch.bucketize(logits_to_keep, step.cu_seqlens[1:].long(), right=True).clamp_max(len(step.seq_lens) - 1)
     first_key = keys[step.block_tables[0][sequence, 0].long() * BLOCK_SIZE]
     return torch.stack([written[logits_to_keep], first_key, step.seq_lens[sequence].double()], dim=1)
@@ -366,15 +368,39 @@ def test_garbage_that_holds_a_graph_does_not_spoil_a_capture():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "copied"), [(1, 16), (16, 16), (17, 32), (32, 32)])
-def test_copied_blocks_are_copied_in_every_layer_and_no_other_is_touched(dtype, num_tokens, copied, device):
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 32])
+def test_copied_blocks_are_copied_in_every_layer_and_no_other_is_touched(dtype, num_tokens, device):
     shapes = [KVShape(2, 8, 4), KVShape(1, 3, 4), KVShape(2, 8, 4)]
     groups = [KVGroup((0, 1, 2), 0)]
     cache = KVCache(shapes, groups, dtype=dtype, device=device, num_blocks=6, block_size=32)
     tensors = [*cache.k_caches, *cache.v_caches]
     before = [tensor.copy_(torch.randn(tensor.shape)).clone() for tensor in tensors]
-    cache.copy_blocks(torch.tensor([[1, 4], [2, 5]], device=device), num_tokens)
+    cache.copy_blocks(torch.tensor([[1, 4, 0], [2, 5, 0], [num_tokens, 3, 0]], device=device))
     for tensor, old in zip(tensors, before, strict=True):
         assert tensor.is_contiguous() and tensor.shape[:2] == (6, 32)
-        assert_bitwise_equal(tensor[:, :copied], old[[0, 1, 1, 3, 4, 4], :copied])
-        assert_bitwise_equal(tensor[:, copied:], old[:, copied:])
+        assert_bitwise_equal(tensor[2, :num_tokens], old[1, :num_tokens])
+        assert_bitwise_equal(tensor[5, :3], old[4, :3])
+        assert_bitwise_equal(tensor[2, num_tokens:], old[2, num_tokens:])
+        assert_bitwise_equal(tensor[5, 3:], old[5, 3:])
+        assert_bitwise_equal(tensor[[0, 1, 3, 4]], old[[0, 1, 3, 4]])
+
+
+def with_copies(arrays, copies):
+    """The step as one of a draft tree: each token may belong to two branches, and blocks are copied first."""
+    slots = np.pad(arrays.slot_mappings, ((0, 0), (0, 1), (0, 0)), constant_values=PADDING_SLOT)
+    return arrays._replace(slot_mappings=slots, block_copies=np.array(copies, np.int64).reshape(-1, 3).T)
+
+
+def test_a_step_copies_its_own_blocks_and_none_of_a_step_before(device):
+    """All of one layout: on a GPU the first runs as it is, the second is captured, and the others are its replays."""
+    runner = cuda_runner(True) if device == "cuda" else Runner(forward, make_cache(), False)
+    storage = runner.kv_cache.k_caches[0]
+    plan = [(Sequence([1, 2, 3]), 3), (Sequence([4, 5, 6]), 3)]
+    arrays = build_step(plan, make_blocks())
+    for copies in ([(5, 6, 9)], [(5, 9, 2), (7, 8, 16)], [(7, 10, 3), (5, 11, 16)], [(5, 12, 1)], []):
+        storage[5:13] = torch.randn(storage[5:13].shape)
+        expected = storage[5:13].clone()
+        for source, target, num_tokens in copies:
+            expected[target - 5, :num_tokens] = expected[source - 5, :num_tokens]
+        runner.launch(with_copies(arrays, copies))
+        assert_bitwise_equal(storage[5:13], expected)

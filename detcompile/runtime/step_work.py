@@ -1,5 +1,6 @@
 """From a planned step to what a worker needs to run it."""
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from detcompile.runtime.sampling import SampleRow
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import BlockTables, StepArrays, StepEntry, build_arrays, joined
-from detcompile.runtime.tree_verification import Verification
+from detcompile.runtime.tree_verification import Verification, tree_arrays
 from detcompile.runtime.worker import PromptRows, StepWork
 
 __all__ = ["Draw", "build_work", "lay_out"]
@@ -55,10 +56,11 @@ def build_work(
     parts: list[StepArrays] = []
     if entries:
         parts.append(_plain_arrays(entries, draws, tables, block_size, pending))
-    for sequence, _, verification in draws:
-        if verification is not None:
-            own = tables.row(sequence, verification.width(block_size))
-            parts.append(verification.arrays(own, block_size))
+    trees = [draw.verification for draw in draws if draw.verification is not None]
+    for _, group in itertools.groupby(trees, lambda tree: id(tree.layout)):
+        alike = list(group)
+        width = max(tree.width(block_size) for tree in alike)
+        parts.append(tree_arrays(alike, [tables.row(tree.sequence, width) for tree in alike], block_size))
     arrays, rows = joined(parts), _sample_rows(draws)
     if prompts:
         first = dict(zip([entry.sequence for entry in entries], arrays.cu_seqlens.tolist()))

@@ -6,11 +6,12 @@ logits have the bits of plain decoding, whatever other nodes there are: nothing 
 several branches pass through is computed in the first of them, and its key and value are written into the blocks of
 each.
 
-Legend: G KV groups, S branches, T nodes, the root among them, C branches that a node may be part of, W width of the
-block tables.
+Legend: G KV groups, V trees, S branches, T nodes, the root among them, C branches that a node may be part of, W width
+of the block tables.
 """
 
 import functools
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import NO_COPIES, NOT_PENDING, StepArrays
+from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.step import NO_SLOT, PADDING_SLOT
 
-__all__ = ["TreeLayout", "Verification", "tree_layout"]
+__all__ = ["TreeLayout", "Verification", "tree_arrays", "tree_layout"]
 
 
 class TreeLayout(NamedTuple):
@@ -35,9 +36,8 @@ class TreeLayout(NamedTuple):
     order: NDArray[np.int64]  # [T]: of each row, the node's index in (root, *paths)
     depths: NDArray[np.int64]  # [T]
     lengths: NDArray[np.int32]  # [S] nodes of each branch, the root's among them
-    writes: NDArray[np.int64]  # [C, T]: branches into whose blocks each node is written
-    idle: NDArray[np.bool_]  # [C, T]: no further one
-    fixed: dict[str, NDArray[Any]]  # arrays of the step that neither tokens nor place change; never written to
+    writes: NDArray[np.int64]  # [C, 1, T]: branches into whose blocks each node is written
+    idle: NDArray[np.bool_]  # [C, 1, T]: no further one
 
 
 class Verification(NamedTuple):
@@ -58,43 +58,57 @@ class Verification(NamedTuple):
         tokens = tuple(self.tree.tokens[child] for child in children)
         return Proposals(tokens, tuple(self.tree.distributions.get(child) for child in children))
 
-    def arrays(self, tables: NDArray[np.int32], block_size: int) -> StepArrays:
-        """The step of this tree alone; logits of every node.
-
-        What stands before the root in its block is copied from there into each fork: a fork is a block that was free,
-        and so no other copy's source.
-
-        Args:
-            tables: [G, 1, W], the sequence's own, of at least ``width`` blocks.
-        """
-        sequence, layout, start = self.sequence, self.layout, self.start
-        num_branches, first = len(layout.leaves), start // block_size
-        tables = tables.repeat(num_branches, axis=1)
-        tables[:, 1:, first : first + self.forked.shape[2]] = self.forked
-        places = layout.depths + start
-        blocks, offsets = np.divmod(places, block_size)
-        slots = tables[:, layout.writes, blocks].astype(np.int64) * block_size + offsets
-        np.copyto(slots, PADDING_SLOT, where=layout.idle)
-        copies, num_before = NO_COPIES, start % block_size
-        if num_before:
-            copies = np.empty((3, *self.forked.shape[:2]), np.int64)
-            copies[0], copies[1], copies[2] = tables[:, :1, first], self.forked[:, :, 0], num_before
-            copies = copies.reshape(3, -1)
-        known = sequence.position_ids
-        return StepArrays(
-            input_ids=np.array([sequence.token_ids[start], *self.tree.tokens.values()], np.int64)[layout.order],
-            position_ids=places if known is None else layout.depths + known[start],
-            slot_mappings=slots,
-            seq_lens=layout.lengths + np.int32(start),
-            block_tables=tables,
-            block_copies=copies,
-            **layout.fixed,
-        )
-
     def width(self, block_size: int) -> int:
         """Blocks of the longest branch."""
         own = max(len(table) for table in self.sequence.block_tables)
         return max(own, self.start // block_size + self.forked.shape[2])
+
+
+def tree_arrays(
+    trees: SequenceOf[Verification], own_tables: SequenceOf[NDArray[np.int32]], block_size: int
+) -> StepArrays:
+    """The step of trees of one layout, and of nothing else; logits of every node.
+
+    What stands before a root in its block is copied from there into each fork: a fork is a block that was free, and so
+    no other copy's source.
+
+    Args:
+        own_tables: [G, 1, W], each sequence's own, of at least ``width`` blocks.
+    """
+    layout = trees[0].layout
+    num_groups, _, width = own_tables[0].shape
+    starts = np.array([[tree.start] for tree in trees])
+    places = layout.depths + starts
+    tables = np.empty((num_groups, len(trees), len(layout.leaves), width), np.int32)
+    for index, (tree, own) in enumerate(zip(trees, own_tables, strict=True)):
+        first = tree.start // block_size
+        tables[:, index] = own
+        tables[:, index, 1:, first : first + tree.forked.shape[2]] = tree.forked
+    blocks, offsets = np.divmod(places, block_size)
+    blocks = tables[:, np.arange(len(trees))[:, None], layout.writes, blocks]  # [G, C, V, T]
+    slots = np.multiply(blocks, block_size, dtype=np.int64) + offsets
+    np.copyto(slots, PADDING_SLOT, where=layout.idle)
+    copies = np.empty((3, num_groups, len(layout.leaves) - 1, len(trees)), np.int64)
+    heads = blocks[..., 0]  # the root's, which is in every branch
+    copies[0], copies[1], copies[2] = heads[:, :1], heads[:, 1:], offsets[:, 0]
+    tokens = [[tree.sequence.token_ids[tree.start], *tree.tree.tokens.values()] for tree in trees]
+    return StepArrays(
+        input_ids=np.array(tokens, np.int64).take(layout.order, axis=1).reshape(-1),
+        position_ids=_positions(trees, places).reshape(-1),
+        slot_mappings=slots.reshape(num_groups, len(layout.writes), -1),
+        seq_lens=(layout.lengths + starts).astype(np.int32).reshape(-1),
+        block_tables=tables.reshape(num_groups, -1, width),
+        block_copies=copies.reshape(3, -1),
+        **_fixed(layout.ends, len(trees)),
+    )
+
+
+def _positions(trees: SequenceOf[Verification], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    known = [tree.sequence.position_ids for tree in trees]
+    if not any(known):
+        return places
+    more = [0 if own is None else own[tree.start] - tree.start for tree, own in zip(trees, known)]
+    return places + np.array(more)[:, None]
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,14 +128,6 @@ def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
     for row, branches in enumerate(writes.values()):
         padded[: len(branches), row] = branches
         idle[: len(branches), row] = False
-    fixed = {
-        "pending": np.full(len(writes), NOT_PENDING),
-        "logits_to_keep": np.arange(len(writes)),
-        "cu_seqlens": np.array((0, *ends), np.int32),
-        "state_slots": np.full(len(leaves), NO_SLOT, np.int32),  # who drafts carries no state
-    }
-    for array in fixed.values():
-        array.setflags(write=False)
     return TreeLayout(
         leaves,
         {path: row for row, path in enumerate(writes)},
@@ -130,7 +136,21 @@ def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
         np.array([index[path] for path in writes]),
         np.array([len(path) for path in writes]),
         np.array([1 + len(leaf) for leaf in leaves], np.int32),
-        padded,
-        idle,
-        fixed,
+        padded[:, None],
+        idle[:, None],
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed(ends: tuple[int, ...], num_trees: int) -> dict[str, NDArray[Any]]:
+    """Arrays of a step that neither tokens nor places change; never written to."""
+    num_nodes = ends[-1]
+    fixed = {
+        "pending": np.full(num_trees * num_nodes, NOT_PENDING),
+        "logits_to_keep": np.arange(num_trees * num_nodes),
+        "cu_seqlens": np.array([0, *(num_nodes * tree + end for tree in range(num_trees) for end in ends)], np.int32),
+        "state_slots": np.full(num_trees * len(ends), NO_SLOT, np.int32),  # who drafts carries no state
+    }
+    for array in fixed.values():
+        array.setflags(write=False)
+    return fixed

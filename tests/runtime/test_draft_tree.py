@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,8 @@ from detcompile.runtime.growing_tree import GrowingTree
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig, Speculator
-from detcompile.runtime.step_builder import StepEntry
+from detcompile.runtime.step_builder import BlockTables, StepEntry, joined
+from detcompile.runtime.tree_verification import tree_arrays
 from detcompile.step import KVGroup
 
 SHAPE = [(0,), (0, 0), (0, 1), (1,), (0, 0, 0)]
@@ -89,7 +91,7 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
     head, own = sequence.block_tables[0]
     (second,), (third,) = verification.forked[0].tolist()
     assert len({head, own, second, third}) == 4, "each branch has a block of its own"
-    arrays = verification.arrays(np.array([[[head, own, 7]]], np.int32), 16)
+    arrays = tree_arrays([verification], [np.array([[[head, own, 7]]], np.int32)], 16)
     assert list(verification.layout.rows) == [(), (0,), (0, 0), (0, 0, 0), (0, 1), (1,)], "each node once"
     assert arrays.input_ids.tolist() == [17, 5, 6, 9, 7, 8]
     assert arrays.position_ids.tolist() == [17, 18, 19, 20, 19, 18]
@@ -107,6 +109,37 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
     assert sequence.block_tables[0] == [head, second], "the winner's block is taken over"
     blocks.release(sequence)
     assert blocks.pool.num_free == blocks.pool.num_usable
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    shape=st.sampled_from([SHAPE, [(0,), (0, 0)], [(0,), (1,), (2,)]]),
+    positioned=st.booleans(),
+)
+def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape, positioned):
+    groups = [KVGroup((0,), 0), KVGroup((1,), 20)]
+    blocks = KVBlocks(BlockPool(200, 16, torch.Generator().manual_seed(0)), groups, prefix_caching=False)
+    sequences = [Sequence(list(range(length)), max_length=100) for length in lengths]
+    if positioned:
+        sequences[-1].position_ids = list(range(7, 7 + lengths[-1]))
+    for sequence in sequences:
+        assert blocks.admit(sequence, sequence.num_tokens) == 0
+        sequence.num_computed = sequence.num_tokens
+    speculator = Speculator(
+        SpeculationConfig(drafter=Fixed(DraftTree.of(shape, range(30, 30 + len(shape))))), blocks, 100
+    )
+    entries = [StepEntry(sequence, sequence.num_tokens - 1, 1) for sequence in sequences]
+    trees = list(speculator.draft(entries, 100).values())
+    assert len(trees) == len(sequences)
+    tables = BlockTables(len(groups), len(sequences), 7)
+    together = tree_arrays(trees, [tables.row(sequence, 7) for sequence in sequences], 16)._asdict()
+    alone = joined([tree_arrays([tree], [tables.row(tree.sequence, 7)], 16) for tree in trees])._asdict()
+    copies = [sorted(zip(*arrays.pop("block_copies").tolist())) for arrays in (together, alone)]
+    assert copies[0] == copies[1], "in another order"
+    assert not {target for _, target, _ in copies[0]} & {source for source, _, _ in copies[0]}
+    for name, one in together.items():
+        assert one.dtype == alone[name].dtype and one.shape == alone[name].shape, name
+        assert (one == alone[name]).all(), name
 
 
 @given(rate=st.floats(0.0, 1.0), depth=st.integers(0, 8))

@@ -69,13 +69,11 @@ class Runner:
         for cache in (*self.kv_cache.k_caches, *self.kv_cache.v_caches, *self.kv_cache.states):
             cache.fill_(value)
 
-    @torch.no_grad()
     def run(self, arrays: StepArrays) -> Tensor:
         """Write the step's keys and values into the cache; return logits [R, V] of the tokens ``logits_to_keep``."""
         logits = self.launch(arrays)
         return logits.clone() if self.cuda_graphs else logits
 
-    @torch.no_grad()
     def launch(self, arrays: StepArrays) -> Tensor:
         """As ``run``, without waiting for the device; the logits are good until the next launch.
 
@@ -94,7 +92,6 @@ class Runner:
         self.states = None if states is None else states[:num_rows]
         return logits[:num_rows]
 
-    @torch.no_grad()
     def launch_chain(self, steps: SequenceOf[StepArrays], draw: Draw) -> Tensor:
         """Launch steps of which each reads, as pending, what was drawn in the one before; with CUDA graphs, in one.
 
@@ -167,6 +164,7 @@ class Runner:
         self.sampled[: len(tokens)].copy_(tokens)
         return torch.stack([invalid.long(), tokens])
 
+    @torch.no_grad()
     def _forward(self, buffer: StepBuffer) -> Any:
         t = buffer.tensors()
         if buffer.layout.copies > 1:

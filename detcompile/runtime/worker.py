@@ -71,7 +71,6 @@ class Worker:
         self.device = runner.kv_cache.device
         self._float_mode = float_mode(self.device)
 
-    @torch.no_grad()
     def launch(self, work: StepWork) -> LaunchedStep:
         """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
         with self._float_mode:

@@ -6,7 +6,7 @@ logits have the bits of plain decoding, whatever other nodes there are: nothing 
 several branches pass through is computed in the first of them, and its key and value are written into the blocks of
 each.
 
-Legend: G KV groups, V trees, S branches, T nodes, the root among them, C branches that a node may be part of, W width
+Legend: G KV groups, N trees, S branches, T nodes, the root among them, C branches that a node may be part of, W width
 of the block tables.
 """
 
@@ -85,12 +85,12 @@ def tree_arrays(
         tables[:, index] = own
         tables[:, index, 1:, first : first + tree.forked.shape[2]] = tree.forked
     blocks, offsets = np.divmod(places, block_size)
-    blocks = tables[:, np.arange(len(trees))[:, None], layout.writes, blocks]  # [G, C, V, T]
+    blocks = tables[:, np.arange(len(trees))[:, None], layout.writes, blocks]  # [G, C, N, T]
     slots = np.multiply(blocks, block_size, dtype=np.int64) + offsets
     np.copyto(slots, PADDING_SLOT, where=layout.idle)
     copies = np.empty((3, num_groups, len(layout.leaves) - 1, len(trees)), np.int64)
-    heads = blocks[..., 0]  # the root's, which is in every branch
-    copies[0], copies[1], copies[2] = heads[:, :1], heads[:, 1:], offsets[:, 0]
+    roots = blocks[..., 0]  # the root's block in every branch, as it is part of all
+    copies[0], copies[1], copies[2] = roots[:, :1], roots[:, 1:], offsets[:, 0]
     tokens = [[tree.sequence.token_ids[tree.start], *tree.tree.tokens.values()] for tree in trees]
     return StepArrays(
         input_ids=np.array(tokens, np.int64).take(layout.order, axis=1).reshape(-1),

@@ -135,7 +135,6 @@ class Worker:
                 for tokens in (size, 2 * size):
                     self.runner.launch_chain([idle_arrays(tokens, size, num_groups), *later], self.sampler.likeliest)
 
-    @torch.no_grad()
     def peak_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """Device memory that the largest step takes beside weights and caches."""
         arrays = idle_arrays(num_tokens, min(num_sequences, num_tokens), len(self.runner.kv_cache.groups))

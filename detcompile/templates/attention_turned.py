@@ -4,8 +4,8 @@ Legend: as in attention_hopper.py; a tile's BM rows (BQ = BM // HEADS tokens x H
 columns here: scores [64 keys, BM], output [D, BM].
 
 A product of a warpgroup has 64 rows. With one token a sequence a tile has as many rows as query heads share a KV
-head, four, say; turned over, the 64 keys of a block fill them, and a program holds so little that five of them share a
-multiprocessor and wait for memory in turns. Every sum is taken as in attention_kernels.py, so the bits are the same.
+head, four, say; turned over, the 64 keys of a block fill them, and a program holds so little that several of them share
+a multiprocessor and wait for memory in turns. Every sum is taken as in attention_kernels.py, so the bits are the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,6 @@ from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wa
 __all__ = ["launch", "turned_attention_kernel"]
 
 COLUMNS = 8  # the least that a warpgroup MMA takes
-_REGISTERS = {1: 96, 2: 168, 3: 168, 4: 168}  # a thread, by STAGES: five programs a multiprocessor, or three
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and later, 3.6
 
 
@@ -48,11 +47,13 @@ def launch(
     piece = min(constants["PAGE"], 64)
     batch_rows, head_rows, head_columns = row_steps(k)
     groups = k.shape[2] * -(-constants["G"] // constants["HEADS"])
+    # A thread's: for five programs a multiprocessor where their shared memory leaves room for so many, else for three.
+    registers = 96 if constants["STAGES"] * constants["D"] <= 128 else 168
     turned_attention_kernel[(groups * tiles, numbers["chunks"] if constants["SPLIT"] else 1)](
         q, descriptor(k, piece), descriptor(v, piece), target, stat, *metadata, **numbers,
         q_token=q.stride(0), q_head=q.stride(1), page_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
         out_token=strides[0], out_head=strides[1], table_row=metadata[2].stride(0),
-        **constants, KV_HEADS=k.shape[2], num_warps=4, maxnreg=_REGISTERS[constants["STAGES"]], enable_fp_fusion=False,
+        **constants, KV_HEADS=k.shape[2], num_warps=4, maxnreg=registers, enable_fp_fusion=False,
         **launch_options(q.device),
     )  # fmt: skip
 

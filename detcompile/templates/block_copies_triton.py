@@ -39,7 +39,7 @@ def copy_blocks_cuda(storage: Tensor, block_copies: Tensor) -> None:
     N, C, B = block_copies.shape[1], *storage.shape[:2]
     token_bytes = storage[0, 0, 0].nbytes
     words = storage.flatten(2).view(torch.int64 if token_bytes % 8 == 0 else torch.uint8)
-    if N and C:
+    if N:
         _copy_kernel[(N, C)](
             words, block_copies, N, B, words.shape[2], token_bytes // words.itemsize, W=_WIDTH, num_warps=8
         )

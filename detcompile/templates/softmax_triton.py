@@ -214,7 +214,7 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     rows, options = row_layout(x, order.vector), {"SHUFFLE": x.is_cuda, "enable_fp_fusion": False}
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
-        plan = row_plan(order, short=SHORT_FEW if rows.T * order.length <= FEW_ELEMENTS else SHORT)
+        plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else SHORT)
         grid = (triton.cdiv(rows.T, plan.rows),)
         once = x.is_cuda and plan.width <= ONCE_WIDTH and order.vector >= 4
         _held_kernel[grid](

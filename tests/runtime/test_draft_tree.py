@@ -134,6 +134,8 @@ def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape, posi
     tables = BlockTables(len(groups), len(sequences), 7)
     together = tree_arrays(trees, [tables.row(sequence, 7) for sequence in sequences], 16)._asdict()
     alone = joined([tree_arrays([tree], [tables.row(tree.sequence, 7)], 16) for tree in trees])._asdict()
+    roots = [tree.start + 7 * (positioned and tree is trees[-1]) for tree in trees]
+    assert together["position_ids"].tolist() == [root + depth for root in roots for depth in trees[0].layout.depths]
     copies = [sorted(zip(*arrays.pop("block_copies").tolist())) for arrays in (together, alone)]
     assert copies[0] == copies[1], "in another order"
     assert not {target for _, target, _ in copies[0]} & {source for source, _, _ in copies[0]}

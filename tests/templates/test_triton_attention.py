@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
+from detcompile.templates import attention_triton
 from detcompile.templates.attention_triton import (
     AttentionProblem,
     AttentionSchedule,
@@ -72,6 +74,15 @@ def test_every_way_to_compute_a_token_gives_its_bytes(
         edges = [0, CHUNK - 1, CHUNK, CHUNK + 1] if INTERPRETED else [0, 63, 64, CHUNK - 1, CHUNK, CHUNK + 1, n - 1]
         for edge, out in zip(edges, paged([(a, edge, edge + 1) for edge in edges], 32, window, schedule)):
             assert_bitwise_equal(out, whole[edge : edge + 1], f"{schedule} decode of token {edge}")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
+    n = 4 * CHUNK + 1
+    s = sequence(n, 3, 1, 16, 24, DOT_DTYPES[0])
+    with mock.patch.object(attention_triton, "_AHEAD", ahead):
+        found = paged([(s, n - 1, n)], 48, 0, AttentionSchedule(16, 4, 1, split=True))[0]
+    assert_bitwise_equal(found, dense(s)[n - 1 :], f"five chunks, {ahead} at a time")
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

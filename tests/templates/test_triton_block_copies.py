@@ -71,14 +71,17 @@ def test_a_cache_of_several_shapes_is_copied_whole():
         assert_bitwise_equal(storage.cpu(), copied(old, copies))
 
 
-def test_copying_twice_is_copying_once():
+def test_copying_again_leaves_what_a_forward_wrote_behind():
     """A CUDA graph's first step runs when it is captured, and again when it is replayed."""
     storage = noise((2, NUM_BLOCKS, 16, 2, 8), torch.bfloat16)
-    copies = [(1, 5, 3), (1, 6, 15), (2, 7, 9)]
-    found = storage.clone().to(DEVICE)
-    for _ in range(2):
+    copies = [(1, 5, 3), (1, 6, 3), (2, 7, 9)]
+    found, expected = storage.clone().to(DEVICE), copied(storage, copies)
+    for again in range(2):
         copy_blocks_cuda(found, on_device(copies))
-    assert_bitwise_equal(found.cpu(), copied(storage, copies))
+        for source, target, num_tokens in copies:
+            for block in (source, target):
+                found[:, block, num_tokens] = expected[:, block, num_tokens] = float(block + again)
+    assert_bitwise_equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("caches", [pytest.param(3, marks=NEEDS_GPU)])

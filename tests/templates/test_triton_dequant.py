@@ -85,9 +85,9 @@ def test_leaves_of_programs_of_their_own_have_the_bytes_of_one_program(name: str
         expected = run_dequant(schedule, x, weight, bias, residual, radices)
         found = run_dequant(split, x, weight, bias, residual, radices)
         assert_bitwise_equal(found, expected, f"{name} {radices}")
-        reference = reference_dequant_matmul(x, weight)
-        assert_as_accurate(run_dequant(split, x, weight, radices=radices), (x @ dequantized(weight, x.dtype).t()),
-                           reference, f"{name} {radices}")  # fmt: skip
+        if not INTERPRETED:  # there a block's product is numpy's, whose errors are not ours
+            ours, theirs = run_dequant(split, x, weight, radices=radices), x @ dequantized(weight, x.dtype).t()
+            assert_as_accurate(ours, theirs, reference_dequant_matmul(x, weight), f"{name} {radices}")
 
 
 def test_few_tokens_of_a_tree_may_split_its_leaves() -> None:

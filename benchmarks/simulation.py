@@ -20,9 +20,20 @@ from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry
 from detcompile.step import KVGroup
 
-__all__ = ["Arrival", "H200_8B", "Simulation", "StepCost", "latencies", "log_normal_trace", "simulate", "summarise"]
+__all__ = [
+    "Arrival",
+    "FITTED",
+    "H200_8B",
+    "Simulation",
+    "StepCost",
+    "latencies",
+    "log_normal_trace",
+    "simulate",
+    "summarise",
+]
 
 END = 1  # the token that ends an answer
+FITTED = "model-nvidia-h200-099064d.json"  # the results that H200_8B was fitted to
 MAX_TOKENS = 2048  # that clients ask for: what "reserve" reserves
 NORMAL_P90 = 1.2815515655446004  # 90th percentile of the standard normal distribution
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.plots import MODEL, RESULTS
+from benchmarks.plots import RESULTS
 from benchmarks.schedulers import POLICIES, ROOMY, real_rows
-from benchmarks.simulation import H200_8B, Arrival, Simulation, log_normal_trace, simulate, summarise
+from benchmarks.simulation import FITTED, H200_8B, Arrival, Simulation, log_normal_trace, simulate, summarise
 from detcompile.runtime.engine_config import EngineConfig
 from tests.models import compiled
 
@@ -71,7 +71,7 @@ def test_where_blocks_are_short_lazy_preempts_and_reserve_never_does() -> None:
 
 
 def test_the_cost_model_is_within_a_tenth_of_the_measured_steps() -> None:
-    measured = json.loads((RESULTS / MODEL).read_text())["ms, tp_sizes=(1, 2, 4, 8)"]
+    measured = json.loads((RESULTS / FITTED).read_text())["ms, tp_sizes=(1, 2, 4, 8)"]
     for step, milliseconds in measured.items():
         kind, count = step.split()
         size = int(count)

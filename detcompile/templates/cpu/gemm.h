@@ -13,7 +13,8 @@ namespace {
 
 constexpr int64_t kPanelWidth = kPanelVecs * kLanes;
 constexpr int64_t kOverrun = 32;  // words that packing may write past the last one
-constexpr int kFewRows = 4;       // up to so many tokens, packing w would cost more than the product
+constexpr int kFewRows = 4;       // up to so many tokens, which are one tile, packing w would cost more than the product
+static_assert(kFewRows <= kMaxRows);
 
 // One link of a chain: c + a * b over the k of a word
 struct Fma {
@@ -91,9 +92,9 @@ inline void multiply_panel(const float* a, const float* b, int64_t words, float*
     }
 }
 
-// The same for sixteen features, straight from num_k elements of their rows of w
+// The same for sixteen features, straight from elements [begin, begin + num_k) of their rows of w
 template <class T, class Link, int Rows>
-inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t num_k, float* c, Chain chain) {
+inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t begin, int64_t num_k, float* c, Chain chain) {
   constexpr int64_t per_block = kLanes * 4 / sizeof(T), per_word = Link::pairs ? 2 : 1;
   Vec sum[Rows];
   for (int i = 0; i < Rows; i++) sum[i] = chain == Chain::kContinue ? load(c + i * kPanelWidth) : splat(0.0f);
@@ -101,19 +102,19 @@ inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t n
     for (int i = 0; i < Rows; i++) sum[i] = Link::link(splat(a[i]), word, sum[i]);
     a += Rows;
   };
-  int64_t k = 0;
-  for (; k + per_block <= num_k; k += per_block) {
+  int64_t k = begin, end = begin + num_k;
+  for (; k + per_block <= end; k += per_block) {
     Vec units[kLanes];
     transpose_words(reinterpret_cast<const char* const*>(rows), k * int64_t(sizeof(T)), units);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; i++) take_words<T, Link::pairs>(units[i], take);
   }
-  if (k < num_k) {
+  if (k < end) {
     alignas(64) float tail[kOverrun * kLanes];
     const T* rest[kLanes];
     for (int lane = 0; lane < kLanes; lane++) rest[lane] = rows[lane] + k;
-    pack_columns<T, Link::pairs>(rest, num_k - k, tail, kLanes, T{0});
-    for (int64_t word = 0; word * per_word < num_k - k; word++) take(load(tail + word * kLanes));
+    pack_columns<T, Link::pairs>(rest, end - k, tail, kLanes, T{0});
+    for (int64_t word = 0; word * per_word < end - k; word++) take(load(tail + word * kLanes));
   }
   for (int i = 0; i < Rows; i++) store(c + i * kPanelWidth, chain == Chain::kAdd ? load(c + i * kPanelWidth) + sum[i] : sum[i]);
 }
@@ -121,7 +122,7 @@ inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t n
 template <class Link>
 using MultiplyPanel = void (*)(const float*, const float*, int64_t, float*, Chain);
 template <class T>
-using MultiplyRows = void (*)(const float*, const T* const*, int64_t, float*, Chain);
+using MultiplyRows = void (*)(const float*, const T* const*, int64_t, int64_t, float*, Chain);
 
 template <class Link, int... I>
 inline MultiplyPanel<Link> panel_kernel(int64_t rows, std::integer_sequence<int, I...>) {

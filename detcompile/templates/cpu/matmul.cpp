@@ -163,31 +163,54 @@ struct Product {
   int64_t first_k(const Step& step, int64_t i) const { return (step.leaf + i) * p.leaf_k + step.word * per_word; }
   int64_t num_k(const Step& step) const { return min64(step.words * per_word, p.leaf_k - step.word * per_word); }
 
+  Chain chain(int64_t word) const {
+    return word == 0 ? Chain::kStart : p.dtype == kFloat32 ? Chain::kAdd : Chain::kContinue;
+  }
+
   // leaf i of the step, for one tile and one panel, added to the chain in `sum`
-  void multiply(const Step& step, int64_t i, int64_t tile, int64_t n, const float* panel, float* sum) const {
+  void multiply(const Step& step, int64_t i, int64_t tile, const float* panel, float* sum) const {
     int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
     const float* a = packed_x + p.tile_offset(tile, row) + ((step.leaf + i) * p.leaf_words + step.word) * rows;
-    Chain chain = step.word == 0 ? Chain::kStart : p.dtype == kFloat32 ? Chain::kAdd : Chain::kContinue;
     FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);
-    if (!few) return panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum, chain);
-    FeatureRows<T> features(p, n, first_k(step, i));
-    for (int group = 0; group < kPanelVecs; group++)
-      rows_kernel<T, Link>(rows)(a, features.rows[group], num_k(step), sum + group * kLanes, chain);
+    panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum, chain(step.word));
+  }
+
+  // The features of a panel straight from w, sixteen at a time along a whole leaf: of so many rows the CPU foresees the rest.
+  void run_few(int64_t n) const {
+    int64_t rows = tiles.begin(1), block = kWordsPerStep * per_word;
+    float* state = task_scratch.floats(TreeSum::floats(p, rows * kPanelWidth));
+    TreeSum tree{p, state, rows * kPanelWidth};
+    FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);
+    for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
+      FeatureRows<T> features(p, n, leaf * p.leaf_k);
+      const float* a = packed_x + leaf * p.leaf_words * rows;
+      for (int group = 0; group < kPanelVecs; group++) {
+        float* sum = tree.leaf_sum(leaf) + group * kLanes;
+        for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
+          rows_kernel<T, Link>(rows)(a + word * rows, features.rows[group], k, min64(block, p.leaf_k - k), sum, chain(word));
+      }
+      tree.add_leaf(leaf);
+    }
+    finish(p, first_row, rows, n, state);
   }
 
   void run(int64_t panel_begin, int64_t panel_end) const {
+    if (few) {
+      for (int64_t panel = panel_begin; panel < panel_end; panel++) run_few(panel * kPanelWidth);
+      return;
+    }
     int64_t state_floats = TreeSum::floats(p, kMaxRows * kPanelWidth), panel_floats = (kWordsPerStep + kOverrun) * kPanelWidth;
     float* panel = task_scratch.floats(panel_floats + tiles.count * (panel_end - panel_begin) * state_floats);
     for (Step step = Step::first(p);; step = step.next(p)) {
       float* state = panel + panel_floats;
       for (int64_t n = panel_begin * kPanelWidth; n < panel_end * kPanelWidth; n += kPanelWidth) {
-        for (int64_t i = 0; i < step.leaves && !few; i++)
+        for (int64_t i = 0; i < step.leaves; i++)
           pack_panel<T, Link::pairs>(p, n, first_k(step, i), num_k(step), panel + i * step.words * kPanelWidth);
         for (int64_t tile = 0; tile < tiles.count; tile++, state += state_floats) {
           int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
           TreeSum tree{p, state, rows * kPanelWidth};
           for (int64_t leaf = step.leaf; leaf < step.leaf + step.leaves; leaf++) {
-            multiply(step, leaf - step.leaf, tile, n, panel, tree.leaf_sum(leaf));
+            multiply(step, leaf - step.leaf, tile, panel, tree.leaf_sum(leaf));
             if (step.ends_leaf(p)) tree.add_leaf(leaf);
           }
           if (step.is_last(p)) finish(p, first_row + row, rows, n, state);

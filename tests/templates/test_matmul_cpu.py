@@ -169,6 +169,19 @@ def test_flushing_is_seen():
     assert subnormal.any()
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("isa", ISAS)
+def test_nodes_and_epilogues_keep_the_subnormals_that_chains_flush(isa, rows):
+    """Two leaves of normal numbers whose sum is none; then one of two whose sum with the bias is none."""
+    x = torch.tensor([[1.5, -1.0]], dtype=torch.bfloat16).repeat(rows, 1) * 2.0**-63
+    w = torch.full((3, 2), 2.0**-63, dtype=torch.bfloat16)
+    node = matmul_cpu(x, w, None, None, (2,), torch.float32, isa)
+    assert (node == 2.0**-127).all(), f"{isa}: {node[0].tolist()}"
+    bias = torch.full((3,), -(2.0**-126))
+    sums = matmul_cpu(x[:, :1].contiguous(), w[:, :1].contiguous(), bias, None, (), torch.float32, isa)
+    assert (sums == 2.0**-127).all(), f"{isa}: {sums[0].tolist()}"
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_signs_of_zeros_and_an_odd_k_are_those_of_the_order(isa):
     """A chain that was flushed to -0 stays -0 behind the odd last k of a pair, and in each leaf of a tree."""

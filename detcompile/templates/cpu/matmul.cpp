@@ -180,11 +180,11 @@ struct Product {
     int64_t rows = tiles.begin(1), block = kWordsPerStep * per_word;
     float* state = task_scratch.floats(TreeSum::floats(p, rows * kPanelWidth));
     TreeSum tree{p, state, rows * kPanelWidth};
-    FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);
     for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
       FeatureRows<T> features(p, n, leaf * p.leaf_k);
       const float* a = packed_x + leaf * p.leaf_words * rows;
       for (int group = 0; group < kPanelVecs; group++) {
+        FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // in the chains alone
         float* sum = tree.leaf_sum(leaf) + group * kLanes;
         for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
           rows_kernel<T, Link>(rows)(a + word * rows, features.rows[group], k, min64(block, p.leaf_k - k), sum, chain(word));

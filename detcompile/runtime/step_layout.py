@@ -66,7 +66,6 @@ class StepLayout(NamedTuple):
         copies = arrays.slot_mappings.shape[1]
         return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups, copies)
 
-    @functools.lru_cache(maxsize=512)  # noqa: B019  a tuple, of which equal ones share an entry
     def padded(self, block_size: int) -> "StepLayout":
         """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
         blocks = 1 << (max(self.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()

@@ -28,7 +28,7 @@ import triton
 from torch import Tensor, multiprocessing
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from detcompile.config import turn_multicast_off
+from detcompile.config import settle_symmetric_memory
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.templates.collectives import matmul_all_reduce, partial_product, tree_all_reduce
@@ -148,7 +148,7 @@ def _copies(size: int) -> int:
 
 
 def _measure(rank: int, num_ranks: int, port: int, arguments: argparse.Namespace) -> None:
-    turn_multicast_off()
+    settle_symmetric_memory()
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)

@@ -5,6 +5,7 @@
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
 | DETCOMPILE_CPU_ISA | the widest the machine has | avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums over ranks travel by NCCL also where GPUs map each other's memory |
+| DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
 | CXX | g++ | C++ compiler for the CPU templates |
 | TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |
 """
@@ -17,9 +18,10 @@ __all__ = [
     "cache_directory",
     "cpu_isa_override",
     "cxx_compiler",
+    "gpus_shared",
     "peer_memory_allowed",
     "settle_ptxas",
-    "turn_multicast_off",
+    "settle_symmetric_memory",
 ]
 
 
@@ -38,10 +40,19 @@ def cxx_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def turn_multicast_off() -> None:
-    """NVLink multicast, for communicators and memory that this process opens from now on, unless the caller decided."""
-    for variable, off in {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}.items():
-        os.environ.setdefault(variable, off)
+def settle_symmetric_memory() -> None:
+    """Of communicators and memory that this process opens from now on, unless the caller decided: no NVLink multicast,
+    and ranks on one GPU where they may share it."""
+    settings = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    if gpus_shared():
+        settings["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    for variable, value in settings.items():
+        os.environ.setdefault(variable, value)
+
+
+def gpus_shared() -> bool:
+    """Whether several ranks may take one GPU. NCCL refuses that; gloo then carries what kernels do not."""
+    return os.environ.get("DETCOMPILE_SHARED_GPUS", "0") == "1"
 
 
 def settle_ptxas() -> None:

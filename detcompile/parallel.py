@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
 
-__all__ = ["TensorParallel", "process_group", "tensor_parallel"]
+__all__ = ["TensorParallel", "backend_of_ranks", "process_group", "rank_device", "tensor_parallel"]
 
 _resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 gave names a type of their own
 
@@ -62,6 +63,20 @@ class TensorParallel:
                     f"ranks 0 and {rank} of the tensor-parallel group do not hold the same model: {told}. "
                     "Give every rank the same checkpoint, dtype, numerics and versions."
                 )
+
+
+def rank_device(device_type: str, rank: int) -> torch.device:
+    """Where a rank of one machine computes: GPU r; where ranks may share GPUs, those in turn."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    return torch.device("cuda", rank % torch.cuda.device_count() if gpus_shared() else rank)
+
+
+def backend_of_ranks(device_type: str) -> str:
+    """What their process group is made with: NCCL on GPUs, but gloo where ranks may share them."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cuda:gloo" if gpus_shared() else "nccl"
 
 
 def process_group(name: str) -> dist.ProcessGroup:

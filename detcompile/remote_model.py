@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from detcompile.compiled import CompiledModel
+from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
 from detcompile.numerics import Numerics
+from detcompile.parallel import rank_device
 from detcompile.passes.certificate import Certificate
 from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
@@ -152,13 +154,14 @@ class RemoteModel(CompiledModel):
     ) -> Engine:
         """As ``CompiledModel.engine``; its steps run in the workers.
 
-        ``memory_fraction`` is of each rank's GPU; on a CPU the ranks share it.
+        ``memory_fraction`` is of each rank's GPU; ranks on one GPU or on a CPU share it.
         """
         config = config or EngineConfig()
         num_blocks = config.num_blocks
         if num_blocks is None:
-            share = config.memory_fraction / (self.group.num_ranks if self.device.type == "cpu" else 1)
-            room = replace(config, memory_fraction=share)
+            ranks = self.group.num_ranks
+            devices = {rank_device(self.device.type, rank) for rank in range(ranks)}
+            room = replace(config, memory_fraction=config.memory_fraction / -(-ranks // len(devices)))
             num_blocks = min(self.group.call("affordable_blocks", room, seconds=START_SECONDS))
         drafter = None if speculation is None else speculation.drafter
         with_states = getattr(drafter, "reads_states", False)
@@ -288,10 +291,13 @@ def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -
 
 
 def _started(plan: RankPlan, step_seconds: float | None = None) -> RemoteModel:
-    if plan.device_type == "cuda" and torch.cuda.device_count() < plan.tp:
-        found = torch.cuda.device_count()
+    found = torch.cuda.device_count()
+    if plan.device_type == "cuda" and found < (1 if gpus_shared() else plan.tp):
         instead = "take a smaller tp, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
-        raise InvalidInput(f"tp={plan.tp} needs {plan.tp} GPUs, this machine has {found}: {instead}")
+        raise InvalidInput(
+            f"tp={plan.tp} needs {plan.tp} GPUs, this machine has {found}: {instead}; DETCOMPILE_SHARED_GPUS=1"
+            " lets ranks share GPUs, to compare bits and not for speed"
+        )
     group = WorkerGroup(
         plan.tp,
         "detcompile.workers:RankServer",

@@ -14,8 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile_here, load_model
 from detcompile.compiled import CompiledModel
-from detcompile.config import turn_multicast_off
+from detcompile.config import settle_symmetric_memory
 from detcompile.exported import load
+from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.passes.shard import moves_after_sharding
 from detcompile.remote_model import ModelFacts, RankPlan
 from detcompile.runtime.engine_config import EngineConfig
@@ -63,7 +64,7 @@ class RankServer:
         plan = self.plan
         transformers_logging.disable_progress_bar()  # the parent shows one for all ranks
         torch.set_num_threads(plan.num_threads)
-        device = torch.device(plan.device_type, self.rank) if plan.device_type == "cuda" else torch.device("cpu")
+        device = rank_device(plan.device_type, self.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if plan.tp > 1:
@@ -141,9 +142,9 @@ class RankServer:
         return list(self._made)
 
     def _join(self, device: torch.device, port: int) -> None:
-        turn_multicast_off()
+        settle_symmetric_memory()
         store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
-        backend = "gloo" if device.type == "cpu" else "nccl"
+        backend = backend_of_ranks(device.type)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.tp)
 
     def _served(self, name: int) -> _Served:

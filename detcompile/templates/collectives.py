@@ -8,15 +8,16 @@ Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`
     matmul_all_reduce(x [M, K/R], w [N, K/R], bias, residual, radices, radices_above, group, out_dtype) -> [M, N]:
         tree_all_reduce of each rank's x @ w.T, which is its subtree of Tree(K, radices_above + radices)
     all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
-    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table whose rows lie on the ranks
+    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table of which rank r has those from
+        first = r v on
 
 So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one. The partials travel as they are and
 every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
 that is little, in two (a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much.
 GPUs that map each other's memory do this in one kernel (collectives_triton.py), and where there is very much, while
-they still multiply (collectives_landing.py). No element's sum notices. No
-floating-point number is added by the communication library: what sharded_embedding sums are the bytes, as integers, of
-which all ranks but one hold zeros.
+they still multiply (collectives_landing.py); there columns and rows are moved by kernels too (collectives_moves.py). No
+element's sum notices. No floating-point number is added by the communication library: where sharded_embedding asks it,
+it sums the bytes, as integers, of which all ranks but one hold zeros.
 """
 
 import math
@@ -32,6 +33,7 @@ from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
 from detcompile.templates.collectives_landing import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
 from detcompile.templates.collectives_memory import Landing, PeerMemory, landing_of, peer_memory
+from detcompile.templates.collectives_moves import columns_over_peers, rows_over_peers
 from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
@@ -40,9 +42,11 @@ from detcompile.templates.tuning import is_for_graph
 __all__ = [
     "TWO_SHOT_BYTES",
     "add_partials",
+    "all_gather_columns",
     "matmul_all_reduce",
     "partial_product",
     "reference_tree_sum",
+    "sharded_embedding",
     "tree_all_reduce",
 ]
 
@@ -256,12 +260,32 @@ def _gather(x: Tensor, group: str) -> Tensor:
     return gathered.view(num_ranks, *x.shape)
 
 
-def _all_gather_columns(x: Tensor, group: str, columns: int) -> Tensor:
-    gathered = _gather(x.contiguous(), group)
-    return gathered.permute(1, 0, 2).flatten(1)[:, :columns].contiguous()
+def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) -> Tensor:
+    """The op on any device. peers: as of ``tree_all_reduce``."""
+    x = x.contiguous()
+    memory = peer_memory(group, x.device) if peers and x.is_cuda else None
+    out = None if memory is None else columns_over_peers(memory, x, columns)
+    if out is not None:
+        return out
+    return _gather(x, group).permute(1, 0, 2).flatten(1)[:, :columns].contiguous()
 
 
-def _sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str) -> Tensor:
+def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers: bool = True) -> Tensor:
+    """The op on any device. peers: as of ``tree_all_reduce``.
+
+    Raises:
+        InvalidInput: ``first`` is not where this rank's rows begin.
+    """
+    rank = process_group(group).rank()
+    if first != rank * weight.shape[0]:
+        raise InvalidInput(
+            f"detcompile::sharded_embedding: rank {rank} with {weight.shape[0]} rows begins at row"
+            f" {rank * weight.shape[0]}, not {first}: give every rank equally many rows, in the order of the ranks"
+        )
+    memory = peer_memory(group, weight.device) if peers and weight.is_cuda else None
+    out = None if memory is None else rows_over_peers(memory, weight, ids)
+    if out is not None:
+        return out
     local = ids - first
     own = (local >= 0) & (local < weight.shape[0])
     rows = torch.nn.functional.embedding(torch.where(own, local, 0), weight)
@@ -273,8 +297,8 @@ def _sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str) -> T
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("matmul_all_reduce", matmul_all_reduce, _device)
     _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
-    _LIBRARY.impl("all_gather_columns", _all_gather_columns, _device)
-    _LIBRARY.impl("sharded_embedding", _sharded_embedding, _device)
+    _LIBRARY.impl("all_gather_columns", all_gather_columns, _device)
+    _LIBRARY.impl("sharded_embedding", sharded_embedding, _device)
 
 
 @torch.library.register_fake("detcompile::matmul_all_reduce", lib=_LIBRARY)

@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from detcompile.templates.collectives_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
-from detcompile.templates.collectives_triton import Reduction, finish, flags_of, launch_arguments, meet, tree_sum
+from detcompile.templates.collectives_triton import (
+    Reduction,
+    finish,
+    flags_of,
+    launch_arguments,
+    meet,
+    memory_arguments,
+    tree_sum,
+)
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
 __all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_by_landing"]
@@ -59,7 +67,8 @@ def _gather(memory: PeerMemory, landing: Landing, reduction: Reduction, share: i
     """Of one piece, whose partials have all been sent. share: elements that a rank owns."""
     gather_kernel[(min(CHANNELS, triton.cdiv(share, BLOCK)),)](
         landed_ptr=landing.partials[memory.rank], sums=landing.sums, share=share,
-        PITCH=landing.partials[0].shape[1], BLOCK=BLOCK, num_warps=WARPS, **launch_arguments(memory, reduction),
+        PITCH=landing.partials[0].shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        **memory_arguments(memory), **launch_arguments(reduction),
     )  # fmt: skip
 
 

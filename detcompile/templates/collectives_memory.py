@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from detcompile.config import peer_memory_allowed, turn_multicast_off
+from detcompile.config import peer_memory_allowed, settle_symmetric_memory
 from detcompile.errors import ScheduleError
 from detcompile.parallel import process_group
 from detcompile.templates.tuning import capturing
@@ -123,7 +123,7 @@ def _agreed(
 
 
 def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    turn_multicast_off()  # nothing here uses it
+    settle_symmetric_memory()  # nothing here uses it
     num_ranks, rank = ranks.size(), ranks.rank()
     num_flags, num_boxes = CHANNELS * LANES, CHANNELS * 2 * num_ranks * BOX
     memory = symmetric_memory.empty(num_flags + num_boxes, dtype=torch.float32, device=device)

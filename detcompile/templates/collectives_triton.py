@@ -41,7 +41,9 @@ __all__ = [
     "flags_of",
     "launch_arguments",
     "meet",
+    "memory_arguments",
     "reduce_over_peers",
+    "shot_schedule",
     "tree_sum",
 ]
 
@@ -65,7 +67,7 @@ def choose_schedule(num_elements: int, num_ranks: int, out_bytes: int) -> Reduce
     """The one that is likely the fastest: to send less, or to meet once less."""
     one = 4 * (num_ranks - 1) * num_elements / LINK_BYTES
     two = (4 + out_bytes) * (num_ranks - 1) / num_ranks * num_elements / LINK_BYTES + SHOT_SECONDS
-    return _schedule(num_elements, num_ranks, two < one)
+    return shot_schedule(num_elements, num_ranks, two < one)
 
 
 class Reduction(NamedTuple):
@@ -97,23 +99,33 @@ def reduce_over_peers(memory: PeerMemory, reduction: Reduction, two_shot: bool |
     if two_shot is None:
         schedule = choose_schedule(total, num_ranks, reduction.out.element_size())
     else:
-        schedule = _schedule(total, num_ranks, two_shot)
+        schedule = shot_schedule(total, num_ranks, two_shot)
     share = schedule.block * (num_ranks if schedule.two_shot else 1)
     kernel = two_shot_kernel if schedule.two_shot else one_shot_kernel
     kernel[(min(CHANNELS, triton.cdiv(total, share)),)](
         boxes=memory.boxes, BOX=BOX, BLOCK=schedule.block, num_warps=schedule.warps,
-        **launch_arguments(memory, reduction),
+        **memory_arguments(memory), **launch_arguments(reduction),
     )  # fmt: skip
 
 
-def launch_arguments(memory: PeerMemory, reduction: Reduction) -> dict[str, Any]:
-    """What every kernel of a reduction takes, by name."""
-    partial, bias, residual, radices, out = reduction
+def memory_arguments(memory: PeerMemory) -> dict[str, Any]:
+    """What a kernel that meets other ranks takes, by name."""
     return {
-        "partial_ptr": partial,
         "flags_ptr": memory.flags,
         "addresses_ptr": memory.flag_addresses,
         "epochs_ptr": memory.epochs,
+        "RANK": memory.rank,
+        "RANKS": len(memory.boxes),
+        "LANES": LANES,
+        **launch_options(memory.flags.device),
+    }
+
+
+def launch_arguments(reduction: Reduction) -> dict[str, Any]:
+    """What a kernel of a reduction takes beside."""
+    partial, bias, residual, radices, out = reduction
+    return {
+        "partial_ptr": partial,
         "out_ptr": out,
         "bias_ptr": out if bias is None else bias,
         "residual_ptr": out if residual is None else residual,
@@ -122,16 +134,13 @@ def launch_arguments(memory: PeerMemory, reduction: Reduction) -> dict[str, Any]
         "residual_stride": 0 if residual is None else residual.stride(0),
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "RANK": memory.rank,
-        "RANKS": len(memory.boxes),
-        "LANES": LANES,
         "enable_fp_fusion": False,
         **tree_options(tuple(radix for radix in radices if radix > 1)),
-        **launch_options(out.device),
     }
 
 
-def _schedule(num_elements: int, num_ranks: int, two_shot: bool) -> ReduceSchedule:
+def shot_schedule(num_elements: int, num_ranks: int, two_shot: bool) -> ReduceSchedule:
+    """Of one way: blocks as small as the boxes hold at once."""
     shares = num_ranks if two_shot else 1
     fitting = [row for row in BLOCKS if num_elements <= row[0] * shares * CHANNELS]
     block, warps = fitting[0] if fitting else BLOCKS[-1]

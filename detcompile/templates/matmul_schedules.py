@@ -129,6 +129,8 @@ _FLOAT32: dict[int, _Rows] = {
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
 _FEW_WEIGHTS = 8 << 20
+_MANY_FEATURES = 16384
+_NARROW = 32  # features of the narrowest tile that does not swap its operands
 _MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
 
@@ -148,7 +150,7 @@ def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
     else:
         found = _few_tokens(problem) if problem.bucket <= 64 else []
         found += _many_tokens(problem) if problem.bucket >= 64 else []
-        found += _schedules("pointers", False, _ANY_STRIDES)
+        found = list(dict.fromkeys(found + _schedules("pointers", False, _ANY_STRIDES)))
     if not problem.radices:
         return tuple(found)
     return tuple(_with_leaves(problem, found))
@@ -158,9 +160,16 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     bucket = problem.bucket
     hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
     tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
-    plain = tma[:1] + _schedules("pointers", True, _POINTERS_FEW[bucket]) + tma[1:]
+    pointers = _schedules("pointers", True, _POINTERS_FEW[bucket])
+    plain = tma[:1] + pointers + tma[1:]
+    if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
+        plain = pointers[::-1] + tma
     # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
-    return hopper + plain if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS else plain + hopper
+    if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS:
+        return hopper + plain
+    if bucket == 64 and problem.hopper and problem.n <= _NARROW * _MULTIPROCESSORS:  # else half of them has no tile
+        return _schedules("hopper", False, _HOPPER[:1]) + plain + hopper
+    return plain + hopper
 
 
 def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:

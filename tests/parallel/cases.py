@@ -14,6 +14,7 @@ import detcompile
 from detcompile import CompiledModel, InvalidInput, Numerics
 from detcompile.api import EMBEDDED
 from detcompile.axes import score
+from detcompile.config import gpus_shared
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.backend import Backend
 from detcompile.passes.capture import DenseForward, observe_attention, probe_attention
@@ -74,7 +75,10 @@ def needs_gpus(tp: int) -> list[Any]:
     return [
         pytest.mark.gpu,
         NEEDS_CUDA,
-        pytest.mark.skipif(torch.cuda.device_count() < tp, reason=f"needs {tp} GPUs, one for each rank"),
+        pytest.mark.skipif(
+            torch.cuda.device_count() < (1 if gpus_shared() else tp),
+            reason=f"needs {tp} GPUs, one for each rank, or DETCOMPILE_SHARED_GPUS=1",
+        ),
     ]
 
 

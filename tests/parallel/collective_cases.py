@@ -9,7 +9,12 @@ from torch import Tensor
 
 from detcompile import Numerics
 from detcompile.parallel import tensor_parallel
-from detcompile.templates.collectives import partial_product, tree_all_reduce
+from detcompile.templates.collectives import (
+    all_gather_columns,
+    partial_product,
+    sharded_embedding,
+    tree_all_reduce,
+)
 from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_all"]
@@ -84,15 +89,17 @@ def _check_moves(tp: int, dtype: torch.dtype, device: str) -> None:
             own = -(-features.shape[1] // tp)
             columns = features[:, ranks.rank * own : (ranks.rank + 1) * own]
             columns = torch.nn.functional.pad(columns, (0, own - columns.shape[1]))
-            gathered = ours.all_gather_columns(columns, ranks.group, features.shape[1])
-            assert_bitwise_equal(gathered, features, f"columns {features.shape}")
+            for peers in (True, False):
+                gathered = all_gather_columns(columns, ranks.group, features.shape[1], peers)
+                assert_bitwise_equal(gathered, features, f"columns {features.shape}, peers={peers}")
         ids = torch.randint(0, width, (3, 7), generator=generator).to(device)
         whole = table.t().contiguous()
         own = -(-width // tp)
         share = whole[ranks.rank * own : (ranks.rank + 1) * own]
         share = torch.nn.functional.pad(share, (0, 0, 0, own - len(share)))
-        out = ours.sharded_embedding(share, ids, ranks.rank * own, ranks.group)
-        assert_bitwise_equal(out, whole[ids], f"embedding {whole.shape}")
+        for peers in (True, False):
+            out = sharded_embedding(share, ids, ranks.rank * own, ranks.group, peers)
+            assert_bitwise_equal(out, whole[ids], f"embedding {whole.shape}, peers={peers}")
 
 
 def _check_special_values(tp: int, device: str) -> None:

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of sums over memory that GPUs open to each other: against the library's way."""
+"""What one rank does in the tests of sums and moves over memory that GPUs open to each other: as by the library."""
 
 import random
 from collections.abc import Callable
@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from detcompile import Numerics
-from detcompile.parallel import TensorParallel, tensor_parallel
-from detcompile.templates.collectives import matmul_all_reduce, tree_all_reduce
+from detcompile.parallel import TensorParallel, rank_device, tensor_parallel
+from detcompile.templates.collectives import (
+    all_gather_columns,
+    matmul_all_reduce,
+    sharded_embedding,
+    tree_all_reduce,
+)
 from detcompile.templates.collectives_memory import peer_memory
 from tests.bits import assert_bitwise_equal
 
@@ -16,6 +21,7 @@ __all__ = ["check_peers"]
 
 # The last ones go through the boxes several times, in one shot and in two.
 SHAPES = [(1, 1), (1, 4096), (3, 67), (16, 4096), (65, 1000), (256, 4096), (300, 8192), (1500, 8192)]
+MOVES = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last goes round too
 SLEEP_CYCLES = 2_000_000  # about a millisecond: many sums of the other ranks
 NUM_SUMS = 300
 NUM_REPLAYS = 7
@@ -23,7 +29,7 @@ NUM_REPLAYS = 7
 
 def check_peers(rank: int, tp: int) -> bool:
     """Every check on this rank; whether there was such memory."""
-    ranks, device = tensor_parallel(tp), torch.device("cuda", rank)
+    ranks, device = tensor_parallel(tp), rank_device("cuda", rank)
     if peer_memory(ranks.group, device) is None:
         return False
     above, _ = Numerics().split_radices(tp)
@@ -33,6 +39,8 @@ def check_peers(rank: int, tp: int) -> bool:
     _check_products_that_land(ranks)
     _check_ranks_that_come_late(ranks, above)
     _check_graphs(ranks, above)
+    for M, n, padding in MOVES:
+        _check_moves(ranks, above, M, n, padding)
     torch.cuda.synchronize()
     return True
 
@@ -120,3 +128,36 @@ def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
             for index, ((_, reduce), out) in enumerate(zip(sums, outs)):
                 assert_bitwise_equal(out, reduce(peers=False), f"replay {replay}, sum {index}")
             sums[0][1]()
+
+
+def _check_moves(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int, padding: int) -> None:
+    """Columns and rows with a sum between them, at once and in a graph that is replayed with other ones."""
+    rows, width = 1000, 512
+    x = torch.empty(M, n, device="cuda", dtype=torch.bfloat16)
+    weight = _draw(ranks.rank, rows, width, dtype=torch.bfloat16)
+    ids = torch.zeros(M, device="cuda", dtype=torch.int64)
+    own = random.Random(ranks.rank)
+
+    def fill(seed: int) -> None:
+        x.copy_(_draw(100 * seed + ranks.rank, M, n))
+        generator = torch.Generator("cuda").manual_seed(seed)
+        ids.copy_(torch.randint(-3, ranks.size * rows, (M,), generator=generator, device="cuda"))
+
+    def move(peers: bool) -> list[Tensor]:
+        found = sharded_embedding(weight, ids, ranks.rank * rows, ranks.group, peers)
+        total = tree_all_reduce(found.float(), None, None, above, ranks.group, torch.bfloat16, peers=peers)
+        return [found, total, all_gather_columns(x, ranks.group, ranks.size * n - padding, peers)]
+
+    fill(0)
+    move(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = move(True)
+    for seed in range(NUM_REPLAYS):
+        fill(seed)
+        torch.cuda._sleep(own.randrange(SLEEP_CYCLES))
+        graph.replay()
+        for what, found, at_once, expected in zip(("rows", "sum", "columns"), outs, move(True), move(False)):
+            assert_bitwise_equal(found, expected, f"{what} of {M, n} in a graph, seed {seed}")
+            assert_bitwise_equal(at_once, expected, f"{what} of {M, n}, seed {seed}")

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from detcompile.parallel import backend_of_ranks, rank_device
+
 __all__ = ["run_ranks"]
 
 # A fork server imports once for all ranks of all groups. A process that forks may not have asked for GPUs before, and
@@ -26,7 +28,8 @@ MOST_SECONDS = 400  # of a rank on a GPU
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_type: str = "cpu") -> list[Any]:
-    """``function(rank, *args)`` on every rank, over gloo or NCCL; the results, in rank order. Rank r has GPU r.
+    """``function(rank, *args)`` on every rank, over gloo or NCCL; the results, in rank order. Rank r has GPU r,
+    or the ranks take those that they may share in turn.
 
     A rank that raises ends all of them, and its traceback is raised here.
     """
@@ -45,8 +48,8 @@ def _rank_main(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if device_type == "cuda":
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)  # a kernel that waits has no other end
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device_type == "cuda" else "gloo"
+        torch.cuda.set_device(rank_device(device_type, rank))
+    backend = backend_of_ranks(device_type)
     dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=PATIENCE)
     try:
         result = function(rank, *args)

@@ -1,4 +1,4 @@
-"""The kernels of tree_all_reduce, with all ranks' memories on one device and one rank after the other.
+"""Kernels of sums and moves over ranks, with all ranks' memories on one device and one rank after the other.
 
 Nobody waits here: flags are high from the start, and the kernels run again until what they read has been written.
 That they wait as they should is tested in tests/parallel, on several GPUs.
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from detcompile.float32 import add_tree
-from detcompile.templates import collectives, collectives_landing, collectives_memory, collectives_triton, tuning
+from detcompile.templates import (
+    collectives,
+    collectives_landing,
+    collectives_memory,
+    collectives_moves,
+    collectives_triton,
+    tuning,
+)
 from detcompile.templates.collectives_memory import CHANNELS, LANES, Landing, PeerMemory
 from detcompile.templates.collectives_triton import Reduction
 from tests.bits import assert_bitwise_equal
@@ -116,6 +123,58 @@ def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
         assert ranks[0].epochs[:1].tolist() == [9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "M", "n", "columns"), [(2, 1, 5, 9), (3, 3, 16, 48), (4, 7, 11, 42), (8, 2, 1, 8)]
+)
+def test_columns_arrive_side_by_side(num_ranks: int, M: int, n: int, columns: int, dtype: torch.dtype):
+    """Whatever they say, and without the padding of the last rank."""
+    size = dtype.itemsize
+    whole = torch.randint(0, 256, (M, num_ranks * n * size), dtype=torch.uint8).view(dtype)
+    ranks = memories(num_ranks)
+    for _ in range(2):
+        outs = []
+        for memory in ranks:
+            memory.epochs.fill_(7)
+            own = whole[:, memory.rank * n : (memory.rank + 1) * n].contiguous().to(DEVICE)
+            outs.append(collectives_moves.columns_over_peers(memory, own, columns))
+    for out in outs:
+        assert_bitwise_equal(out.cpu(), whole[:, :columns].contiguous(), f"{dtype}")
+    assert ranks[0].epochs[:1].tolist() == [8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_ranks", "v", "D", "shape"), [(2, 5, 9, (3,)), (4, 1, 16, (2, 3)), (8, 3, 1, (40,))])
+def test_rows_arrive_from_the_rank_that_has_them(
+    num_ranks: int, v: int, D: int, shape: tuple[int, ...], dtype: torch.dtype
+):
+    """Ids outside the table are rows of zeros, as where ranks add their bytes."""
+    torch.manual_seed(v)
+    table = torch.randint(0, 256, (num_ranks * v, D * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    ids = torch.randint(-2, num_ranks * v + 2, shape)
+    known = (ids >= 0) & (ids < num_ranks * v)
+    rows = table.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[torch.where(known, ids, 0)]
+    expected = torch.where(known.unsqueeze(-1), rows, 0).view(dtype)
+    ranks = memories(num_ranks)
+    for _ in range(2):
+        outs = []
+        for memory in ranks:
+            memory.epochs.fill_(7)
+            own = table[memory.rank * v : (memory.rank + 1) * v].to(DEVICE)
+            outs.append(collectives_moves.rows_over_peers(memory, own, ids.to(DEVICE)))
+    for out in outs:
+        assert_bitwise_equal(out.cpu(), expected, f"{dtype}")
+
+
+def test_moves_of_nothing_and_of_wide_elements_are_left_to_the_library():
+    (memory, _) = memories(2)
+    for x in (torch.zeros(0, 4, device=DEVICE), torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)):
+        assert collectives_moves.columns_over_peers(memory, x, 8) is None
+    rows = torch.zeros(4, 2, device=DEVICE)
+    assert collectives_moves.rows_over_peers(memory, rows, torch.zeros(0, dtype=torch.int64, device=DEVICE)) is None
+    assert collectives_moves.rows_over_peers(memory, rows.t(), torch.zeros(3, dtype=torch.int64, device=DEVICE)) is None
 
 
 def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():

@@ -36,6 +36,7 @@ from benchmarks.cpu import cpu_name
 from benchmarks.repeat import left_padded
 from detcompile import SamplingParams
 from detcompile.api import TINY_FOLDER
+from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.runtime.engine_config import EngineConfig
 
 __all__ = ["Answer", "compare", "read_prompts"]
@@ -109,12 +110,13 @@ def plain(path: str, tp: int, prompts: list[list[int]], tokens: int) -> dict[int
 
 @torch.no_grad()
 def _plain_rank(rank: int, tp: int, path: str, prompts: list[list[int]], tokens: int, folder: str) -> None:
-    on_gpu = torch.cuda.is_available()
     torch.set_num_threads(1)
+    device = rank_device("cuda" if torch.cuda.is_available() else "cpu", rank)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp
+        backend_of_ranks(device.type), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp
     )
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True).eval().to(device)
     if tp > 1:
         styles = model.config.base_model_tp_plan.items()

@@ -25,6 +25,7 @@ import struct
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -254,10 +255,14 @@ def _reduce_then_gather(
 
 
 def _gather(x: Tensor, group: str) -> Tensor:
-    """x [...] of every rank -> [R, ...]"""
-    num_ranks = process_group(group).size()
-    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x, num_ranks, group))
-    return gathered.view(num_ranks, *x.shape)
+    """x [M, ...] of every rank, contiguous -> [R, M, ...]
+
+    Not by the functional collective: gloo's reads the memory of GPUs as if it were the host's.
+    """
+    ranks = process_group(group)
+    gathered = x.new_empty((ranks.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x, group=ranks)
+    return gathered.view(ranks.size(), *x.shape)
 
 
 def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) -> Tensor:

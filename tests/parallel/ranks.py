@@ -43,6 +43,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device_t
 def _rank_main(
     rank: int, num_ranks: int, port: int, device_type: str, folder: str, function: Callable[..., Any], args: Any
 ) -> None:
+    faulthandler.enable()
     gc.freeze()  # what was imported stays, and need not be walked
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

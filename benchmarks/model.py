@@ -105,6 +105,7 @@ def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> f
 
 FAMILIES = {
     "all-reduce": ("one_shot_kernel", "two_shot_kernel"),
+    "moves": ("columns_kernel", "rows_kernel"),
     "landing": ("gather_kernel", "Memcpy"),
     "NCCL": ("nccl",),
     "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel"),

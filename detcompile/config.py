@@ -3,7 +3,7 @@
 | variable | default | meaning |
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
-| DETCOMPILE_CPU_ISA | the widest the machine has | avx512bf16, avx512, avx2 or portable |
+| DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums over ranks travel by NCCL also where GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
 | CXX | g++ | C++ compiler for the CPU templates |

@@ -1,7 +1,7 @@
 """Numerics: the declared choices that fix every SumOrder, and the functions that choose the orders.
 
-A choosing function sees the reduced length, the dtype, the device type and the Numerics. None has a parameter through
-which the number of tokens, the batch or the current tensor-parallel size could reach it.
+A choosing function sees the reduced length, the dtype, the device type or instruction set, and the Numerics. None has a
+parameter through which the number of tokens, the batch or the current tensor-parallel size could reach it.
 """
 
 import hashlib
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders import KV, Blocked, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Row, Sequential, Tree
 
 __all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order", "state_order"]
 
 KV_BLOCK = 64  # keys that one step of the online softmax takes
+_TILE_BLOCK = 32  # k of AMX's tiles of bfloat16
 _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
 
 # CPU: lanes double until no lane adds more than 8 terms, within these bounds; torch.sum is as accurate, one chain of
@@ -71,13 +72,16 @@ class Numerics:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-def matmul_order(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> Sequential | Blocked | Tree:
+def matmul_order(
+    k: int, dtype: torch.dtype, radices: tuple[int, ...], isa: str = ""
+) -> Sequential | Blocked | EvenOdd | Tree:
     """How a GEMM sums its K features.
 
     Args:
         k: features summed over all ranks together, not one rank's share.
         dtype: of both operands: float32 takes Blocked leaves, bfloat16 and float16 take Sequential ones.
         radices: `Numerics.radices` for a row-parallel GEMM, () for any other.
+        isa: of a CPU, as `cpu_library.isa_of` gives it: with "amx", bfloat16 takes EvenOdd leaves.
 
     Raises:
         NumericsError: K does not split into prod(radices) equal leaves; the message names tp_sizes that fit.
@@ -89,7 +93,11 @@ def matmul_order(k: int, dtype: torch.dtype, radices: tuple[int, ...]) -> Sequen
     if k % leaves:
         raise NumericsError(_misfit(k, radices))
     leaf_k = k // leaves
-    leaf = Blocked(leaf_k, _FP32_BLOCK) if dtype is torch.float32 else Sequential(leaf_k)
+    leaf: Sequential | Blocked | EvenOdd = Sequential(leaf_k)
+    if dtype is torch.float32:
+        leaf = Blocked(leaf_k, _FP32_BLOCK)
+    elif dtype is torch.bfloat16 and isa == "amx":
+        leaf = EvenOdd(leaf_k, _TILE_BLOCK)
     return Tree(k, radices, leaf) if radices else leaf
 
 

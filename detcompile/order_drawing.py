@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import NamedTuple
 
-from detcompile.orders import KV, Blocked, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from detcompile.sum_order import SumOrder
 
 __all__ = ["Node", "order_drawing", "order_tree"]
@@ -36,7 +36,7 @@ def order_tree(order: SumOrder) -> Node:
     """What is added to what."""
     if isinstance(order, Tree):
         return _levels(order, order.radices, 0)
-    if isinstance(order, Sequential | Blocked):
+    if isinstance(order, Sequential | Blocked | EvenOdd):
         return _leaf(order, 0)
     if isinstance(order, Row):
         return _row(order)
@@ -62,18 +62,27 @@ def _levels(order: Tree, radices: tuple[int, ...], first: int) -> Node:
     )
 
 
-def _leaf(order: Sequential | Blocked, first: int) -> Node:
+def _leaf(order: Sequential | Blocked | EvenOdd, first: int) -> Node:
     last = first + int(order.k) - 1
     if isinstance(order, Sequential):
         return Node((f"k = {first} … {last}", "one after the other"))
     block = int(order.block)
     starts = range(first, last + 1, block)
+    if isinstance(order, EvenOdd):
+        return Node(
+            (f"0 and {len(starts)} blocks, left to right",),
+            _shown(len(starts), lambda i: _two_chains(starts[i], min(starts[i] + block - 1, last))),
+        )
     if len(starts) == 1:
         return Node((f"k = {first} … {last}", "one after the other"))
     return Node(
         (f"{len(starts)} blocks, left to right",),
         _shown(len(starts), lambda i: Node((f"k = {starts[i]} … {min(starts[i] + block - 1, last)}",))),
     )
+
+
+def _two_chains(first: int, last: int) -> Node:
+    return Node((f"k = {first} … {last}", "the even ones + the odd ones", "each one after the other"))
 
 
 def _row(order: Row) -> Node:

@@ -6,10 +6,10 @@ float32 with numpy, as the CPU templates compute: one fused multiply-add a k, wh
 how many rows it will be applied to.
 
 SumOrder
-├── Sequential, Blocked, Tree    GEMMs: evaluate(x [M, K], w [N, K]) -> [M, N]
-├── Row                          reductions over one axis: evaluate(terms [..., R]) -> [...]
-├── KV                           attention over the keys of one sequence
-└── Experts                      the outputs of one token's experts
+├── Sequential, Blocked, EvenOdd, Tree    GEMMs: evaluate(x [M, K], w [N, K]) -> [M, N]
+├── Row                                   reductions over one axis: evaluate(terms [..., R]) -> [...]
+├── KV                                    attention over the keys of one sequence
+└── Experts                               the outputs of one token's experts
 
 Legend: M tokens, N output features, K summed features, L leaves of a tree, R length of a row, D Dv head dims.
 """
@@ -26,7 +26,7 @@ from detcompile.errors import InvalidInput, NumericsError
 from detcompile.float32 import add_halves, add_left_to_right, add_pairs, add_tree, fma_float32, pad_last
 from detcompile.sum_order import QUIET, SharedOrder, Size, SumOrder
 
-__all__ = ["Blocked", "Experts", "KV", "Row", "Sequential", "Size", "SumOrder", "Tree"]
+__all__ = ["Blocked", "EvenOdd", "Experts", "KV", "Row", "Sequential", "Size", "SumOrder", "Tree"]
 
 FusedMultiplyAdd: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
@@ -97,6 +97,29 @@ class Blocked(_MatmulOrder):
 
 
 @dataclass(frozen=True, slots=True)
+class EvenOdd(_MatmulOrder):
+    """Each `block` k, the last maybe fewer, are one chain of the even and one of the odd; both start at 0.0.
+
+    A block's two chains are added to each other, and their sum to an accumulator that starts at 0.0 and walks the
+    blocks upwards. AMX's product of bfloat16 tiles (Intel SDM, TDPBF16PS), where all additions flush as fma_flushed.
+    """
+
+    k: Size
+    block: Size = 32
+
+    def __str__(self) -> str:
+        return f"EvenOdd({self.k}, block={self.block})"
+
+    def _sum(self, x_MK: np.ndarray, w_NK: np.ndarray, fma: FusedMultiplyAdd) -> np.ndarray:
+        one, acc = np.ones((), np.float32), Sequential(1)._sum(x_MK[..., :0], w_NK[..., :0], fma)
+        for start in range(0, self.k, self.block):
+            block = [slice(start + first, min(start + self.block, self.k), 2) for first in (0, 1)]
+            even, odd = (Sequential(1)._sum(x_MK[..., ks], w_NK[..., ks], fma) for ks in block)
+            acc = fma(one, fma(one, even, odd), acc)
+        return acc
+
+
+@dataclass(frozen=True, slots=True)
 class Tree(_MatmulOrder):
     """prod(radices) equal contiguous leaves of K; a node of radix r adds its r children left to right in float32.
 
@@ -110,11 +133,11 @@ class Tree(_MatmulOrder):
 
     k: Size
     radices: tuple[Size, ...]
-    leaf: Sequential | Blocked
+    leaf: Sequential | Blocked | EvenOdd
 
     def __post_init__(self) -> None:
         SumOrder.__post_init__(self)
-        assert isinstance(self.leaf, Sequential | Blocked), self.leaf
+        assert isinstance(self.leaf, Sequential | Blocked | EvenOdd), self.leaf
         if not self.radices:
             raise NumericsError(f"Tree({self.k}): a tree without radices is its leaf; use {self.leaf}")
         leaves = math.prod(self.radices)

@@ -12,7 +12,7 @@ from detcompile import cli
 from detcompile.certificate_page import certificate_page, refusal_page
 from detcompile.errors import UncertifiedOp
 from detcompile.order_drawing import order_drawing, order_tree
-from detcompile.orders import KV, Blocked, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from tests.models import compiled
 
 VOID = {"meta", "br"}
@@ -77,6 +77,8 @@ def test_check_writes_the_refusal_and_still_fails(tmp_path, monkeypatch):
     [
         Sequential(96),
         Blocked(300, 128),
+        EvenOdd(300, 32),
+        EvenOdd(7, 32),
         Tree(768, (2, 2, 2), Sequential(96)),
         Tree(6144, (3, 16), Blocked(128, 128)),
         Row(4096, 64, 4),
@@ -96,9 +98,10 @@ def test_every_order_is_drawn_within_its_frame(order):
         assert top >= 0 and top + float(box.get("height")) <= height + 1
 
 
-def test_the_leaves_of_a_tree_are_its_ranges():
+@pytest.mark.parametrize("leaf", [Blocked(192, 128), EvenOdd(192, 32)], ids=str)
+def test_the_leaves_of_a_tree_are_its_ranges(leaf):
     """What is drawn is what is summed: every k once, from left to right."""
-    tree = order_tree(Tree(768, (2, 2), Blocked(192, 128)))
+    tree = order_tree(Tree(768, (2, 2), leaf))
     drawn = [line for node in leaves(tree) for line in node.text if line.startswith("k = ")]
     ranges = [tuple(map(int, re.findall(r"\d+", line))) for line in drawn]
     assert [k for first, last in ranges for k in range(first, last + 1)] == list(range(768))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from detcompile import numerics
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import Numerics, kv_order, matmul_order, row_order
-from detcompile.orders import KV, Blocked, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Row, Sequential, Tree
 
 CHAINS = st.lists(st.integers(2, 4), max_size=4).map(
     lambda radices: tuple(itertools.accumulate(radices, lambda size, radix: size * radix, initial=1))
@@ -95,7 +95,7 @@ def test_digests_tell_choices_apart_and_survive_a_restart():
 
 
 def test_no_choosing_function_can_see_the_batch_or_the_current_tp():
-    allowed = {"k", "length", "dtype", "device_type", "radices", "numerics"}
+    allowed = {"k", "length", "dtype", "device_type", "isa", "radices", "numerics"}
     for name in numerics.__all__:
         chooser = getattr(numerics, name)
         if inspect.isfunction(chooser):
@@ -107,6 +107,10 @@ def test_matmul_orders():
     assert matmul_order(4096, torch.float16, ()) == Sequential(4096)
     assert matmul_order(4096, torch.float32, ()) == Blocked(4096, 128)
     assert matmul_order(12288, torch.bfloat16, (2, 2, 2)) == Tree(12288, (2, 2, 2), Sequential(1536))
+    assert matmul_order(4096, torch.bfloat16, (), "amx") == EvenOdd(4096, 32)
+    assert matmul_order(12288, torch.bfloat16, (3, 2), "amx") == Tree(12288, (3, 2), EvenOdd(2048, 32))
+    for dtype, isa in ((torch.float16, "amx"), (torch.float32, "amx"), (torch.bfloat16, "avx512bf16")):
+        assert matmul_order(4096, dtype, (), isa) == matmul_order(4096, dtype, ())
     assert matmul_order(12288, torch.float32, (3, 2)) == Tree(12288, (3, 2), Blocked(2048, 128))
 
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detcompile.float32 import add_tree, fma_float32
+from detcompile.float32 import add_tree, fma_float32, fma_flushed
 from detcompile.numerics import matmul_order, row_order
-from detcompile.orders import KV, Blocked, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 
 SEEDS = st.integers(0, 2**32 - 1)
 RADICES = st.sampled_from([(), (4,), (8,), (3, 2), (2, 3), (2, 2, 2)]) | st.lists(st.integers(2, 4), max_size=3).map(
@@ -67,10 +67,28 @@ def test_blocked_adds_the_chains_of_its_blocks(seed, k):
     assert same_bits(Blocked(k).evaluate(x_MK, w_NK), expected)
 
 
-@given(SEEDS, st.integers(1, 9), RADICES, DTYPES)
-def test_ranks_of_every_declared_size_combine_to_the_whole(seed, leaf_k, radices, dtype):
+@given(SEEDS, st.sampled_from([1, 2, 31, 32, 33, 63, 64, 65, 100]))
+def test_even_odd_adds_the_two_chains_of_its_blocks(seed, k):
+    x_MK, w_NK = heavy_tailed(seed, 2, k), heavy_tailed(seed + 1, 2, k)
+    expected = np.zeros((2, 2), np.float32)
+    for m, n in np.ndindex(2, 2):
+        for i in range(0, k, 32):
+            x, w = x_MK[m, i : i + 32], w_NK[n, i : i + 32]
+            expected[m, n] += chain(x[0::2], w[0::2]) + chain(x[1::2], w[1::2])
+    assert same_bits(EvenOdd(k).evaluate(x_MK, w_NK), expected)
+
+
+def test_even_odd_flushes_every_addition_with_its_chains():
+    x_MK, w_NK = np.array([[1.5, -1.0]], np.float32), np.array([[2.0**-126, 2.0**-126]], np.float32)
+    assert EvenOdd(2).evaluate(x_MK, w_NK) == 2.0**-127
+    assert EvenOdd(2).evaluate(x_MK, w_NK, fma_flushed).tobytes() == bytes(4)
+    assert EvenOdd(2, 1).evaluate(x_MK, w_NK, fma_flushed).tobytes() == bytes(4)
+
+
+@given(SEEDS, st.integers(1, 9), RADICES, DTYPES, st.sampled_from(["", "amx"]))
+def test_ranks_of_every_declared_size_combine_to_the_whole(seed, leaf_k, radices, dtype, isa):
     k = leaf_k * math.prod(radices)
-    order = matmul_order(k, dtype, radices)
+    order = matmul_order(k, dtype, radices, isa)
     x_MK, w_NK = heavy_tailed(seed, 3, k), heavy_tailed(seed + 1, 4, k)
     whole = order.evaluate(x_MK, w_NK)
     for tp_size in tp_sizes_of(radices):
@@ -111,6 +129,10 @@ X, W = heavy_tailed(10, 16, 768), heavy_tailed(11, 16, 768)
         (Sequential(768), lambda: unfused(X, W)),
         (Blocked(768), lambda: Blocked(768, 64).evaluate(X, W)),
         (Blocked(768), lambda: Tree(768, (2, 3), Sequential(128)).evaluate(X, W)),
+        (EvenOdd(768), lambda: EvenOdd(768, 64).evaluate(X, W)),
+        (EvenOdd(768), lambda: Sequential(768).evaluate(X, W)),
+        (EvenOdd(768), lambda: Blocked(768, 32).evaluate(X, W)),
+        (Tree(768, (2, 2), EvenOdd(192)), lambda: EvenOdd(768).evaluate(X, W)),
         (Tree(768, (2, 2, 2), Sequential(96)), lambda: swapped_leaves(X, W)),
         (Tree(768, (2, 2, 2), Sequential(96)), lambda: Tree(768, (8,), Sequential(96)).evaluate(X, W)),
         (Tree(768, (3, 2), Sequential(128)), lambda: Tree(768, (2, 3), Sequential(128)).evaluate(X, W)),
@@ -163,7 +185,7 @@ def test_subtrees_are_trees_down_to_the_leaf():
     assert Tree(48, (3, 2), Blocked(8)).subtree(3) == Tree(16, (2,), Blocked(8))
 
 
-@pytest.mark.parametrize("order", [Sequential(768), Blocked(768), Tree(768, (2, 2, 2), Sequential(96))])
+@pytest.mark.parametrize("order", [Sequential(768), Blocked(768), EvenOdd(768), Tree(768, (2, 2, 2), Sequential(96))])
 def test_matmul_references_are_near_float64(order):
     exact = X.astype(np.float64) @ W.T.astype(np.float64)
     bound = np.abs(X).astype(np.float64) @ np.abs(W).T.astype(np.float64) * 768 * 2.0**-24

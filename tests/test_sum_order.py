@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders import KV, Blocked, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 
 TOKENS = sympy.Symbol("tokens", integer=True, positive=True)
 
@@ -15,6 +15,8 @@ ORDERS = {
     Sequential(1536): "Sequential(1536)",
     Blocked(1536): "Blocked(1536, block=128)",
     Blocked(1536, 64): "Blocked(1536, block=64)",
+    EvenOdd(1536): "EvenOdd(1536, block=32)",
+    Tree(12288, (2, 2, 2), EvenOdd(1536)): "Tree(12288, 2x2x2, EvenOdd(1536, block=32))",
     Tree(12288, (2, 2, 2), Sequential(1536)): "Tree(12288, 2x2x2, Sequential(1536))",
     Tree(12288, (2, 2, 2), Blocked(1536)): "Tree(12288, 2x2x2, Blocked(1536, block=128))",
     Tree(12288, (8,), Sequential(1536)): "Tree(12288, 8, Sequential(1536))",
@@ -32,7 +34,7 @@ def test_orders_print_themselves():
 
 
 def test_orders_differ_and_so_do_their_digests():
-    assert len(ORDERS) == len({order.digest() for order in ORDERS}) == 12
+    assert len(ORDERS) == len({order.digest() for order in ORDERS}) == 14
     assert Tree(8, (2,), Sequential(4)).digest() == Tree(8, [2], Sequential(sympy.Integer(4))).digest()
     canonical = b"Tree(k=8, radices=(2), leaf=Sequential(k=4))"
     assert Tree(8, (2,), Sequential(4)).digest() == hashlib.sha256(canonical).hexdigest()
@@ -49,6 +51,7 @@ def test_a_sympy_number_is_a_number():
         Sequential(TOKENS),
         Blocked(2 * TOKENS + 1),
         Blocked(64, TOKENS),
+        EvenOdd(TOKENS),
         Tree(8 * TOKENS, (2, 2, 2), Sequential(TOKENS)),
         Tree(64 * TOKENS, (TOKENS,), Sequential(64)),
         Row(TOKENS, 64),
@@ -76,6 +79,7 @@ def test_numbers_have_no_symbols():
     ("build", "message"),
     [
         (lambda: Sequential(0), "Sequential: k=0 must be an integer of at least 1"),
+        (lambda: EvenOdd(64, 0), "EvenOdd: block=0"),
         (lambda: Blocked(64, -1), "Blocked: block=-1"),
         (lambda: Sequential(1.5), r"k=1\.5"),
         (lambda: Sequential(sympy.Rational(3, 2)), "k=3/2"),

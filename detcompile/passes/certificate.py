@@ -35,6 +35,7 @@ from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwis
 from detcompile.passes.template_rules import ATTENTION, TEMPLATES
 from detcompile.passes.whole_graph import is_assertion, lost_of, only_checked
 from detcompile.sum_order import SumOrder
+from detcompile.templates.cpu_library import isa_of
 
 __all__ = ["Certificate", "Entry", "Role", "certify"]
 
@@ -284,13 +285,15 @@ def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     if target is ours.matmul.default:
         radices = _declared(args[4], numerics)
         value = args[0].meta["val"]
-        order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices)
+        order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices, isa_of(value.device))
     elif target is ours.dequant_matmul.default:
         radices = _declared(args[8], numerics)
-        order = matmul_order(_static(shape_of(args[0])[1]), args[0].meta["val"].dtype, radices)
+        value = args[0].meta["val"]
+        order = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices, isa_of(value.device))
     elif target in (ours.expert_matmul.default, ours.gated_matmul.default):
         radices = _declared(args[4] if len(args) > 4 else (), numerics)  # gated_matmul has two arguments
-        order = matmul_order(_static(shape_of(args[0])[-1]), args[0].meta["val"].dtype, radices)
+        value = args[0].meta["val"]
+        order = matmul_order(_static(shape_of(args[0])[-1]), value.dtype, radices, isa_of(value.device))
     elif args[:1] == (ours.rope_cache.default,):
         if node.kwargs["eps"] is None:
             return None

@@ -27,6 +27,7 @@ from detcompile.passes.provenance import (
 from detcompile.passes.rules import embedding
 from detcompile.passes.template_rules import of_experts
 from detcompile.sum_order import SumOrder
+from detcompile.templates.cpu_library import isa_of
 
 __all__ = ["COLLECTIVES", "shared_order"]
 
@@ -98,4 +99,5 @@ def shared_order(node: fx.Node, numerics: Numerics) -> SumOrder | None:
     own = shape_of(node.args[0])[-1]
     if own.free_symbols:
         raise Refusal(f"a sum over {own}, which is not fixed")
-    return matmul_order(int(own) * tp, node.args[0].meta["val"].dtype, numerics.radices)
+    value = node.args[0].meta["val"]
+    return matmul_order(int(own) * tp, value.dtype, numerics.radices, isa_of(value.device))

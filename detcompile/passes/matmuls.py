@@ -22,7 +22,7 @@ RESIDUAL_OF = {
 def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
     """mm(x, w_KN)  ->  matmul(x, w_NK, None, None, [])         addmm(b, x, w_KN)  ->  matmul(x, w_NK, b, None, [])
 
-    Both are one Sequential (fp32: Blocked) sum; row-parallel linears call the template with their tree themselves.
+    Both are one sum in the order of matmul_order; row-parallel linears call the template with their tree themselves.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.mm.default):
         _pin(gm.graph, node, node.args[0], node.args[1], None)

@@ -2,8 +2,9 @@
 
 The sources beside this file are plain C++17 with a C ABI. A library is named by the hash of its sources, its flags and
 the compiler's version, ends with the SHA-256 of its own bytes (so that a damaged file is never loaded), and is renamed
-into place, so that any number of processes may build it at once. All instruction sets give the same bits: the dot
-product of bfloat16 pairs is used only on a machine where it was compared with the multiply-adds of the others.
+into place, so that any number of processes may build it at once. All instruction sets give the same bits, but for
+products of bfloat16 with amx, which have an order of their own (numerics.matmul_order). The dot products of bfloat16
+pairs and of tiles are used only on a machine where they were compared with their orders, written out.
 """
 
 import ctypes
@@ -29,6 +30,7 @@ __all__ = [
     "compiler_version",
     "dtype_code",
     "isa",
+    "isa_of",
     "library",
     "library_bytes",
     "pair_faults",
@@ -37,13 +39,15 @@ __all__ = [
     "source_digest",
     "supported_isas",
     "thread_count",
+    "tile_faults",
 ]
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
 
 _SOURCES = Path(__file__).parent / "cpu"
-_PAIRS = "avx512bf16"
+_TILES, _PAIRS = "amx", "avx512bf16"
 _ISA_FLAGS = {
+    _TILES: "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
     _PAIRS: "-march=x86-64-v4 -mavx512bf16",
     "avx512": "-march=x86-64-v4",
     "avx2": "-march=x86-64-v3",
@@ -51,12 +55,14 @@ _ISA_FLAGS = {
 }
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _ISA_NEEDS = {
+    _TILES: _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     _PAIRS: _AVX512 | {"avx512_bf16"},
     "avx512": _AVX512,
     "avx2": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
     "portable": set[str](),
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
 _DIGEST_BYTES = 32
 _adopted: dict[str, Path] = {}  # by instruction set: what another machine compiled
 _loaded: dict[str, Path] = {}  # by instruction set: what this process runs
@@ -70,6 +76,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     "detcompile_add_partials": (None, [ctypes.c_char_p]),  # the same
     "detcompile_dequantize": (None, [ctypes.c_char_p]),  # struct Call of dequantize.cpp
     "detcompile_pair_faults": (_INT64, []),
+    "detcompile_tile_faults": (_INT64, []),
     "detcompile_enter_floats": (None, [_INT32, _POINTER]),
     "detcompile_leave_floats": (None, []),
     "detcompile_row_sum": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32, _INT32, _INT32]),
@@ -103,32 +110,44 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
 
 
 def isa() -> str:
-    """The instruction set the CPU templates run with: avx512bf16, avx512, avx2 or portable.
+    """The instruction set the CPU templates run with: amx, avx512bf16, avx512, avx2 or portable.
 
     Raises:
         InvalidInput: config.cpu_isa_override() names none that this machine has, or one whose bits are not ours.
     """
     override = config.cpu_isa_override()
     available = supported_isas()
-    chosen = available[0] if override is None else override
-    if chosen not in available:
+    if override is None:
+        return next(name for name in available if not _faults(name))
+    if override not in available:
         raise InvalidInput(
             f"DETCOMPILE_CPU_ISA={override!r}: this machine runs {', '.join(available)}. Set one of these, or unset it."
         )
-    if chosen != _PAIRS or pair_faults() == 0:
-        return chosen
-    if override is not None:
+    if _faults(override):
+        operands = "tiles" if override == _TILES else "pairs"
         raise InvalidInput(
-            f"DETCOMPILE_CPU_ISA={override!r}: this CPU's dot product of bfloat16 pairs rounds unlike two multiply-adds"
-            f" ({pair_faults()} of the probe's results differ). Set {available[1]}, or unset it."
+            f"DETCOMPILE_CPU_ISA={override!r}: this CPU's dot product of bfloat16 {operands} rounds unlike its order,"
+            f" written out ({_faults(override)} of the probe's results differ). "
+            f"Set {available[available.index(override) + 1]}, or unset it."
         )
-    return available[1]
+    return override
+
+
+def isa_of(device: torch.device) -> str:
+    """isa() where it decides bits, on a CPU; empty for any other device."""
+    return isa() if device.type == "cpu" else ""
 
 
 @functools.cache
 def pair_faults() -> int:
     """How many results of this CPU's dot product of bfloat16 pairs differ from two multiply-adds, in a fixed probe."""
     return int(library(_PAIRS).detcompile_pair_faults())
+
+
+@functools.cache
+def tile_faults() -> int:
+    """How many results of this CPU's product of bfloat16 tiles differ from orders.EvenOdd, in a fixed probe."""
+    return int(library(_TILES).detcompile_tile_faults())
 
 
 @functools.cache
@@ -139,7 +158,8 @@ def supported_isas() -> tuple[str, ...]:
     if cpuinfo.exists():
         lines = cpuinfo.read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith("flags")), "").split())
-    return tuple(name for name, needs in _ISA_NEEDS.items() if needs <= flags)
+    names = [name for name, needs in _ISA_NEEDS.items() if needs <= flags]
+    return tuple(name for name in names if name != _TILES or _tiles_permitted())
 
 
 @functools.cache
@@ -247,6 +267,18 @@ def radices_array(radices: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(radices))(*radices)
 
 
+def _faults(name: str) -> int:
+    return tile_faults() if name == _TILES else pair_faults() if name == _PAIRS else 0
+
+
+@functools.cache
+def _tiles_permitted() -> bool:
+    """Whether Linux lets this process, its threads and forks, use AMX's tiles; it wants to be asked (since 5.16)."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
 @functools.cache
 def _default_library() -> ctypes.CDLL:
     return _library(isa())
@@ -254,6 +286,8 @@ def _default_library() -> ctypes.CDLL:
 
 @functools.cache
 def _library(name: str) -> ctypes.CDLL:
+    if name == _TILES and not _tiles_permitted():  # its first instruction would end the process
+        raise InvalidInput("amx: Linux lets this process use no tiles. Take the instruction set that isa() chooses.")
     path = _library_file(name)
     if not _is_intact(path):
         _build(name, path)
@@ -302,5 +336,5 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
         if process.returncode != 0:
             raise CompilerNotFound(
                 f"The CPU templates could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
-                f"{output[-2000:]}\nInstall a C++17 compiler with OpenMP (g++ 10 or later) or name one in CXX."
+                f"{output[-2000:]}\nInstall a C++17 compiler with OpenMP (g++ 11 or later) or name one in CXX."
             )

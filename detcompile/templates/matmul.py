@@ -2,13 +2,14 @@
 
 Legend: M tokens, N output features, K input features.
 
-    acc  = matmul_order(K, x.dtype, radices), float32: a Sequential chain (bfloat16, float16) or Blocked(128) sums
-           (float32), one per leaf of Tree(K, radices) if there are radices
+    acc  = matmul_order(K, x.dtype, radices, isa), float32: a Sequential chain (bfloat16, float16) or Blocked(128) sums
+           (float32), one per leaf of Tree(K, radices) if there are radices; EvenOdd(32) for bfloat16 on AMX
     y    = round(acc + bias)                 one rounding to out_dtype (default x.dtype)
     out  = round(residual + y)               only with a residual; the sum is in float32
 
 On the CPU, bfloat16's multiply-adds count subnormal operands and results as zeros (float32.fma_flushed), as the dot
-product of pairs of AVX512-BF16 does, and fp32's and fp16's keep them: the bits are the same with every instruction set.
+products of pairs and of tiles of AVX512-BF16 and AMX do, and fp32's and fp16's keep them. The bits are the same with
+every instruction set, but for bfloat16 on AMX, whose order is another one.
 Weights are read where they are at every call, so that they may change in place.
 
 The order knows nothing of M, so a row's bits do not depend on its neighbours. x may be a slice of columns and w any
@@ -47,7 +48,7 @@ def matmul_cpu(
     out_dtype: torch.dtype | None = None,
     isa: str | None = None,
 ) -> Tensor:
-    """The op on the CPU; `isa` picks an instruction set (all give the same bits).
+    """The op on the CPU; `isa` picks an instruction set (amx gives bfloat16 other bits than the others).
 
     Raises:
         InvalidInput: shapes or dtypes that do not fit together.

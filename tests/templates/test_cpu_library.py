@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from detcompile.errors import CompilerNotFound, InvalidInput
 from detcompile.templates import cpu_library
@@ -74,6 +75,37 @@ def test_a_dot_product_of_pairs_that_rounds_otherwise_is_not_used(monkeypatch):
 
 def test_the_probe_of_the_dot_product_of_pairs_sees_its_absence():
     assert cpu_library.library("portable").detcompile_pair_faults() == -1
+
+
+def test_a_product_of_tiles_that_rounds_otherwise_is_not_used(monkeypatch):
+    monkeypatch.setattr(cpu_library, "supported_isas", lambda: ("amx", "avx512bf16", "avx512", "portable"))
+    monkeypatch.setattr(cpu_library, "tile_faults", lambda: 3)
+    monkeypatch.setattr(cpu_library, "pair_faults", lambda: 0)
+    monkeypatch.delenv("DETCOMPILE_CPU_ISA", raising=False)
+    assert cpu_library.isa() == "avx512bf16"
+    monkeypatch.setattr(cpu_library, "pair_faults", lambda: 5)
+    assert cpu_library.isa() == "avx512"
+    monkeypatch.setenv("DETCOMPILE_CPU_ISA", "amx")
+    with pytest.raises(InvalidInput, match=r"'amx': .*tiles rounds unlike .*\(3 of .*differ\)\. Set avx512bf16"):
+        cpu_library.isa()
+    monkeypatch.setattr(cpu_library, "tile_faults", lambda: 0)
+    assert cpu_library.isa() == "amx"
+
+
+def test_tiles_that_linux_does_not_permit_are_no_instruction_set_of_this_machine(monkeypatch):
+    monkeypatch.setattr(cpu_library, "_tiles_permitted", lambda: False)
+    assert "amx" not in cpu_library.supported_isas.__wrapped__()
+    with pytest.raises(InvalidInput, match="no tiles"):
+        cpu_library._library.__wrapped__("amx")
+
+
+def test_the_instruction_set_decides_bits_on_a_cpu_alone():
+    assert cpu_library.isa_of(torch.device("cpu")) == cpu_library.isa()
+    assert cpu_library.isa_of(torch.device("cuda")) == ""
+
+
+def test_the_probe_of_the_product_of_tiles_sees_its_absence():
+    assert cpu_library.library("portable").detcompile_tile_faults() == -1
 
 
 def test_processes_build_at_once_and_leave_one_library(sources, tmp_path):

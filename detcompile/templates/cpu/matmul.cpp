@@ -123,6 +123,12 @@ void finish(const Problem& p, int64_t row, int64_t rows, int64_t n, const float*
   }
 }
 
+}  // namespace
+
+#include "matmul_amx.h"
+
+namespace {
+
 // What is packed at a time: words [word, word + words) of each leaf in [leaf, leaf + leaves)
 struct Step {
   int64_t leaf, leaves, word, words;
@@ -258,6 +264,7 @@ void add_panel(const Problem& p, int64_t row, int64_t rows, int64_t n, float* st
 void multiply(const Call& call) {
   if (call.dtype == kFloat32) run<float, Fma>(call, 0.0f);
   else if (call.dtype == kFloat16) run<fp16, Fma>(call, fp16{0});
+  else if (kHasTiles) run_tiles(call);
   else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // -0 * +0, added to a chain, leaves it as it is
   else run<bf16, FlushedFma>(call, bf16{0});
 }

@@ -1,22 +1,10 @@
 // Does this CPU's dot product of bfloat16 pairs round as two flushed multiply-adds, the high halves first? Counted over values
 // at every edge, and over random ones near the smallest normal, near each other, and of any kind.
-#include "simd.h"
+#include "probe.h"
 
 namespace {
 
 constexpr int kRandomVectors = 1 << 15;
-
-struct Random {  // xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators", 2016)
-  uint64_t state = 0x9e3779b97f4a7c15u;
-  uint32_t next() {
-    state ^= state >> 12;
-    state ^= state << 25;
-    state ^= state >> 27;
-    return uint32_t((state * 0x2545f4914f6cdd1du) >> 32);
-  }
-  // sign and fraction at random, the biased exponent from [low, low + span)
-  uint32_t bf16(uint32_t low, uint32_t span) { return (next() & 0x807f) | (low + next() % span) << 7; }
-};
 
 // not inlined, so that nothing moves out of a FlushSubnormals around it
 __attribute__((noinline)) void link(const float* a, const float* b, const float* c, float* out) {
@@ -40,16 +28,9 @@ int64_t faults(const uint32_t a[kLanes], const uint32_t b[kLanes], const uint32_
     link(halves[0], halves[1], start, expected);
     link(halves[2], halves[3], expected, expected);
   }
-  int64_t count = 0;
-  for (int i = 0; i < kLanes; i++) {
-    bool both_nan = got[i] != got[i] && expected[i] != expected[i];
-    count += !both_nan && std::memcmp(&got[i], &expected[i], 4) != 0;
-  }
-  return count;
+  return differing(got, expected, kLanes);
 }
 
-constexpr uint32_t kEdges[] = {0x0000, 0x8000, 0x0001, 0x807f, 0x0080, 0x8080, 0x0081, 0x1f80, 0x2000, 0x3f7f, 0x3f80,
-                               0xbf80, 0x3f81, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0};
 constexpr uint32_t kStarts[] = {0,          0x80000000, 1,          0x807fffff, 0x00800000, 0x80800000, 0x00800001, 0x01000001,
                                 0x3f800000, 0xbf800001, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000, 0x7fc00000, 0x33800000};
 

@@ -1,4 +1,5 @@
-"""Sums over ranks beside NCCL's: the tree all-reduce, and row-parallel GEMMs with it. One process a GPU, on all GPUs.
+"""Sums and moves over ranks beside NCCL's: the tree all-reduce, row-parallel GEMMs with it, a vocabulary's logits and
+embedding rows. One process a GPU, on all GPUs.
 
     python -m benchmarks.collectives --commit $(git rev-parse --short HEAD) [--ranks 2] [--seconds 80]
 
@@ -31,13 +32,20 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from detcompile.config import settle_symmetric_memory
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
-from detcompile.templates.collectives import matmul_all_reduce, partial_product, tree_all_reduce
+from detcompile.templates.collectives import (
+    all_gather_columns,
+    matmul_all_reduce,
+    partial_product,
+    sharded_embedding,
+    tree_all_reduce,
+)
 from detcompile.templates.collectives_memory import peer_memory
 from detcompile.templates.collectives_triton import choose_schedule
 
 TOKENS = (1, 8, 64, 256, 1024, 2048, 8192)
 WIDTHS = (4096, 8192)
 GEMMS = {"Qwen3-8B o": (4096, 4096), "Qwen3-8B down": (4096, 12288)}  # N, K of all ranks
+VOCABULARY = 151936
 L2_BYTES = 3e8  # rotated buffers together: several times the H200's 60 MB
 FEWEST_LAUNCHES = 24  # a graph: the ranks start it at different times, which only its first launch waits for
 REPEATS = 7
@@ -96,6 +104,28 @@ def gemm_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
                 row["apart us"] = microseconds(weights, functools.partial(run, landing=False))
                 row["equal"] = torch.equal(run(weights[0], landing=True), run(weights[0], landing=False))
             row["cuBLAS us"] = microseconds(weights, lambda w, x=x: torch.mm(x, w.t()))
+            yield row | {"ratio": row["NCCL us"] / row["us"]}
+
+
+def move_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
+    own, width = VOCABULARY // ranks.size, WIDTHS[0]
+    table = torch.randn(own, width, device="cuda", dtype=torch.bfloat16)
+    for M in TOKENS:
+        logits = [torch.randn(M, own, device="cuda", dtype=torch.bfloat16) for _ in range(_copies(2 * M * VOCABULARY))]
+        generator = torch.Generator("cuda").manual_seed(M)
+        ids = [torch.randint(VOCABULARY, (M,), generator=generator, device="cuda") for _ in range(FEWEST_LAUNCHES)]
+
+        def columns(x: Tensor, peers: bool = True) -> Tensor:
+            return all_gather_columns(x, ranks.group, own * ranks.size, peers)
+
+        def rows(ids: Tensor, peers: bool = True) -> Tensor:
+            return sharded_embedding(table, ids, ranks.rank * own, ranks.group, peers)
+
+        for what, move, buffers in (("logits", columns, logits), ("embedding", rows, ids)):
+            row: dict[str, Any] = {"what": what, "M": M, "N": own if what == "logits" else width}
+            row["equal"] = torch.equal(move(buffers[0]), move(buffers[0], peers=False))
+            row["us"] = microseconds(buffers, move)
+            row["NCCL us"] = microseconds(buffers, functools.partial(move, peers=False))
             yield row | {"ratio": row["NCCL us"] / row["us"]}
 
 
@@ -159,7 +189,7 @@ def _measure(rank: int, num_ranks: int, port: int, arguments: argparse.Namespace
     report["mapped memory"] = peer_memory(ranks.group, torch.device("cuda", rank)) is not None
     report |= {"unit": "us, bfloat16 results", "rows": []}
     path = arguments.output / f"collectives-{name.replace(' ', '-').lower()}x{num_ranks}-{arguments.commit}.json"
-    for row in itertools.chain(all_reduce_rows(ranks), gemm_rows(ranks)):
+    for row in itertools.chain(all_reduce_rows(ranks), gemm_rows(ranks), move_rows(ranks)):
         if rank == 0:
             report["rows"].append(row)
             path.write_text(json.dumps(report, indent=1))

@@ -4,7 +4,7 @@
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
-| DETCOMPILE_PEER_MEMORY | 1 | 0: sums over ranks travel by NCCL also where GPUs map each other's memory |
+| DETCOMPILE_PEER_MEMORY | 1 | 0: sums and moves over ranks go by NCCL also where GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
 | CXX | g++ | C++ compiler for the CPU templates |
 | TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |

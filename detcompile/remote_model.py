@@ -10,7 +10,6 @@ import pickle
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,15 +153,15 @@ class RemoteModel(CompiledModel):
     ) -> Engine:
         """As ``CompiledModel.engine``; its steps run in the workers.
 
-        ``memory_fraction`` is of each rank's GPU; ranks on one GPU or on a CPU share it.
+        ``memory_fraction`` is of each rank's GPU; ranks on one GPU or on a CPU share what it leaves.
         """
         config = config or EngineConfig()
         num_blocks = config.num_blocks
         if num_blocks is None:
             ranks = self.group.num_ranks
             devices = {rank_device(self.device.type, rank) for rank in range(ranks)}
-            room = replace(config, memory_fraction=config.memory_fraction / -(-ranks // len(devices)))
-            num_blocks = min(self.group.call("affordable_blocks", room, seconds=START_SECONDS))
+            sharers = -(-ranks // len(devices))
+            num_blocks = min(self.group.call("affordable_blocks", config, sharers, seconds=START_SECONDS))
         drafter = None if speculation is None else speculation.drafter
         with_states = getattr(drafter, "reads_states", False)
         if with_states:
@@ -291,13 +290,11 @@ def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -
 
 
 def _started(plan: RankPlan, step_seconds: float | None = None) -> RemoteModel:
-    found = torch.cuda.device_count()
-    if plan.device_type == "cuda" and found < (1 if gpus_shared() else plan.tp):
+    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else plan.tp
+    if plan.device_type == "cuda" and found < needed:
         instead = "take a smaller tp, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
-        raise InvalidInput(
-            f"tp={plan.tp} needs {plan.tp} GPUs, this machine has {found}: {instead}; DETCOMPILE_SHARED_GPUS=1"
-            " lets ranks share GPUs, to compare bits and not for speed"
-        )
+        shared = "; DETCOMPILE_SHARED_GPUS=1 lets ranks share GPUs, to compare bits and not for speed" if found else ""
+        raise InvalidInput(f"tp={plan.tp} needs {needed} GPUs, this machine has {found}: {instead}{shared}")
     group = WorkerGroup(
         plan.tp,
         "detcompile.workers:RankServer",

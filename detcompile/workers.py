@@ -88,9 +88,9 @@ class RankServer:
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
 
-    def affordable_blocks(self, config: EngineConfig) -> int:
-        """KV blocks that this rank has room for."""
-        return affordable_blocks(self.model.engine_model, config)
+    def affordable_blocks(self, config: EngineConfig, num_sharers: int) -> int:
+        """KV blocks that this rank has room for, beside as many of the others on its device."""
+        return affordable_blocks(self.model.engine_model, config, num_sharers)
 
     def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
         """Make the worker of an engine, whose steps hand out their hidden states or not."""

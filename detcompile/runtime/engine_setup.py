@@ -131,8 +131,11 @@ def engine_over(
     )
 
 
-def affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
+def affordable_blocks(model: EngineModel, config: EngineConfig, num_sharers: int = 1) -> int:
     """Blocks that memory_fraction leaves after the worst step and the states, and no more than all seats can use.
+
+    Args:
+        num_sharers: ranks that have their blocks on this device.
 
     Raises:
         InvalidInput: not even one.
@@ -146,7 +149,7 @@ def affordable_blocks(model: EngineModel, config: EngineConfig) -> int:
     room = _room(model, config)
     if model.state_shapes:
         room -= affordable_states(model, config) * KVCache.bytes_per_state(model.state_shapes, model.dtype)
-    affordable = room // per_block
+    affordable = room // per_block // num_sharers
     if affordable < 2:
         raise InvalidInput(
             f"memory_fraction={config.memory_fraction} leaves {max(0, room) / 2**30:.2f} GiB for the KV cache, whose"

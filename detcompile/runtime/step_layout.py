@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
-MIXED_BUCKETS = (16, 24, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences; 24: a tree of 16 nodes
+MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
 FEWEST_MIXED = 8  # sequences
 FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs

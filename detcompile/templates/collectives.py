@@ -255,18 +255,25 @@ def _reduce_then_gather(
 
 
 def _gather(x: Tensor, group: str) -> Tensor:
-    """x [M, ...] of every rank, contiguous -> [R, M, ...]
+    """x [...] of every rank, contiguous -> [R, ...]
 
-    Not by the functional collective: gloo's reads the memory of GPUs as if it were the host's.
+    Not by the functional collective: of all that are used here, it alone has gloo read a GPU's memory as the host's.
     """
     ranks = process_group(group)
-    gathered = x.new_empty((ranks.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x, group=ranks)
-    return gathered.view(ranks.size(), *x.shape)
+    gathered = x.new_empty((ranks.size(), *x.shape))
+    dist.all_gather(list(gathered.unbind()), x, group=ranks)
+    return gathered
 
 
 def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) -> Tensor:
-    """The op on any device. peers: as of ``tree_all_reduce``."""
+    """The op on any device. peers: as of ``tree_all_reduce``.
+
+    Raises:
+        InvalidInput: more columns than the ranks have.
+    """
+    held = process_group(group).size() * x.shape[1]
+    if columns > held:
+        raise InvalidInput(f"detcompile::all_gather_columns: the ranks have {held} columns together, not {columns}")
     x = x.contiguous()
     memory = peer_memory(group, x.device) if peers and x.is_cuda else None
     out = None if memory is None else columns_over_peers(memory, x, columns)

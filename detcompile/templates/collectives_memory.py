@@ -94,8 +94,8 @@ def _opened(group: str, device: torch.device, open_memory: Callable[[dist.Proces
     if found is None or found[0] is not ranks:  # the name may be that of an earlier group
         if capturing():
             raise ScheduleError(
-                "tree_all_reduce: the ranks have not opened their memory to each other, which cannot happen while a "
-                "CUDA graph is captured; run the model once before capturing"
+                "detcompile's collectives: the ranks have not opened their memory to each other, which cannot happen "
+                "while a CUDA graph is captured; run the model once before capturing"
             )
         found = _MEMORIES[group, open_memory] = (ranks, _agreed(ranks, device, open_memory))
     return found[1]
@@ -123,7 +123,7 @@ def _agreed(
 
 
 def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    settle_symmetric_memory()  # nothing here uses it
+    settle_symmetric_memory()
     num_ranks, rank = ranks.size(), ranks.rank()
     num_flags, num_boxes = CHANNELS * LANES, CHANNELS * 2 * num_ranks * BOX
     memory = symmetric_memory.empty(num_flags + num_boxes, dtype=torch.float32, device=device)

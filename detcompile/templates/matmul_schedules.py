@@ -96,8 +96,9 @@ _HOPPER_FEW: dict[int, _Rows] = {
     64: [(64, 64, 128, 4, 6), (64, 64, 64, 4, 10), (32, 64, 128, 4, 8)],
 }
 _TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
+_NARROW = (64, 32, 128, 4, 8)
 _HOPPER: _Rows = [
-    (64, 32, 128, 4, 8),
+    _NARROW,
     (64, 64, 128, 4, 6),
     (64, 128, 64, 4, 8),
     (128, 80, 64, 8, 6),
@@ -130,7 +131,6 @@ _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
 _FEW_WEIGHTS = 8 << 20
 _MANY_FEATURES = 16384
-_NARROW = 32  # features of the narrowest tile that does not swap its operands
 _MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
 
@@ -157,18 +157,20 @@ def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
 
 
 def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
+    """Of all that swap their operands, and of 64 tokens one that need not."""
     bucket = problem.bucket
     hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
     tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
     pointers = _schedules("pointers", True, _POINTERS_FEW[bucket])
     plain = tma[:1] + pointers + tma[1:]
     if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
-        plain = pointers[::-1] + tma
+        plain = sorted(pointers, key=lambda schedule: schedule.block_k) + tma
     # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
     if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS:
         return hopper + plain
-    if bucket == 64 and problem.hopper and problem.n <= _NARROW * _MULTIPROCESSORS:  # else half of them has no tile
-        return _schedules("hopper", False, _HOPPER[:1]) + plain + hopper
+    narrow = GemmSchedule("hopper", *_NARROW)
+    if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:
+        return [narrow, *plain, *hopper]  # swapped tiles would leave half of the multiprocessors without one
     return plain + hopper
 
 

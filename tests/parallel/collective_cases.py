@@ -4,10 +4,11 @@ import itertools
 import random
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from detcompile import Numerics
+from detcompile import InvalidInput, Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.templates.collectives import (
     all_gather_columns,
@@ -41,6 +42,7 @@ def check_all(rank: int, tp: int, device: str) -> int:
     for dtype in DTYPES:
         _check_moves(tp, dtype, device)
     _check_special_values(tp, device)
+    _check_refusals(tp, device)
     return 24
 
 
@@ -89,17 +91,18 @@ def _check_moves(tp: int, dtype: torch.dtype, device: str) -> None:
             own = -(-features.shape[1] // tp)
             columns = features[:, ranks.rank * own : (ranks.rank + 1) * own]
             columns = torch.nn.functional.pad(columns, (0, own - columns.shape[1]))
-            for peers in (True, False):
-                gathered = all_gather_columns(columns, ranks.group, features.shape[1], peers)
-                assert_bitwise_equal(gathered, features, f"columns {features.shape}, peers={peers}")
+            gathered = ours.all_gather_columns(columns, ranks.group, features.shape[1])
+            assert_bitwise_equal(gathered, features, f"columns {features.shape}")
+            gathered = all_gather_columns(columns, ranks.group, features.shape[1], peers=False)
+            assert_bitwise_equal(gathered, features, f"columns {features.shape} by the library")
         ids = torch.randint(0, width, (3, 7), generator=generator).to(device)
         whole = table.t().contiguous()
         own = -(-width // tp)
         share = whole[ranks.rank * own : (ranks.rank + 1) * own]
         share = torch.nn.functional.pad(share, (0, 0, 0, own - len(share)))
-        for peers in (True, False):
-            out = sharded_embedding(share, ids, ranks.rank * own, ranks.group, peers)
-            assert_bitwise_equal(out, whole[ids], f"embedding {whole.shape}, peers={peers}")
+        given = (share, ids, ranks.rank * own, ranks.group)
+        assert_bitwise_equal(ours.sharded_embedding(*given), whole[ids], f"embedding {whole.shape}")
+        assert_bitwise_equal(sharded_embedding(*given, peers=False), whole[ids], f"embedding {whole.shape}, library")
 
 
 def _check_special_values(tp: int, device: str) -> None:
@@ -116,3 +119,13 @@ def _check_special_values(tp: int, device: str) -> None:
         given = (x[:, own], w[:, own], None, None, [], numerics.radices, ranks.group, dtype)
         out = ours.matmul_all_reduce(*given)
         assert_bitwise_equal(out, whole, f"special values, {dtype}")
+
+
+def _check_refusals(tp: int, device: str) -> None:
+    """Of what would leave bytes unwritten, or give another rank's rows."""
+    ranks = tensor_parallel(tp)
+    table = torch.zeros(4, 2, device=device)
+    with pytest.raises(InvalidInput, match=f"the ranks have {2 * tp} columns together, not {2 * tp + 1}"):
+        ours.all_gather_columns(table, ranks.group, 2 * tp + 1)
+    with pytest.raises(InvalidInput, match=f"rank {ranks.rank} with 4 rows begins at row {4 * ranks.rank}, not"):
+        ours.sharded_embedding(table, torch.zeros(1, dtype=torch.int64, device=device), 4 * ranks.rank + 1, ranks.group)

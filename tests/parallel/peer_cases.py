@@ -21,7 +21,7 @@ __all__ = ["check_peers"]
 
 # The last ones go through the boxes several times, in one shot and in two.
 SHAPES = [(1, 1), (1, 4096), (3, 67), (16, 4096), (65, 1000), (256, 4096), (300, 8192), (1500, 8192)]
-MOVES = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last goes round too
+MOVES = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last go round too
 SLEEP_CYCLES = 2_000_000  # about a millisecond: many sums of the other ranks
 NUM_SUMS = 300
 NUM_REPLAYS = 7
@@ -132,7 +132,9 @@ def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
 
 def _check_moves(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int, padding: int) -> None:
     """Columns and rows with a sum between them, at once and in a graph that is replayed with other ones."""
-    rows, width = 1000, 512
+    memory = peer_memory(ranks.group, torch.device("cuda", torch.cuda.current_device()))
+    assert memory is not None
+    rows, width = 1000, 4096
     x = torch.empty(M, n, device="cuda", dtype=torch.bfloat16)
     weight = _draw(ranks.rank, rows, width, dtype=torch.bfloat16)
     ids = torch.zeros(M, device="cuda", dtype=torch.int64)
@@ -149,8 +151,9 @@ def _check_moves(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int, 
         return [found, total, all_gather_columns(x, ranks.group, ranks.size * n - padding, peers)]
 
     fill(0)
+    before = int(memory.epochs[0])
     move(True)
-    torch.cuda.synchronize()
+    assert int(memory.epochs[0]) >= before + 3  # nothing went by the library
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = move(True)

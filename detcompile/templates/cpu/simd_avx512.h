@@ -13,7 +13,7 @@ struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 struct Vec { __m512 v; };
 
-constexpr int kMaxRows = 12;   // register block of the matrix kernels: kMaxRows x kPanelVecs accumulators
+constexpr int kMaxRows = 14;   // register block of the matrix kernels: kMaxRows x kPanelVecs accumulators
 constexpr int kPanelVecs = 2;
 
 inline Vec splat(float x) { return {_mm512_set1_ps(x)}; }

@@ -8,14 +8,17 @@ namespace {
 
 class FlushSubnormals {
  public:
-  explicit FlushSubnormals(bool wanted) : before_(_mm_getcsr()) {
-    if (wanted) _mm_setcsr(before_ | 0x8040);  // FTZ and DAZ
+  explicit FlushSubnormals(bool wanted) : wanted_(wanted), before_(wanted ? _mm_getcsr() : 0) {
+    if (wanted_) _mm_setcsr(before_ | 0x8040);  // FTZ and DAZ
   }
-  ~FlushSubnormals() { _mm_setcsr(before_); }
+  ~FlushSubnormals() {
+    if (wanted_) _mm_setcsr(before_);  // the pipeline drains: not where nothing changed
+  }
   FlushSubnormals(const FlushSubnormals&) = delete;
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 
  private:
+  bool wanted_;
   unsigned before_;
 };
 

@@ -54,22 +54,22 @@ def matmul_cpu(
         InvalidInput: shapes or dtypes that do not fit together.
         NumericsError: K is not a multiple of the product of the radices.
     """
-    radices = radices or ()  # AOTInductor hands None where the graph has an empty list
+    radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
     _check(x, w, bias, residual, radices)
-    M, N = len(x), len(w)
+    M, N = x.shape[0], w.shape[0]
     out = torch.empty((M, N), dtype=out_dtype or x.dtype)
     cpu_library.dtype_code(out)  # refuses what the kernels do not write
     if M == 0 or N == 0:
         return out
     if x.stride(1) != 1:
         x = x.contiguous()
-    if w.stride(1) != 1 and w.stride(0) != 1:
+    if 1 not in w.stride():
         w = w.contiguous()
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    call = pack_call(x, w, bias, residual, out, tuple(radices))
+    call = pack_call(x, w, bias, residual, out, radices)
     cpu_library.library(isa).detcompile_matmul(call)
     return out
 
@@ -95,19 +95,19 @@ def pack_call(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, radices: tuple[int, ...]
 ) -> bytes:
     """struct Call of matmul.cpp: x [M, K], residual and out [M, N] of unit stride along rows, w [N, K] along either."""
+    N, K = w.shape
     return _CALL.pack(
         x.data_ptr(),
         x.stride(0),
         w.data_ptr(),
-        w.stride(0),
-        w.stride(1),
+        *w.stride(),
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
         out.data_ptr(),
-        len(x),
-        w.shape[0],
-        w.shape[1],
+        x.shape[0],
+        N,
+        K,
         cpu_library.radices_address(radices),
         len(radices),
         cpu_library.dtype_code(x),

@@ -32,15 +32,10 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from detcompile.config import settle_symmetric_memory
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
-from detcompile.templates.collectives import (
-    all_gather_columns,
-    matmul_all_reduce,
-    partial_product,
-    sharded_embedding,
-    tree_all_reduce,
-)
+from detcompile.templates.collectives import matmul_all_reduce, partial_product, tree_all_reduce
 from detcompile.templates.collectives_memory import peer_memory
 from detcompile.templates.collectives_triton import choose_schedule
+from detcompile.templates.moves import all_gather_columns, sharded_embedding
 
 TOKENS = (1, 8, 64, 256, 1024, 2048, 8192)
 WIDTHS = (4096, 8192)

@@ -1,4 +1,4 @@
-"""What ranks of a tensor-parallel group do together: row-parallel sums in one tree, columns and embedding rows moved.
+"""What ranks of a tensor-parallel group add up: row-parallel products, in one tree. What they only move: moves.py.
 
 Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`` names a torch.distributed group.
 
@@ -7,17 +7,13 @@ Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`
         y   = round(acc + bias);   out = round(residual + y)           the epilogue of detcompile::matmul
     matmul_all_reduce(x [M, K/R], w [N, K/R], bias, residual, radices, radices_above, group, out_dtype) -> [M, N]:
         tree_all_reduce of each rank's x @ w.T, which is its subtree of Tree(K, radices_above + radices)
-    all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
-    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table of which rank r has those from
-        first = r v on
 
 So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one. The partials travel as they are and
-every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where
-that is little, in two (a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much.
-GPUs that map each other's memory do this in one kernel (collectives_triton.py), and where there is very much, while
-they still multiply (collectives_landing.py); there columns and rows are moved by kernels too (collectives_moves.py). No
-element's sum notices. No floating-point number is added by the communication library: where sharded_embedding asks it,
-it sums the bytes, as integers, of which all ranks but one hold zeros.
+every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where that is little, in two
+(a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much. GPUs that map
+each other's memory do this in one kernel (collectives_triton.py), and where there is very much, while they still
+multiply (collectives_landing.py). No element's sum notices. No floating-point number is added by the communication
+library.
 """
 
 import math
@@ -25,7 +21,6 @@ import struct
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -34,20 +29,18 @@ from detcompile.parallel import process_group
 from detcompile.templates import cpu_library
 from detcompile.templates.collectives_landing import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
 from detcompile.templates.collectives_memory import Landing, PeerMemory, landing_of, peer_memory
-from detcompile.templates.collectives_moves import columns_over_peers, rows_over_peers
 from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
 from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
+from detcompile.templates.moves import gather
 from detcompile.templates.tuning import is_for_graph
 
 __all__ = [
     "TWO_SHOT_BYTES",
     "add_partials",
-    "all_gather_columns",
     "matmul_all_reduce",
     "partial_product",
     "reference_tree_sum",
-    "sharded_embedding",
     "tree_all_reduce",
 ]
 
@@ -69,8 +62,6 @@ _LIBRARY.define(
     " -> Tensor",
     tags=_TAGS,
 )
-_LIBRARY.define("all_gather_columns(Tensor x, str group, int columns) -> Tensor", tags=_TAGS)
-_LIBRARY.define("sharded_embedding(Tensor weight, Tensor ids, int first, str group) -> Tensor", tags=_TAGS)
 
 
 def partial_product(x: Tensor, w: Tensor, radices: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -178,8 +169,8 @@ def tree_all_reduce(
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
     if two_shot:
-        return _reduce_then_gather(partial, bias, residual, radices, group, out_dtype).view(shape)
-    return add_partials(_gather(partial, group), bias, residual, radices, out_dtype).view(shape)
+        return _reduce_thengather(partial, bias, residual, radices, group, out_dtype).view(shape)
+    return add_partials(gather(partial, group), bias, residual, radices, out_dtype).view(shape)
 
 
 def add_partials(
@@ -231,7 +222,7 @@ def _epilogue(bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | No
     return None if bias is None else bias.contiguous(), residual
 
 
-def _reduce_then_gather(
+def _reduce_thengather(
     partial: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -251,66 +242,12 @@ def _reduce_then_gather(
         residual = residual[rank * share : (rank + 1) * share]
         residual = torch.nn.functional.pad(residual, (0, 0, 0, share - len(residual)))
     own = add_partials(received.view(num_ranks, share, N), bias, residual, radices, out_dtype)
-    return _gather(own, group).view(-1, N)[:M].contiguous()
-
-
-def _gather(x: Tensor, group: str) -> Tensor:
-    """x [...] of every rank, contiguous -> [R, ...]
-
-    Not by the functional collective: of all that are used here, it alone has gloo read a GPU's memory as the host's.
-    """
-    ranks = process_group(group)
-    gathered = x.new_empty((ranks.size(), *x.shape))
-    dist.all_gather(list(gathered.unbind()), x, group=ranks)
-    return gathered
-
-
-def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) -> Tensor:
-    """The op on any device. peers: as of ``tree_all_reduce``.
-
-    Raises:
-        InvalidInput: more columns than the ranks have.
-    """
-    held = process_group(group).size() * x.shape[1]
-    if columns > held:
-        raise InvalidInput(f"detcompile::all_gather_columns: the ranks have {held} columns together, not {columns}")
-    x = x.contiguous()
-    memory = peer_memory(group, x.device) if peers and x.is_cuda else None
-    out = None if memory is None else columns_over_peers(memory, x, columns)
-    if out is not None:
-        return out
-    return _gather(x, group).permute(1, 0, 2).flatten(1)[:, :columns].contiguous()
-
-
-def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers: bool = True) -> Tensor:
-    """The op on any device. peers: as of ``tree_all_reduce``.
-
-    Raises:
-        InvalidInput: ``first`` is not where this rank's rows begin.
-    """
-    rank = process_group(group).rank()
-    if first != rank * weight.shape[0]:
-        raise InvalidInput(
-            f"detcompile::sharded_embedding: rank {rank} with {weight.shape[0]} rows begins at row"
-            f" {rank * weight.shape[0]}, not {first}: give every rank equally many rows, in the order of the ranks"
-        )
-    memory = peer_memory(group, weight.device) if peers and weight.is_cuda else None
-    out = None if memory is None else rows_over_peers(memory, weight, ids)
-    if out is not None:
-        return out
-    local = ids - first
-    own = (local >= 0) & (local < weight.shape[0])
-    rows = torch.nn.functional.embedding(torch.where(own, local, 0), weight)
-    rows = torch.where(own.unsqueeze(-1), rows, 0)
-    unit = torch.int32 if rows.shape[-1] * rows.element_size() % 4 == 0 else torch.uint8
-    return c10d.wait_tensor(c10d.all_reduce(rows.view(unit), "sum", group)).view(rows.dtype)
+    return gather(own, group).view(-1, N)[:M].contiguous()
 
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("matmul_all_reduce", matmul_all_reduce, _device)
     _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
-    _LIBRARY.impl("all_gather_columns", all_gather_columns, _device)
-    _LIBRARY.impl("sharded_embedding", sharded_embedding, _device)
 
 
 @torch.library.register_fake("detcompile::matmul_all_reduce", lib=_LIBRARY)
@@ -321,13 +258,3 @@ def _(x, w, bias, residual, radices, radices_above, group, out_dtype):
 @torch.library.register_fake("detcompile::tree_all_reduce", lib=_LIBRARY)
 def _(partial, bias, residual, radices, group, out_dtype):
     return partial.new_empty(partial.shape, dtype=out_dtype)
-
-
-@torch.library.register_fake("detcompile::all_gather_columns", lib=_LIBRARY)
-def _(x, group, columns):
-    return x.new_empty((x.shape[0], columns))
-
-
-@torch.library.register_fake("detcompile::sharded_embedding", lib=_LIBRARY)
-def _(weight, ids, first, group):
-    return weight.new_empty((*ids.shape, weight.shape[1]))

@@ -22,14 +22,13 @@ import triton.language as tl
 from detcompile.templates.collectives_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
 from detcompile.templates.collectives_triton import (
     Reduction,
+    enter,
     finish,
-    flags_of,
     launch_arguments,
     meet,
     memory_arguments,
     tree_sum,
 )
-from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
 __all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_by_landing"]
 
@@ -86,11 +85,8 @@ def gather_kernel(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What lies past a share in the landing is read and thrown away: there is always memory."""
-    let_next_start(PDL)
-    channel = tl.program_id(0)
-    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
-    wait_for_earlier(PDL)
-    epoch = tl.load(epochs_ptr + channel) + 1
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
+    epoch += 1
     meet(theirs, mine, epoch, LANES)
     place = tl.arange(0, BLOCK)
     for start in range(channel * BLOCK, tl.minimum(share, total - RANK * share), tl.num_programs(0) * BLOCK):

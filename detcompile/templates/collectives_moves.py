@@ -19,8 +19,7 @@ from torch import Tensor
 
 from detcompile.templates import collectives_triton
 from detcompile.templates.collectives_memory import PeerMemory
-from detcompile.templates.collectives_triton import ReduceSchedule, flags_of, meet, memory_arguments, shot_schedule
-from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
+from detcompile.templates.collectives_triton import ReduceSchedule, enter, meet, memory_arguments, shot_schedule
 
 __all__ = ["columns_over_peers", "rows_over_peers"]
 
@@ -83,11 +82,7 @@ def columns_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    channel = tl.program_id(0)
-    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
-    wait_for_earlier(PDL)
-    epoch = tl.load(epochs_ptr + channel)
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
     place = tl.arange(0, BLOCK)
     for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
         epoch += 1
@@ -116,11 +111,7 @@ def rows_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    channel = tl.program_id(0)
-    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
-    wait_for_earlier(PDL)
-    epoch = tl.load(epochs_ptr + channel)
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
     place = tl.arange(0, BLOCK)
     for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
         epoch += 1

@@ -37,8 +37,8 @@ __all__ = [
     "ReduceSchedule",
     "Reduction",
     "choose_schedule",
+    "enter",
     "finish",
-    "flags_of",
     "launch_arguments",
     "meet",
     "memory_arguments",
@@ -155,11 +155,7 @@ def one_shot_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    channel = tl.program_id(0)
-    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
-    wait_for_earlier(PDL)
-    epoch = tl.load(epochs_ptr + channel)
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
     place = tl.arange(0, BLOCK)
     for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
         epoch += 1
@@ -188,11 +184,7 @@ def two_shot_kernel(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rank r owns the r-th of each R blocks. The sums travel in the same boxes, in the dtype of the output."""
-    let_next_start(PDL)
-    channel = tl.program_id(0)
-    theirs, mine = flags_of(channel, flags_ptr, addresses_ptr, RANK, RANKS, LANES)
-    wait_for_earlier(PDL)
-    epoch = tl.load(epochs_ptr + channel)
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
     place = tl.arange(0, BLOCK)
     for start in range(channel * (RANKS * BLOCK), total, tl.num_programs(0) * (RANKS * BLOCK)):
         epoch += 1
@@ -226,12 +218,19 @@ def two_shot_kernel(
 
 
 @triton.jit
-def flags_of(channel, flags_ptr, addresses_ptr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """[LANES] pointers: to this rank's flag on every rank, and to every rank's flag here."""
+def enter(
+    flags_ptr, addresses_ptr, epochs_ptr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program's channel; [LANES] pointers to this rank's flag on every rank, and to every rank's flag here; the epoch
+    that the kernels before have left."""
+    let_next_start(PDL)
+    channel = tl.program_id(0)
     lane = tl.arange(0, LANES)
     rank = tl.where(lane < RANKS, lane, RANK)  # lanes without a rank speak with themselves
     theirs = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int32)) + (channel * LANES + RANK)
-    return theirs, flags_ptr + channel * LANES + rank
+    wait_for_earlier(PDL)
+    return channel, theirs, flags_ptr + channel * LANES + rank, tl.load(epochs_ptr + channel)
 
 
 @triton.jit

@@ -10,12 +10,8 @@ from torch import Tensor
 
 from detcompile import InvalidInput, Numerics
 from detcompile.parallel import tensor_parallel
-from detcompile.templates.collectives import (
-    all_gather_columns,
-    partial_product,
-    sharded_embedding,
-    tree_all_reduce,
-)
+from detcompile.templates.collectives import partial_product, tree_all_reduce
+from detcompile.templates.moves import all_gather_columns, sharded_embedding
 from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_all"]

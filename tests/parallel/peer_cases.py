@@ -8,13 +8,9 @@ from torch import Tensor
 
 from detcompile import Numerics
 from detcompile.parallel import TensorParallel, rank_device, tensor_parallel
-from detcompile.templates.collectives import (
-    all_gather_columns,
-    matmul_all_reduce,
-    sharded_embedding,
-    tree_all_reduce,
-)
+from detcompile.templates.collectives import matmul_all_reduce, tree_all_reduce
 from detcompile.templates.collectives_memory import peer_memory
+from detcompile.templates.moves import all_gather_columns, sharded_embedding
 from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_peers"]

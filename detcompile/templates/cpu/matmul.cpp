@@ -1,11 +1,11 @@
 // out[M,N] = x[M,K] @ w[N,K]^T in a fixed order: one chain of fused multiply-adds over ascending k for each output element,
 // restarted at each leaf of the tree and, for float32, after each 128 k. The chains of bfloat16 flush subnormals, as the dot
-// product of pairs does where there is one. Tiles and threads cannot change bits.
+// product of pairs does where there is one; with AMX they have another order, and are multiplied by matmul_amx.h. Tiles and
+// threads cannot change bits.
 //
 // Legend: M tokens, N output features, K input features; a panel is kPanelWidth features of w packed as [word][feature].
-#include <cstring>
-
-#include "gemm.h"
+#include "matmul_amx.h"
+#include "product.h"
 
 namespace {
 
@@ -13,35 +13,6 @@ constexpr int64_t kFloatBlock = 128;           // Blocked(K, 128) of float32
 constexpr int64_t kWordsPerStep = kFloatBlock;  // packed at a time: part of a leaf, or several leaves
 constexpr int64_t kRowsPerGroup = 256;         // w is packed once for each group
 constexpr int64_t kMostPanelsPerTask = 4;
-constexpr int64_t kTasksPerThread = 4;
-constexpr int64_t kWorthThreads = 1 << 17;  // products; below, a parallel region costs more
-
-// The arguments of the op as templates/matmul.py packs them. Strides count elements; w_k_stride == 1 or w_n_stride == 1;
-// residual and bias may be null; K is a multiple of prod(radices).
-struct Call {
-  const char* x; int64_t x_stride;
-  const char* w; int64_t w_n_stride, w_k_stride;
-  const void* bias; const void* residual; int64_t residual_stride;
-  void* out;
-  int64_t M, N, K;
-  const int64_t* radices; int64_t num_radices;
-  int32_t dtype, bias_dtype, residual_dtype, out_dtype, num_threads;
-};
-
-struct Problem : Call {
-  int64_t leaves = 1, leaf_k, leaf_words;
-
-  Problem(const Call& call, bool pairs) : Call(call) {
-    for (int64_t i = 0; i < num_radices; i++) leaves *= radices[i];
-    leaf_k = K / leaves;
-    leaf_words = pairs ? (leaf_k + 1) / 2 : leaf_k;
-    if (M * N * K < kWorthThreads) num_threads = 1;
-  }
-  int64_t words() const { return leaves * leaf_words; }
-  int64_t tile_offset(int64_t tile, int64_t row) const { return row * words() + tile * kOverrun * kLanes; }
-};
-
-thread_local Scratch packed_x_scratch, task_scratch;
 
 // x rows [first, first + rows) as [word][rows]
 template <class T, bool Pairs>
@@ -80,54 +51,6 @@ void pack_panel(const Problem& p, int64_t n, int64_t k, int64_t num_k, float* pa
             Pairs ? join_halves(features(i), i + 1 < num_k ? features(i + 1) : splat(0.0f)) : features(i));
   }
 }
-
-void add_into(float* total, const float* value, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) store(total + i, load(total + i) + load(value + i));
-}
-
-// The sums of one tile and panel, fed leaf by leaf; a node of radix r adds its children left to right, and starts as the
-// first of them, in the same place. Level 0 is the root, level num_radices the leaves.
-struct TreeSum {
-  const Problem& p;
-  float* places;  // [level][count]
-  int64_t count;
-
-  static int64_t floats(const Problem& p, int64_t count) { return (p.num_radices + 1) * count; }
-  float* place(int64_t level, int64_t node) const {
-    for (; level > 0 && node % p.radices[level - 1] == 0; level--) node /= p.radices[level - 1];
-    return places + level * count;
-  }
-  float* leaf_sum(int64_t leaf) const { return place(p.num_radices, leaf); }
-  void add_leaf(int64_t leaf) const {
-    int64_t node = leaf;
-    for (int64_t level = p.num_radices; level > 0; level--) {
-      int64_t radix = p.radices[level - 1], parent = node / radix;
-      if (node % radix != 0) add_into(place(level - 1, parent), place(level, node), count);
-      if (node % radix != radix - 1) return;
-      node = parent;
-    }
-  }
-};
-
-void finish(const Problem& p, int64_t row, int64_t rows, int64_t n, const float* sum) {
-  for (int64_t group = 0; group < kPanelWidth && n + group < p.N; group += kLanes) {
-    int64_t feature = n + group, count = p.N - feature;
-    Vec bias = p.bias ? load_as(p.bias, p.bias_dtype, feature, count) : splat(0.0f);
-    for (int64_t i = 0; i < rows; i++) {
-      Vec value = load(sum + i * kPanelWidth + group);
-      if (p.bias) value = value + bias;
-      if (p.residual)
-        value = load_as(p.residual, p.residual_dtype, (row + i) * p.residual_stride + feature, count) + round_to(p.out_dtype, value);
-      store_as(p.out, p.out_dtype, (row + i) * p.N + feature, value, count);
-    }
-  }
-}
-
-}  // namespace
-
-#include "matmul_amx.h"
-
-namespace {
 
 // What is packed at a time: words [word, word + words) of each leaf in [leaf, leaf + leaves)
 struct Step {

@@ -1,9 +1,12 @@
-// Part of matmul.cpp: products of bfloat16 by the tiles of amx.h. A leaf is the running sum of its blocks of 32 k, from +0.
+// Products of bfloat16 by the tiles of amx.h. A leaf is the running sum of its blocks of 32 k, from +0.
 //
 // Legend: a panel is 32 features; a pair is two tiles of tokens, the last maybe one.
 #pragma once
 
+#include <cstring>
+
 #include "amx.h"
+#include "product.h"
 
 namespace {
 
@@ -146,7 +149,7 @@ struct TileProduct {
   }
 };
 
-void run_tiles(const Call& call) {
+inline void run_tiles(const Call& call) {
   Problem p(call, true);
   int64_t groups = (p.M + kTokensPerGroup - 1) / kTokensPerGroup, panels = (p.N + kPanelWidth - 1) / kPanelWidth;
   int64_t wanted = p.M <= kFewTokens ? 1 : panels * groups / (kTasksPerThread * p.num_threads);

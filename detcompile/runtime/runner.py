@@ -85,8 +85,10 @@ class Runner:
             graph = self._graphs[layout] = self._capture(arrays, layout)
             self._widest = max(self._widest, layout.blocks)
         buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
-        self._upload(arrays, buffer)
+        uploaded = self._start_upload(arrays, buffer)
         found = self._forward(buffer) if graph is None else graph.replay()
+        if uploaded is not None:
+            uploaded.record()  # the device shall not wait for this
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
@@ -124,13 +126,11 @@ class Runner:
 
     def _graph_for(self, layout: StepLayout) -> "_Graph | None":
         """The graph of this layout, or else of the same with wider tables: so that no step waits for a capture."""
-        width = layout.blocks
-        while width <= self._widest:
+        graph, width = self._graphs.get(layout), 2 * layout.blocks
+        while graph is None and width <= self._widest:
             graph = self._graphs.get(layout._replace(blocks=width))
-            if graph is not None:
-                return graph
             width *= 2
-        return None
+        return graph
 
     def _worth_a_graph(self, layout: StepLayout) -> bool:
         if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1]:
@@ -188,12 +188,18 @@ class Runner:
             self._upload(arrays, buffer)
 
     def _upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
+        uploaded = self._start_upload(arrays, buffer)
+        if uploaded is not None:
+            uploaded.record()
+
+    def _start_upload(self, arrays: StepArrays, buffer: StepBuffer) -> torch.cuda.Event | None:
+        """On a GPU returns an event to record, at any time before the next upload, once the copy is on its way."""
         if self.kv_cache.device.type == "cpu":
             buffer.fill(arrays)
-            return
+            return None
         staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else _Staging()
         self._staging.append(staging)
-        staging.upload(arrays, buffer)
+        return staging.upload(arrays, buffer)
 
 
 class _Staging:
@@ -201,20 +207,27 @@ class _Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._copied = torch.cuda.Event()
+        self._read = torch.cuda.Event()
+        self._filled: tuple[StepBuffer, StepArrays] | None = None  # the last
 
-    def upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
-        """Start the copy, once the one before has read this memory: the device may be several steps behind."""
-        self._copied.synchronize()
+    def upload(self, arrays: StepArrays, buffer: StepBuffer) -> torch.cuda.Event:
+        """Start the copy, once the one before has read this memory: the device may be several steps behind.
+
+        Returns:
+            What the next upload waits for; the caller records it.
+        """
+        self._read.synchronize()
         size = len(buffer.bytes)
         if len(self._memory) < size:
             self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
             views = functools.partial(StepBuffer, device=torch.device("cpu"), memory=self._memory)
             self._host = functools.lru_cache(maxsize=MOST_VIEWS)(views)
+            self._filled = None
         host = self._host(buffer.layout)
-        host.fill(arrays)
+        host.fill(arrays, self._filled[1] if self._filled is not None and self._filled[0] is host else None)
+        self._filled = host, arrays
         buffer.bytes.copy_(host.bytes, non_blocking=True)
-        self._copied.record()
+        return self._read
 
 
 class _Graph:

@@ -160,6 +160,8 @@ class Speculator:
 
     def timed(self, load: Load, seconds: float, *, drafting: bool) -> None:
         """A step has taken so long, its drafts settled."""
+        if self.config.switch == "always":
+            return  # nobody asks the switch
         accepted, self._accepted_now = self._accepted_now, 0
         tokens = 1.0 + accepted / max(1, load.num_decodes)
         self.switch.observe(load, seconds, tokens, drafted=drafting)

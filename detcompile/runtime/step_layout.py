@@ -31,7 +31,9 @@ FEWEST_MIXED = 8  # sequences
 FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
 SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
 ALIGNMENT = 128  # bytes, of each array in a step's buffer
-PADDING = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT}  # what pads; others 0
+# What pads an array, where it is not 0; None: the array's last entry.
+PADDING = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT, "cu_seqlens": None}
+UNKNOWN = (None,) * len(StepArrays._fields)
 
 
 class StepLayout(NamedTuple):
@@ -68,16 +70,21 @@ class StepLayout(NamedTuple):
 
     def padded(self, block_size: int) -> "StepLayout":
         """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
-        blocks = 1 << (max(self.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
-        copies = 1 if self.copies == 1 else max(FEWEST_COPIES, 1 << (self.copies - 1).bit_length())
-        if self.tokens == self.sequences == self.rows:
-            bucket = _bucket(self.tokens, TOKEN_BUCKETS)
-            return self._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks, copies=copies)
-        if self.tokens > MIXED_BUCKETS[-1] or self.rows > self.tokens:
-            return self._replace(blocks=blocks)
-        tokens = _bucket(self.tokens, MIXED_BUCKETS)
-        sequences = min(tokens, 1 << (max(self.sequences, self.rows, FEWEST_MIXED) - 1).bit_length())
-        return self._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks, copies=copies)
+        return _padded(self, block_size)
+
+
+@functools.lru_cache(maxsize=512)
+def _padded(exact: StepLayout, block_size: int) -> StepLayout:
+    blocks = 1 << (max(exact.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
+    copies = 1 if exact.copies == 1 else max(FEWEST_COPIES, 1 << (exact.copies - 1).bit_length())
+    if exact.tokens == exact.sequences == exact.rows:
+        bucket = _bucket(exact.tokens, TOKEN_BUCKETS)
+        return exact._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks, copies=copies)
+    if exact.tokens > MIXED_BUCKETS[-1] or exact.rows > exact.tokens:
+        return exact._replace(blocks=blocks)
+    tokens = _bucket(exact.tokens, MIXED_BUCKETS)
+    sequences = min(tokens, 1 << (max(exact.sequences, exact.rows, FEWEST_MIXED) - 1).bit_length())
+    return exact._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks, copies=copies)
 
 
 class StepBuffer:
@@ -92,20 +99,25 @@ class StepBuffer:
         self._places, size = _places(layout)
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
 
-    def fill(self, arrays: StepArrays) -> None:
+    def fill(self, arrays: StepArrays, before: StepArrays | None = None) -> None:
         """Write a step that fits, and its padding: of memory on the host.
 
         A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
         padding row of logits is that of token 0.
+
+        Args:
+            before: what this memory holds, so that equal padding and the same read-only arrays are not written again.
         """
-        behind = PADDING | {"cu_seqlens": arrays.cu_seqlens[-1]}
-        for name, target in self._arrays.items():
-            given: NDArray[Any] = getattr(arrays, name)
-            if given.shape == target.shape:
-                target[...] = given
-            else:
-                target.fill(behind.get(name, 0))
-                target[tuple(map(slice, given.shape))] = given
+        all_given: tuple[NDArray[Any], ...] = arrays
+        all_known: tuple[NDArray[Any] | None, ...] = before or UNKNOWN
+        for given, known, (target, padding) in zip(all_given, all_known, self._targets):
+            if given is known and not given.flags.writeable:
+                continue
+            if given.shape != target.shape:
+                if known is None or given.shape != known.shape or padding is None:
+                    target.fill(given[-1] if padding is None else padding)
+                target = target[tuple(map(slice, given.shape))]
+            target[...] = given
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the memory, by the names of StepArrays."""
@@ -116,13 +128,14 @@ class StepBuffer:
         }
 
     @functools.cached_property
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        """As ``tensors``, of memory on the host."""
+    def _targets(self) -> list[tuple[NDArray[Any], int | None]]:
+        """The arrays of memory on the host in the order of StepArrays, and what pads each: None is its last entry."""
         memory = self.bytes.numpy()
-        return {
-            name: memory[start : start + length].view(dtype).reshape(shape)
-            for name, (start, length, dtype, shape) in self._places.items()
-        }
+        return [
+            (memory[start : start + length].view(dtype).reshape(shape), PADDING.get(name, 0))
+            for name in StepArrays._fields
+            for start, length, dtype, shape in [self._places[name]]
+        ]
 
 
 @functools.lru_cache(maxsize=512)

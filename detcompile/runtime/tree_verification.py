@@ -60,8 +60,7 @@ class Verification(NamedTuple):
 
     def width(self, block_size: int) -> int:
         """Blocks of the longest branch."""
-        own = max(len(table) for table in self.sequence.block_tables)
-        return max(own, self.start // block_size + self.forked.shape[2])
+        return max(len(self.sequence.block_tables[0]), self.start // block_size + self.forked.shape[2])
 
 
 def tree_arrays(

@@ -144,6 +144,22 @@ def test_the_content_of_a_padded_step(case, more):
         assert (tensor.numpy()[tuple(slice(0, size) for size in given_array.shape)] == given_array).all()
 
 
+@given(first=steps(), second=steps(), more=MORE, shared=st.booleans())
+def test_memory_that_is_filled_again_holds_the_new_step(first, second, more, shared):
+    """Also where its arrays are those of the step before: read-only ones stay, others may have changed in place."""
+    before = first[1]
+    arrays = before if shared else second[1]
+    before.pending.setflags(write=False)
+    layout = StepLayout(*map(max, padded_layout(before, more), padded_layout(arrays, more)))
+    buffer, fresh = (StepBuffer(layout, torch.device("cpu")) for _ in range(2))
+    buffer.fill(before)
+    arrays.input_ids[...] += 1
+    buffer.fill(arrays, before)
+    fresh.fill(arrays)
+    for name, tensor in buffer.tensors().items():
+        assert_bitwise_equal(tensor, fresh.tensors()[name], name)
+
+
 @pytest.mark.parametrize("wrong", ["slot", "cu_seqlens"])
 def test_wrong_padding_is_seen(wrong):
     """The tests above would fail had the padding written to a slot, or had it lengthened the last sequence."""

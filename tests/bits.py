@@ -30,7 +30,7 @@ def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensors"
 
 def _element_bytes(tensor: Tensor) -> Tensor:
     """[elements, bytes of one element] uint8, on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)  # one element has any stride
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
 

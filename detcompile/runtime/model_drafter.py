@@ -169,13 +169,13 @@ class ModelDrafter:
         rows = list(range(len(shadows)))
         steps = [build_arrays(entries, tables, size, {})]
         steps += [pending_arrays(ends + level, rows, tables, size) for level in range(depth - 1)]
-        found = self._runner.launch_chain(steps, self._sampler.likeliest).tolist()
+        found = self._runner.launch_chain(steps).tolist()
         trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
         for row, (sequence, shadow) in enumerate(zip(depths, shadows)):
             shadow.num_pending = depth
             shadow.num_computed = shadow.num_tokens - 1
-            for level, (invalid, tokens) in enumerate(found):
-                self._read(sequence, [invalid[row], tokens[row]], (0,) * level, trees[sequence])
+            for level, drawn in enumerate(found):
+                self._read(sequence, drawn[row], (0,) * level, trees[sequence])
         return {sequence: DraftTree(tree) for sequence, tree in trees.items()}
 
     def _draft(self, depths: dict[Sequence, int]) -> dict[Sequence, DraftTree]:
@@ -217,17 +217,16 @@ class ModelDrafter:
             positions = np.array([shadow.num_computed for shadow in shadows], np.int64)
             arrays = pending_arrays(positions, [pending[shadow] for shadow in shadows], tables, size)
         logits = self._runner.launch(arrays)
-        sampled = self._sampler(logits, plan)
+        drawn = self._sampler(logits, plan, self._runner.drawn).drawn
         if self._gives_distributions:
             self._distributions.append(self._sampler.probabilities(logits, plan))
-        self._runner.sampled[: len(rows)].copy_(sampled.tokens)
+        self._runner.keep(drawn)
         for shadow in shadows:
             shadow.num_computed = shadow.num_tokens
             shadow.num_pending += 1
-        columns = [sampled.invalid[:, None].long(), sampled.tokens[:, None]]
-        if self.siblings:
-            columns.append(torch.topk(logits[: len(rows)], self.siblings + 1, dim=-1).indices)
-        return torch.cat(columns, dim=1)
+        if not self.siblings:
+            return drawn.clone()  # the next level's launch may write to it
+        return torch.cat([drawn, torch.topk(logits[: len(rows)], self.siblings + 1, dim=-1).indices], dim=1)
 
     def _read(self, sequence: Sequence, found: list[int], parent: Path, tree: dict[Path, int]) -> None:
         """Put a level's token, and its siblings, into the tree."""

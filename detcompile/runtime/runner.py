@@ -15,19 +15,19 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache
+from detcompile.runtime.sampling import likeliest
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepLayout
 from detcompile.step import NO_SLOT, StepInputs
 from detcompile.templates.tuning import capture, for_graph
 
-__all__ = ["Draw", "Forward", "MOST_SEQUENCES", "Runner"]
+__all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
 
 MOST_SEQUENCES = 4096  # of a step
 NUM_STAGING = 3  # one being written while the copies of those before may still run
 MOST_VIEWS = 256  # of staging memory, by layout: those of steps without a graph never end
 
 Forward = Callable[[Tensor, Tensor, StepInputs, Tensor], Any]
-Draw = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Runner:
@@ -44,6 +44,8 @@ class Runner:
 
     Attributes:
         states: of the last launch, good until the next one; None if the forward gives none.
+        drawn: [R, 2], what ``likeliest`` gives for the logits of the last launch, and as good; ``sampled`` has these
+            tokens then. None if the launch was no graph's.
 
     Raises:
         InvalidInput: CUDA graphs without a CUDA device.
@@ -56,10 +58,11 @@ class Runner:
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
         self.states: Tensor | None = None
+        self.drawn: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, _Graph] = {}
         self._widest = 0  # table among them
-        self._chains: dict[tuple[Draw, tuple[StepLayout, ...]], _Graph] = {}
+        self._chains: dict[tuple[StepLayout, ...], _Graph] = {}
         self._seen: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
@@ -77,7 +80,7 @@ class Runner:
     def launch(self, arrays: StepArrays) -> Tensor:
         """As ``run``, without waiting for the device; the logits are good until the next launch.
 
-        Pending tokens are read from ``sampled``, which the caller fills between steps.
+        Pending tokens are read from ``sampled``, which the caller fills between steps by ``keep``.
         """
         layout = self.layout(arrays)
         graph = self._graph_for(layout)
@@ -86,35 +89,38 @@ class Runner:
             self._widest = max(self._widest, layout.blocks)
         buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
         uploaded = self._start_upload(arrays, buffer)
-        found = self._forward(buffer) if graph is None else graph.replay()
+        found, drawn = (self._forward(buffer), None) if graph is None else graph.replay()
         if uploaded is not None:
             uploaded.record()  # the device shall not wait for this
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
+        self.drawn = None if drawn is None else drawn[:num_rows]
         return logits[:num_rows]
 
-    def launch_chain(self, steps: SequenceOf[StepArrays], draw: Draw) -> Tensor:
-        """Launch steps of which each reads, as pending, what was drawn in the one before; with CUDA graphs, in one.
+    def keep(self, drawn: Tensor) -> None:
+        """Put the tokens of ``drawn`` [R, 2] where the next step reads them."""
+        self.sampled[: len(drawn)].copy_(drawn[:, 1])
+
+    def launch_chain(self, steps: SequenceOf[StepArrays]) -> Tensor:
+        """Launch steps of which each reads, as pending, the likeliest of the one before; with CUDA graphs, in one.
 
         Every chain of new layouts is captured. Nothing waits for the device.
 
         Args:
             steps: of as many rows of logits each; in the first no token is pending.
-            draw: logits [R, V] -> whether each row is invalid, and its token, both [R].
 
         Returns:
-            [len(steps), 2, R] int64, what ``draw`` gave, and for padding after it; good until the next launch.
+            [len(steps), R, 2] int64, what ``likeliest`` gives, and for padding after it; good until the next launch.
         """
         if not self.cuda_graphs:
-            return torch.stack([self._keep(draw(self.launch(arrays))) for arrays in steps])
+            return torch.stack([self._draw(self.launch(arrays)) for arrays in steps])
         layouts = tuple(self.layout(arrays) for arrays in steps)
-        graph = self._chains.get((draw, layouts))
+        graph = self._chains.get(layouts)
         if graph is None:
             buffers = [StepBuffer(layout, self.kv_cache.device) for layout in layouts]
             self._upload_all([_without_states(arrays) for arrays in steps], buffers)
-            graph = _Graph(lambda: self._chain(buffers, draw), buffers, self._memory_pool)
-            self._chains[draw, layouts] = graph
+            graph = self._chains[layouts] = _Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
         self._upload_all(steps, graph.buffers)
         found: Tensor = graph.replay()
         return found
@@ -144,25 +150,29 @@ class Runner:
     def _capture(self, arrays: StepArrays, layout: StepLayout) -> "_Graph":
         """A graph of this layout; the step runs on the way and writes what its replay will write again.
 
-        States are left as they are: they would advance twice.
+        States are left as they are, as they would advance twice, and so are the tokens that the step before drew.
         """
         buffer = StepBuffer(layout, self.kv_cache.device)
         self._upload(_without_states(arrays), buffer)
-        return _Graph(lambda: self._forward(buffer), [buffer], self._memory_pool)
+        drawn_before = self.sampled.clone()
+        graph = _Graph(lambda: self._drawing(buffer), [buffer], self._memory_pool)
+        self.sampled.copy_(drawn_before)
+        return graph
 
-    def _chain(self, buffers: SequenceOf[StepBuffer], draw: Draw) -> Tensor:
-        found = []
-        for buffer in buffers:
-            logits = self._forward(buffer)
-            found.append(self._keep(draw(logits[0] if isinstance(logits, tuple) else logits)))
-        rows = min(len(drawn[0]) for drawn in found)
-        return torch.stack([drawn[:, :rows] for drawn in found])
+    def _chain(self, buffers: SequenceOf[StepBuffer]) -> Tensor:
+        found = [self._drawing(buffer)[1] for buffer in buffers]
+        rows = min(map(len, found))
+        return torch.stack([drawn[:rows] for drawn in found])
 
-    def _keep(self, drawn: tuple[Tensor, Tensor]) -> Tensor:
-        """Put the tokens where the next step reads them. [2, R]."""
-        invalid, tokens = drawn
-        self.sampled[: len(tokens)].copy_(tokens)
-        return torch.stack([invalid.long(), tokens])
+    def _drawing(self, buffer: StepBuffer) -> tuple[Any, Tensor]:
+        """What the forward gives, and what is likeliest by it."""
+        found = self._forward(buffer)
+        return found, self._draw(found[0] if isinstance(found, tuple) else found)
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        drawn = likeliest(logits)
+        self.keep(drawn)
+        return drawn
 
     @torch.no_grad()
     def _forward(self, buffer: StepBuffer) -> Any:

@@ -26,7 +26,16 @@ from detcompile.runtime.sampling_plan import PROBABILITY_UNIT, RowGroup, SampleR
 from detcompile.templates.float_mode import float_mode
 from detcompile.templates.sampling_triton import gumbel_argmax_cuda
 
-__all__ = ["SampleRow", "Sampled", "Sampler", "SamplingParams", "TokenLogprobs", "sample", "token_logprobs"]
+__all__ = [
+    "SampleRow",
+    "Sampled",
+    "Sampler",
+    "SamplingParams",
+    "TokenLogprobs",
+    "likeliest",
+    "sample",
+    "token_logprobs",
+]
 
 ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of a large batch; rows are independent, so it cannot change a bit
 
@@ -34,9 +43,18 @@ ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of a large batch; rows are indep
 class Sampled(NamedTuple):
     """What one step drew; on the device, perhaps not computed yet."""
 
-    tokens: Tensor  # [R] int64, ids of the vocabulary even where invalid
-    invalid: Tensor  # [R] bool: NaN or +inf among the logits, or nothing left to draw
+    drawn: Tensor  # [R, 2] int64, one piece of memory: ``invalid`` and ``tokens`` of each row
     logprobs: TokenLogprobs | None  # of the rows plan.logprob_rows; None if there are none
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, ids of the vocabulary even where invalid."""
+        return self.drawn[:, 1]
+
+    @property
+    def invalid(self) -> Tensor:
+        """[R] bool: NaN or +inf among the logits, or nothing left to draw."""
+        return self.drawn[:, 0] != 0
 
 
 class Sampler:
@@ -74,38 +92,37 @@ class Sampler:
         at_once = max(1, ELEMENTS_AT_ONCE // self.vocab_size)
         return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once)
 
-    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What a row of ``logits`` [R, V] is drawn to where its plan has no columns: whether invalid, and its token."""
-        tokens, invalid = _likeliest(logits)
-        return invalid, tokens
-
     def forget(self, key: Hashable) -> None:
         """Drop what is kept of a sequence; a later row of it must bring all its tokens."""
         self._counts.forget(key)
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, plan: SamplingPlan) -> Sampled:
-        """Draw from ``logits`` [R', V], of which the first R rows are the plan's."""
+    def __call__(self, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None) -> Sampled:
+        """Draw from ``logits`` [R', V], of which the first R rows are the plan's.
+
+        Args:
+            drawn: [R', 2], what ``likeliest`` gives for these logits, if that is known; this may be written to.
+        """
         assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
         with self._float_mode:
-            return self._sampled(logits[: plan.num_rows], plan)
+            rows = logits[: plan.num_rows]
+            return self._sampled(rows, plan, likeliest(rows) if drawn is None else drawn[: plan.num_rows])
 
-    def _sampled(self, rows: Tensor, plan: SamplingPlan) -> Sampled:
-        tokens, invalid = _likeliest(rows)
+    def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor) -> Sampled:
         if plan.columns is None:
-            return Sampled(tokens, invalid, None)
+            return Sampled(drawn, None)
         columns = plan.columns.to(self.device)
         if plan.num_slots:
             self._counts.admit(plan.num_slots, FreshCounts(*(columns[f"fresh_{f}"] for f in FreshCounts._fields)))
         distributions = torch.stack(plan.distributions) if plan.distributions else None
         for group in plan.groups:
-            self._work(group, rows, columns, tokens, invalid, distributions)
+            self._work(group, rows, columns, drawn, distributions)
         logprobs = None
         if plan.logprob_rows:
             wanted = columns["logprob_rows"]
             own = rows.index_select(0, wanted)
-            logprobs = token_logprobs(own, tokens.index_select(0, wanted), plan.num_logprobs, self.radices)
-        return Sampled(tokens, invalid, logprobs)
+            logprobs = token_logprobs(own, drawn[:, 1].index_select(0, wanted), plan.num_logprobs, self.radices)
+        return Sampled(drawn, logprobs)
 
     @torch.no_grad()
     def probabilities(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
@@ -129,28 +146,25 @@ class Sampler:
         group: RowGroup,
         rows: Tensor,
         columns: dict[str, Tensor],
-        tokens: Tensor,
-        invalid: Tensor,
+        drawn: Tensor,
         distributions: Tensor | None,
     ) -> None:
-        """Redo the tokens of one group."""
+        """Redo the rows of one group in ``drawn``."""
         needs, part = group.needs, slice(group.start, group.stop)
         index = columns["rows"][part]
         logits = self._own_logits(group, rows, columns)
-        chosen, bad = _likeliest(logits) if needs.biased or needs.penalised else (None, invalid.index_select(0, index))
+        found = likeliest(logits) if needs.biased or needs.penalised else drawn.index_select(0, index)
         if needs.drawn:
             scaled = self._scaled(logits, needs.filtered, columns, part)
-            chosen, drawn_bad = (
+            chosen, bad = (
                 self._resolve(scaled, columns, part, distributions)
                 if needs.proposed
                 else self._draw(scaled, columns, part)
             )
-            bad = bad | drawn_bad
-        assert chosen is not None
-        tokens.index_copy_(0, index, chosen)
-        invalid.index_copy_(0, index, bad)
+            found = torch.stack([found[:, 0] | bad, chosen], dim=1)
+        drawn.index_copy_(0, index, found)
         if needs.penalised:
-            self._counts.count(columns["slots"][part], chosen)
+            self._counts.count(columns["slots"][part], found[:, 1])
 
     def _own_logits(self, group: RowGroup, rows: Tensor, columns: dict[str, Tensor]) -> Tensor:
         """Logits [Q, V] float32 of a group, after biases and penalties."""
@@ -250,10 +264,13 @@ def sample(
     return sampler(logits, sampler.prepare(rows)).tokens
 
 
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest id among a row's highest logits, and whether the row is bad: argmax takes a NaN for the highest."""
-    tokens = torch.argmax(logits, dim=-1)
-    return tokens, _not_finite(logits.gather(1, tokens.unsqueeze(1)).squeeze(1))
+def likeliest(logits: Tensor) -> Tensor:
+    """Whether a row of ``logits`` [R, V] is bad, and the lowest id among its highest logits: [R, 2] int64.
+
+    It is what a row is drawn to that needs no columns of a plan. Argmax takes a NaN for the highest.
+    """
+    tokens = torch.argmax(logits, dim=-1, keepdim=True)
+    return torch.cat([_not_finite(logits.gather(1, tokens)), tokens], dim=1)
 
 
 def _not_finite(x: Tensor) -> Tensor:

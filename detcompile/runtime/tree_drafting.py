@@ -100,9 +100,9 @@ class TreeDrafting:
         self._copy_heads(nodes)
         tables = block_tables([entry.sequence for entry in entries], len(self._blocks.groups))
         logits = self._runner.launch(build_arrays(entries, tables, size, {}))
-        sampled = self._sampler(logits, plan)
+        drawn = self._sampler(logits, plan, self._runner.drawn).drawn
         likeliest = torch.topk(torch.softmax(logits.float(), -1), self._num_candidates, dim=-1)
-        columns = (sampled.invalid[:, None], sampled.tokens[:, None], likeliest.indices, likeliest.values)
+        columns = (drawn, likeliest.indices, likeliest.values)
         found = torch.cat([column.double() for column in columns], dim=1).tolist()  # one copy; ids are exact in double
         for node in nodes:
             if node.path:

@@ -80,8 +80,10 @@ class Worker:
         logits = self.runner.launch(work.arrays)
         sampled = None
         if work.rows:
-            sampled = self.sampler(logits, self.sampler.prepare(work.rows))  # laid out while the forward runs
-            self.runner.sampled[: len(work.rows)].copy_(sampled.tokens)
+            plan, drawn = self.sampler.prepare(work.rows), self.runner.drawn  # laid out while the forward runs
+            sampled = self.sampler(logits, plan, drawn)
+            if drawn is None or plan.columns is not None:
+                self.runner.keep(sampled.drawn)
         prompts = [
             token_logprobs(
                 logits[p.start : p.start + len(p.targets)], self._to_device(np.array(p.targets)), p.num_top
@@ -107,9 +109,10 @@ class Worker:
         ]
         if sampled is None:
             return StepResult([], [], [], prompt_logprobs)
-        tokens = sampled.tokens.tolist()
+        drawn = sampled.drawn.tolist()
+        tokens, invalid = [token for _, token in drawn], [bool(bad) for bad, _ in drawn]
         logprobs = _row_logprobs(launched.work.rows, tokens, sampled)
-        return StepResult(tokens, sampled.invalid.tolist(), logprobs, prompt_logprobs, launched.hidden)
+        return StepResult(tokens, invalid, logprobs, prompt_logprobs, launched.hidden)
 
     def warm_up(self, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
         """Capture the graphs of every bucket of steps up to these sizes, tables of ``most_blocks`` among them.
@@ -133,7 +136,7 @@ class Worker:
             if size <= most_sequences:
                 later = [idle_arrays(size, size, num_groups)] * (num_steps - 1)
                 for tokens in (size, 2 * size):
-                    self.runner.launch_chain([idle_arrays(tokens, size, num_groups), *later], self.sampler.likeliest)
+                    self.runner.launch_chain([idle_arrays(tokens, size, num_groups), *later])
 
     def peak_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """Device memory that the largest step takes beside weights and caches."""

@@ -18,7 +18,7 @@ from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
 from detcompile.runtime.runner import MOST_VIEWS, Runner, _Staging
-from detcompile.runtime.sampling import Sampler
+from detcompile.runtime.sampling import Sampler, likeliest
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import NOT_PENDING, StepEntry, build_arrays, build_step
 from detcompile.runtime.step_layout import StepBuffer, StepLayout, table_widths
@@ -269,6 +269,22 @@ def test_replayed_steps_equal_plain_ones():
             }  # fmt: skip
     for replayed, plain in zip(*results):
         assert_bitwise_equal(replayed, plain)
+
+
+@on_a_gpu
+def test_a_captured_step_reads_what_the_last_one_drew_and_leaves_what_it_draws():
+    results = []
+    for cuda_graphs in (False, True):
+        runner = cuda_runner(cuda_graphs)
+        runner.sampled[:2] = torch.tensor([9, 4])
+        sequences = [Sequence([5, 6], num_computed=2, num_pending=1), Sequence([7], num_computed=1, num_pending=1)]
+        entries = [StepEntry(sequence, sequence.num_computed, 1) for sequence in sequences]
+        tables = np.array([[[2], [3]]], np.int32)
+        results.append(runner.run(build_arrays(entries, tables, BLOCK_SIZE, {sequences[0]: 1, sequences[1]: 0})))
+        if cuda_graphs:
+            assert_bitwise_equal(runner.drawn, likeliest(results[0]))
+            assert_bitwise_equal(runner.sampled[:2], runner.drawn[:, 1])
+    assert_bitwise_equal(results[1], results[0])
 
 
 @given(most_blocks=st.integers(1, 3000), block_size=st.sampled_from([16, 48, 64, 256, 1024]))

@@ -63,6 +63,16 @@ class Detokenizer:
             return ""
         return self._match(self._decode(self._window)[len(self._known) :], last=True)
 
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens at once, of a request without stop strings of which nothing was read before.
+
+        It is what ``append`` and ``finish`` would give, at a tenth of the cost. Nothing can be appended afterwards.
+        """
+        assert not (self._params.stop or self.num_tokens or self._finished), "text that is read piece by piece"
+        self._finished = True
+        self.num_tokens = len(token_ids)
+        return self._decode(list(token_ids))
+
     def _decode(self, token_ids: list[int]) -> str:
         skip = self._params.skip_special_tokens
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)

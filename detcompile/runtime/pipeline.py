@@ -196,8 +196,10 @@ class Pipeline:
             if self._ledger.is_open(sequence):  # neither cancelled nor ended meanwhile
                 goes_on, count, row = self._follow(draw, result)
                 num_generated += count
-                newest |= {sequence: row} if goes_on else {}
-                ended += [] if goes_on else [sequence]
+                if goes_on:
+                    newest[sequence] = row
+                else:
+                    ended.append(sequence)
             elif self._speculator is not None and draw.verification is not None:
                 self._speculator.discard(draw.verification)
         if self._speculator is not None and result.hidden is not None and self._in_flight is None:

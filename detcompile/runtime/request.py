@@ -116,9 +116,13 @@ class Request:
             return
         sequence, output, detokenizer = self.sequences[index], self.output.outputs[index], self._detokenizers[index]
         ended = isinstance(sequence.stop_reason, int)
+        new = output.token_ids[self._num_read[index] : len(output.token_ids) - ended]
         try:
-            output.text += detokenizer.append(output.token_ids[self._num_read[index] : len(output.token_ids) - ended])
-            output.text += detokenizer.finish() if last else ""
+            if last and not self.params.stop and not self._num_read[index]:
+                output.text = detokenizer.whole(new)
+            else:
+                output.text += detokenizer.append(new)
+                output.text += detokenizer.finish() if last else ""
         except Exception as error:  # some tokenizers raise at ids that they do not know: the others' requests go on
             self._detokenizers = None
             sequence.finish_reason = "error"

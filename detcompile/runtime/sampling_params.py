@@ -92,6 +92,12 @@ class SamplingParams:
         """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether each token is the likeliest by the model's own logits, and nothing else of them is asked."""
+        changed = self.min_tokens or self.logit_bias or self.penalised
+        return self.greedy and self.logprobs is None and not changed
+
     def seeded(self) -> "SamplingParams":
         """These parameters with a seed: their own, or a fresh one from the operating system."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))

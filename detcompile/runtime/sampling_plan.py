@@ -112,6 +112,8 @@ def plan_rows(
     Raises:
         InvalidInput: a row that samples has no seed.
     """
+    if all(row.params.plain for row in rows):
+        return SamplingPlan(len(rows), (), None, 0, (), 0)
     biases = [_bias(row, eos_token_ids) for row in rows]
     needs = [_needs(row, bool(bias)) for row, bias in zip(rows, biases)]
     special = sorted((i for i, need in enumerate(needs) if any(need)), key=lambda i: needs[i])

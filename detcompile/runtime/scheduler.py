@@ -93,11 +93,14 @@ class Scheduler:
 
     def decode(self) -> None:
         """One token of each running sequence that decodes, least recently served first, as the budget allows."""
-        self._serve(self._decoding())
+        self._serve(self._ready()[0])
 
     def continue_prefills(self) -> None:
         """The next chunks of running sequences whose prompt is not computed yet, the most urgent first."""
-        for sequence in sorted(self._prefilling(), key=self._urgency):
+        self._prefill(self._ready()[1])
+
+    def _prefill(self, ready: list[Sequence]) -> None:
+        for sequence in sorted(ready, key=self._urgency):
             if self._draft.budget > 0 and sequence not in self._draft.lost:
                 self._extend(sequence, self._chunk(sequence))
 
@@ -127,12 +130,12 @@ class Scheduler:
 
     def stall_free(self) -> None:
         """Every decode, then prefill chunks in what is left of the budget."""
-        decodes, prefills = self._decoding(), self._prefilling()
+        decodes, prefills = self._ready()
         if len(decodes) >= self._draft.budget and prefills:  # a small budget goes round
             self._serve(decodes + prefills)
             return
         self._serve(decodes)
-        self.continue_prefills()
+        self._prefill(prefills)
         self.admit()
 
     def prefill_first(self) -> None:
@@ -154,11 +157,19 @@ class Scheduler:
             if self._draft.entries:
                 return
 
-    def _decoding(self) -> list[Sequence]:
-        return [s for s in self.running if s.decoding and s.num_tokens < s.most_tokens]
-
-    def _prefilling(self) -> list[Sequence]:
-        return [s for s in self.running if not s.decoding and s.num_uncomputed > 0]
+    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that decode, and those whose prompt is not computed yet."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            num_tokens = sequence.num_tokens
+            num_uncomputed = num_tokens - sequence.num_computed
+            if num_uncomputed == 1 and num_tokens > sequence.num_prompt_tokens:
+                if num_tokens < sequence.most_tokens:
+                    decodes.append(sequence)
+            elif num_uncomputed > 0:
+                prefills.append(sequence)
+        return decodes, prefills
 
     def _serve(self, ready: list[Sequence]) -> None:
         for sequence in sorted(ready, key=lambda s: s.last_step):

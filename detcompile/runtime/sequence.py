@@ -71,11 +71,6 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def decoding(self) -> bool:
-        """Whether only the newest token is left to compute."""
-        return self.num_uncomputed == 1 and self.num_tokens > self.num_prompt_tokens
-
-    @property
     def num_generated(self) -> int:
         """Tokens drawn after the prompt, pending ones included."""
         return self.num_tokens - self.num_prompt_tokens

@@ -92,21 +92,16 @@ def _plain_arrays(
 def _sample_rows(draws: SequenceOf[Draw]) -> tuple[SampleRow, ...]:
     rows: list[SampleRow] = []
     for sequence, _, verification in draws:
-        num_tokens, num_generated = sequence.num_tokens, sequence.num_generated
-        levels = [
-            SampleRow(
-                sequence.sampling,
-                num_tokens + depth,
-                num_generated + depth,
-                sequence.sample_index,
-                sequence,
-                sequence.token_ids,
-            )
-            for depth in range(1 if verification is None else 1 + verification.tree.depth)
-        ]
+        num_tokens, place = sequence.num_tokens, (sequence.sample_index, sequence, sequence.token_ids)
+        num_generated = num_tokens - sequence.num_prompt_tokens
         if verification is None:
-            rows += levels
-        elif verification.rejects:
+            rows.append(SampleRow(sequence.sampling, num_tokens, num_generated, *place))
+            continue
+        levels = [
+            SampleRow(sequence.sampling, num_tokens + depth, num_generated + depth, *place)
+            for depth in range(1 + verification.tree.depth)
+        ]
+        if verification.rejects:
             paths = verification.layout.rows
             rows += [levels[len(path)]._replace(proposals=verification.proposals(path)) for path in paths]
         else:

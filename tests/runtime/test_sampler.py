@@ -1,6 +1,7 @@
 """Sampler: a row of a batch of anything is the row alone, bit for bit, step after step, on the device throughout."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,30 @@ def draw_logits(num_rows, seed, dtype=torch.float32):
 def row_of(request, tokens, sample_index=0):
     params, prompt = request
     return SampleRow(params, len(tokens), len(tokens) - len(prompt), sample_index, (id(params), sample_index), tokens)
+
+
+WISHES = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "min_tokens": 2,
+    "logprobs": 0,
+    "logit_bias": {3: 1.0},
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+}
+
+
+@given(wishes=st.lists(st.sampled_from(sorted(WISHES)), unique=True, max_size=3))
+def test_plain_requests_need_no_columns(wishes):
+    """What is drawn without looking closer is what looking closer finds nothing to do for."""
+    params = SamplingParams(**{"temperature": 0} | {wish: WISHES[wish] for wish in wishes})
+    row = SampleRow(params.seeded(), 1, token_ids=[5])
+    quick = Sampler(VOCAB_SIZE, "cpu", eos_token_ids=[EOS]).prepare([row])
+    with mock.patch.object(SamplingParams, "plain", False):
+        plan = Sampler(VOCAB_SIZE, "cpu", eos_token_ids=[EOS]).prepare([row])
+    assert (quick.columns is None) == (plan.columns is None)
+    assert not params.plain or plan.columns is None
 
 
 @given(requests=REQUESTS, seed=st.integers(0, 2**32), dtype=st.sampled_from([torch.float32, torch.bfloat16]))

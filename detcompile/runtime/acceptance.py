@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from detcompile.runtime.philox import gumbel_noise_of, uniform_of
-from detcompile.templates.sampling_triton import gumbel_argmax_cuda
+from detcompile.runtime.philox import uniform_of
+from detcompile.templates.gumbel import gumbel_argmax
 
 __all__ = ["ACCEPTANCE_STREAM", "CERTAIN", "NO_GUESS", "Proposals", "RESIDUAL_STREAM", "resolve"]
 
@@ -76,7 +76,4 @@ def resolve(
 
 
 def _draw(probabilities: Tensor, keys: Tensor) -> Tensor:
-    logprobs = torch.log(probabilities)
-    if logprobs.is_cuda:
-        return gumbel_argmax_cuda(logprobs.float(), keys)
-    return torch.argmax(logprobs + gumbel_noise_of(keys, logprobs.shape[1]), dim=-1)
+    return gumbel_argmax(torch.log(probabilities).float(), keys)

@@ -20,11 +20,10 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.acceptance import resolve
 from detcompile.runtime.logprobs import TokenLogprobs, token_logprobs
 from detcompile.runtime.penalties import FreshCounts, TokenCounts, penalise
-from detcompile.runtime.philox import gumbel_noise_of
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sampling_plan import PROBABILITY_UNIT, RowGroup, SampleRow, SamplingPlan, plan_rows
 from detcompile.templates.float_mode import float_mode
-from detcompile.templates.sampling_triton import gumbel_argmax_cuda
+from detcompile.templates.gumbel import gumbel_argmax
 
 __all__ = [
     "SampleRow",
@@ -197,7 +196,7 @@ class Sampler:
     def _draw(self, scaled: Tensor, columns: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
         """Gumbel-max: argmax of logprob + noise has the distribution of the softmax. Tokens [Q], and whether bad."""
         logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(self.radices))
-        tokens = _gumbel_argmax(logprobs, columns["keys"][part])
+        tokens = gumbel_argmax(logprobs, columns["keys"][part])
         return tokens, _not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
     def _resolve(
@@ -275,12 +274,6 @@ def likeliest(logits: Tensor) -> Tensor:
 
 def _not_finite(x: Tensor) -> Tensor:
     return x - x != 0  # fewer kernels than ~isfinite
-
-
-def _gumbel_argmax(logprobs: Tensor, keys: Tensor) -> Tensor:
-    if logprobs.is_cuda:
-        return gumbel_argmax_cuda(logprobs, keys)
-    return torch.argmax(logprobs.double() + gumbel_noise_of(keys, logprobs.shape[1]), dim=-1)
 
 
 def _filter(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, radices: Sequence[int]) -> Tensor:

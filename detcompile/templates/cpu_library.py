@@ -105,6 +105,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
     "detcompile_linear_recurrence": (_INT64, [_POINTER] * 12 + [_INT32, _POINTER]),
     "detcompile_running_max": (_INT64, [_POINTER] * 8 + [_INT32, _POINTER]),
     "detcompile_wkv": (_INT64, [_POINTER] * 10 + [_INT32, _POINTER]),
+    "detcompile_gumbel_argmax": (None, [_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT32]),
     "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
 }
 

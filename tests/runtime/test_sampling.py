@@ -59,11 +59,11 @@ def test_a_row_ignores_its_neighbours(params, vocab_size, seed, dtype, data, dev
 
 
 def test_noise_from_one_generator_for_the_batch_would_be_seen(monkeypatch):
-    def shared_noise(keys, vocab_size):
-        uniform = torch.rand(len(keys), vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return -torch.log(-torch.log(uniform))
+    def of_one_generator(logprobs, keys):
+        uniform = torch.rand(logprobs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        return torch.argmax(logprobs - torch.log(-torch.log(uniform)), dim=-1)
 
-    monkeypatch.setattr(sampling, "gumbel_noise_of", shared_noise)
+    monkeypatch.setattr(sampling, "gumbel_argmax", of_one_generator)
     logits, params = torch.zeros(8, 100), [SamplingParams(seed=seed) for seed in range(8)]
     tokens = sample(logits, params, range(8)).tolist()
     assert tokens != [sample(logits[i : i + 1], params[i : i + 1], [i]).item() for i in range(8)]
@@ -91,11 +91,6 @@ def test_greedy_needs_no_seed_and_sampling_does():
     assert sample(LOGITS[None], [SamplingParams(temperature=0)], [0]).item() == 2
     with pytest.raises(InvalidInput, match="seed"):
         sample(LOGITS[None], [SamplingParams()], [0])
-
-
-def test_equal_scores_go_to_the_lowest_id(monkeypatch):
-    monkeypatch.setattr(sampling, "gumbel_noise_of", lambda keys, vocab_size: torch.zeros(len(keys), vocab_size))
-    assert sample(torch.zeros(1, 9), [SamplingParams(seed=0)], [0]).item() == 0
 
 
 def filter_rows(scaled, params):

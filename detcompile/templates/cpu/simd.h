@@ -5,6 +5,16 @@
 #include <cstdint>
 #include <cstring>
 
+namespace {
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+}  // namespace
+
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -33,11 +43,7 @@ inline int64_t item_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
+inline float bits_to_float(uint32_t bits) { return bit_cast<float>(bits); }
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }

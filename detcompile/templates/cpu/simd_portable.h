@@ -18,14 +18,6 @@ constexpr double kTiny = 1.1754943157898258e-38;         // 2^-126 - 2^-151: bel
 
 struct FlushSubnormals { explicit FlushSubnormals(bool) {} };  // fma_flushed() flushes by itself
 
-template <class To, class From>
-inline To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
 template <class F>
 inline Vec lanewise(F f) {
   Vec out;

@@ -76,4 +76,4 @@ def resolve(
 
 
 def _draw(probabilities: Tensor, keys: Tensor) -> Tensor:
-    return gumbel_argmax(torch.log(probabilities).float(), keys)
+    return gumbel_argmax(torch.log(probabilities).float(), keys)  # in float32 as every row's logprobs

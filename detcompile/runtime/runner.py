@@ -44,8 +44,8 @@ class Runner:
 
     Attributes:
         states: of the last launch, good until the next one; None if the forward gives none.
-        drawn: [R, 2], what ``likeliest`` gives for the logits of the last launch, and as good; ``sampled`` has these
-            tokens then. None if the launch was no graph's.
+        drawn: [R, 2] int64, what ``likeliest`` gives for the logits of the last ``launch``, good until the next one;
+            ``sampled`` has these tokens then. None if no graph was replayed.
 
     Raises:
         InvalidInput: CUDA graphs without a CUDA device.
@@ -80,7 +80,8 @@ class Runner:
     def launch(self, arrays: StepArrays) -> Tensor:
         """As ``run``, without waiting for the device; the logits are good until the next launch.
 
-        Pending tokens are read from ``sampled``, which the caller fills between steps by ``keep``.
+        Pending tokens are those of the launch before, by row of its logits: what ``keep`` was given after it, or else,
+        if a graph was replayed, the likeliest.
         """
         layout = self.layout(arrays)
         graph = self._graph_for(layout)
@@ -91,7 +92,7 @@ class Runner:
         uploaded = self._start_upload(arrays, buffer)
         found, drawn = (self._forward(buffer), None) if graph is None else graph.replay()
         if uploaded is not None:
-            uploaded.record()  # the device shall not wait for this
+            uploaded.record()  # behind the step, as the device shall begin it first
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
@@ -99,7 +100,7 @@ class Runner:
         return logits[:num_rows]
 
     def keep(self, drawn: Tensor) -> None:
-        """Put the tokens of ``drawn`` [R, 2] where the next step reads them."""
+        """Put the tokens of ``drawn`` [R, 2] int64 where the next step reads them."""
         self.sampled[: len(drawn)].copy_(drawn[:, 1])
 
     def launch_chain(self, steps: SequenceOf[StepArrays]) -> Tensor:
@@ -203,7 +204,7 @@ class Runner:
             uploaded.record()
 
     def _start_upload(self, arrays: StepArrays, buffer: StepBuffer) -> torch.cuda.Event | None:
-        """On a GPU returns an event to record, at any time before the next upload, once the copy is on its way."""
+        """On a GPU returns an event that the caller records before the next upload, behind the copy or later."""
         if self.kv_cache.device.type == "cpu":
             buffer.fill(arrays)
             return None
@@ -224,7 +225,7 @@ class _Staging:
         """Start the copy, once the one before has read this memory: the device may be several steps behind.
 
         Returns:
-            What the next upload waits for; the caller records it.
+            What the next upload from here waits for; the caller records it behind the copy, or behind the whole step.
         """
         self._read.synchronize()
         size = len(buffer.bytes)
@@ -234,7 +235,8 @@ class _Staging:
             self._host = functools.lru_cache(maxsize=MOST_VIEWS)(views)
             self._filled = None
         host = self._host(buffer.layout)
-        host.fill(arrays, self._filled[1] if self._filled is not None and self._filled[0] is host else None)
+        filled, self._filled = self._filled, None
+        host.fill(arrays, filled[1] if filled is not None and filled[0] is host else None)
         self._filled = host, arrays
         buffer.bytes.copy_(host.bytes, non_blocking=True)
         return self._read

@@ -100,7 +100,7 @@ class Sampler:
         """Draw from ``logits`` [R', V], of which the first R rows are the plan's.
 
         Args:
-            drawn: [R', 2], what ``likeliest`` gives for these logits, if that is known; this may be written to.
+            drawn: [R', 2] int64, what ``likeliest`` gives for these logits, if that is known; this may be written to.
         """
         assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
         with self._float_mode:

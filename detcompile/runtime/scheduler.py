@@ -99,11 +99,6 @@ class Scheduler:
         """The next chunks of running sequences whose prompt is not computed yet, the most urgent first."""
         self._prefill(self._ready()[1])
 
-    def _prefill(self, ready: list[Sequence]) -> None:
-        for sequence in sorted(ready, key=self._urgency):
-            if self._draft.budget > 0 and sequence not in self._draft.lost:
-                self._extend(sequence, self._chunk(sequence))
-
     def admit(self) -> None:
         """Start waiting sequences in the order of their urgency, until seats, budget or blocks run out.
 
@@ -177,6 +172,11 @@ class Scheduler:
                 return
             if sequence not in self._draft.lost:
                 self._extend(sequence, 1)
+
+    def _prefill(self, ready: list[Sequence]) -> None:
+        for sequence in sorted(ready, key=self._urgency):
+            if self._draft.budget > 0 and sequence not in self._draft.lost:
+                self._extend(sequence, self._chunk(sequence))
 
     def _chunk(self, sequence: Sequence) -> int:
         wanted = sequence.num_uncomputed

@@ -82,7 +82,7 @@ class Speculator:
         self.error: Exception | None = None
         self.statistics = DraftStatistics()
         self.draft_seconds = 0.0
-        self._accepted_now = 0  # since a step was observed
+        self._accepted_now = 0  # since the switch was told of a step
         self.switch = SpeculationSwitch()
         self._drafter: Drafter | None = config.drafter or NGramDrafter()
         if config.acceptance == "rejection":

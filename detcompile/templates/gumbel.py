@@ -1,4 +1,7 @@
-"""Gumbel-max: argmax of logprob + noise over a row, by cpu/gumbel.cpp or sampling_triton.py; runtime.philox's bits."""
+"""Gumbel-max: argmax of logprob + noise over a row, by cpu/gumbel.cpp or sampling_triton.py; runtime.philox's bits.
+
+Legend: T rows, V vocabulary size.
+"""
 
 import torch
 from torch import Tensor
@@ -23,9 +26,15 @@ def gumbel_argmax(logprobs: Tensor, keys: Tensor) -> Tensor:
 
 
 def best_scores_cpu(logprobs: Tensor, keys: Tensor, isa: str | None = None) -> tuple[Tensor, Tensor]:
-    """The highest score of each row [T] float64, and the lowest id [T] that has it; a NaN is above all."""
+    """The highest score of each row [T] float64, and the lowest id [T] int64 that has it; a NaN is above all.
+
+    Args:
+        logprobs, keys: as ``gumbel_argmax`` takes them, on the CPU. isa: of cpu_library; None is the machine's.
+    """
     T, V = logprobs.shape
-    assert logprobs.dtype == torch.float32 and logprobs.stride(1) == 1 and V > 0 and keys.shape == (T, 5)
+    assert logprobs.dtype == torch.float32 and logprobs.stride(1) == 1 and V > 0, "logprobs must be [T, V] float32"
+    assert keys.dtype == torch.int64 and keys.shape == (T, 5), "keys must be [T, 5] int64"
+    assert logprobs.device.type == keys.device.type == "cpu", "the kernel reads memory of the host"
     keys = keys.contiguous()
     scores, tokens = torch.empty(T, dtype=torch.float64), torch.empty(T, dtype=torch.int64)
     cpu_library.library(isa).detcompile_gumbel_argmax(

@@ -331,6 +331,14 @@ def test_staging_memory_keeps_views_of_few_layouts():
             buffer = StepBuffer(StepLayout.of(arrays), torch.device("cpu"))
             staging.upload(arrays, buffer)
             assert buffer.tensors()["seq_lens"].tolist() == [num_tokens]
+        for array in arrays:
+            array.setflags(write=False)
+        for num_tokens in (8, 64, 8):  # from one memory, where arrays lie elsewhere in the layout between
+            buffer, fresh = (StepBuffer(StepLayout(num_tokens, 1, 1, 40, 1), torch.device("cpu")) for _ in range(2))
+            staging.upload(arrays, buffer)
+            fresh.fill(arrays)
+            for name, tensor in buffer.tensors().items():
+                assert_bitwise_equal(tensor, fresh.tensors()[name], name)
     assert staging._host.cache_info().currsize == MOST_VIEWS
 
 

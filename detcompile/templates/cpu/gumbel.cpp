@@ -1,12 +1,11 @@
 // Gumbel-max on the CPU: the highest logprob + noise of each row, the noise drawn where it is used.
 //
-// The bits are those of runtime/philox.py in double: the same Philox words, and the same single operations for the logarithm
-// in the same order; nothing is contracted. A maximum has no order to keep; among equal scores the lowest id wins, and a NaN
-// beats all, as in torch.argmax.
+// The bits are those of runtime/philox.py in double: the same Philox words, and the same single operations for the
+// logarithm in the same order; nothing is contracted. A maximum has no order to keep; among equal scores the lowest id
+// wins, and a NaN beats all, as in torch.argmax.
 //
 // Legend: T rows, V vocabulary size.
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -85,8 +84,8 @@ Best best_of(const float* logprobs, const int64_t* key, int64_t begin, int64_t e
 }  // namespace
 
 // logprobs [T, V] with unit stride in the row, keys [T, 5] -> scores [T] and tokens [T]
-EXPORT void detcompile_gumbel_argmax(const float* logprobs, int64_t row_stride, const int64_t* keys, double* scores, int64_t* tokens,
-                                     int64_t T, int64_t V, int32_t num_threads) {
+EXPORT void detcompile_gumbel_argmax(const float* logprobs, int64_t row_stride, const int64_t* keys, double* scores,
+                                     int64_t* tokens, int64_t T, int64_t V, int32_t num_threads) {
   int64_t tiles = (V + kTile - 1) / kTile;
   std::vector<Best> found(T * tiles);
   if (T * V < kLeastForThreads) num_threads = 1;

@@ -6,6 +6,8 @@ draw its own columns. The logarithm is built from single IEEE float64 operations
 ``log`` may take a vector routine in the body of a tensor and a scalar one in its tail, with other bits, and CUDA has a
 third. These operations are rounded the same everywhere, so CPU and CUDA give one bit pattern.
 
+The noise here is the definition; tokens are drawn by templates.gumbel, whose kernels are compared with it by bytes.
+
 Legend: R rows, V vocabulary size, G = ceil(V / 4) counters a row.
 """
 

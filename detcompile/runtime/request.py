@@ -118,11 +118,7 @@ class Request:
         ended = isinstance(sequence.stop_reason, int)
         new = output.token_ids[self._num_read[index] : len(output.token_ids) - ended]
         try:
-            if last and not self.params.stop and not self._num_read[index]:
-                output.text = detokenizer.whole(new)
-            else:
-                output.text += detokenizer.append(new)
-                output.text += detokenizer.finish() if last else ""
+            output.text += detokenizer.finish(new) if last else detokenizer.append(new)
         except Exception as error:  # some tokenizers raise at ids that they do not know: the others' requests go on
             self._detokenizers = None
             sequence.finish_reason = "error"

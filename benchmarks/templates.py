@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from detcompile.numerics import row_order
-from detcompile.templates import attention_triton, matmul_triton, rows_triton, softmax_triton
+from detcompile.templates import attention_triton, matmul_launch, matmul_triton, rows_triton, softmax_triton
 from detcompile.templates.gates_triton import silu_mul_cuda
 from detcompile.templates.matmul_schedules import GemmSchedule, candidates
 from detcompile.templates.tuning import graph_seconds
@@ -94,7 +94,7 @@ def _compile_gemms() -> None:
 def _compile_gemm(schedule: GemmSchedule, radices: tuple[int, ...]) -> None:
     x, w = (torch.zeros(rows, 2048, device=DEVICE, dtype=torch.bfloat16) for rows in (256, 1024))
     with contextlib.suppress(Exception):  # what cannot run here is refused by the gate, which says why
-        matmul_triton.run_schedule(schedule, x, w, radices=radices)
+        matmul_launch.run_schedule(schedule, x, w, radices=radices)
 
 
 def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:

@@ -167,8 +167,8 @@ class ModelDrafter:
         entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
         ends = np.array([shadow.num_tokens for shadow in shadows], np.int64)
         rows = list(range(len(shadows)))
-        steps = [build_arrays(entries, tables, size, {})]
-        steps += [pending_arrays(ends + level, rows, tables, size) for level in range(depth - 1)]
+        later = ends + np.arange(depth - 1)[:, None]
+        steps = [build_arrays(entries, tables, size, {}), *pending_arrays(later, rows, tables, size)]
         found = self._runner.launch_chain(steps).tolist()
         trees: dict[Sequence, dict[Path, int]] = {sequence: {} for sequence in depths}
         for row, (sequence, shadow) in enumerate(zip(depths, shadows)):
@@ -214,8 +214,8 @@ class ModelDrafter:
             entries = [StepEntry(shadow, shadow.num_computed, shadow.num_uncomputed) for shadow in shadows]
             arrays = build_arrays(entries, tables, size, {})
         else:
-            positions = np.array([shadow.num_computed for shadow in shadows], np.int64)
-            arrays = pending_arrays(positions, [pending[shadow] for shadow in shadows], tables, size)
+            positions = np.array([[shadow.num_computed for shadow in shadows]], np.int64)
+            arrays = pending_arrays(positions, [pending[shadow] for shadow in shadows], tables, size)[0]
         logits = self._runner.launch(arrays)
         drawn = self._sampler(logits, plan, self._runner.drawn).drawn
         if self._gives_distributions:

@@ -17,8 +17,9 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.sampling import likeliest
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepLayout
+from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepBuffers, StepLayout
 from detcompile.step import NO_SLOT, StepInputs
+from detcompile.templates.next_tokens_triton import known_tokens_cuda
 from detcompile.templates.tuning import capture, for_graph
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
@@ -88,9 +89,9 @@ class Runner:
         if graph is None and self._worth_a_graph(layout):
             graph = self._graphs[layout] = self._capture(arrays, layout)
             self._widest = max(self._widest, layout.blocks)
-        buffer = StepBuffer(layout, self.kv_cache.device) if graph is None else graph.buffers[0]
-        uploaded = self._start_upload(arrays, buffer)
-        found, drawn = (self._forward(buffer), None) if graph is None else graph.replay()
+        buffers = self._buffers(layout) if graph is None else graph.buffers
+        uploaded = self._start_upload((arrays,), buffers)
+        found, drawn = (self._forward(buffers.steps[0]), None) if graph is None else graph.replay()
         if uploaded is not None:
             uploaded.record()  # behind the step, as the device shall begin it first
         logits, states = found if isinstance(found, tuple) else (found, None)
@@ -119,11 +120,13 @@ class Runner:
         layouts = tuple(self.layout(arrays) for arrays in steps)
         graph = self._chains.get(layouts)
         if graph is None:
-            buffers = [StepBuffer(layout, self.kv_cache.device) for layout in layouts]
-            self._upload_all([_without_states(arrays) for arrays in steps], buffers)
+            buffers = self._buffers(*layouts)
+            self._upload([_without_states(arrays) for arrays in steps], buffers)
             graph = self._chains[layouts] = _Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
-        self._upload_all(steps, graph.buffers)
+        uploaded = self._start_upload(steps, graph.buffers)
         found: Tensor = graph.replay()
+        if uploaded is not None:
+            uploaded.record()
         return found
 
     def layout(self, arrays: StepArrays) -> StepLayout:
@@ -153,15 +156,18 @@ class Runner:
 
         States are left as they are, as they would advance twice, and so are the tokens that the step before drew.
         """
-        buffer = StepBuffer(layout, self.kv_cache.device)
-        self._upload(_without_states(arrays), buffer)
+        buffers = self._buffers(layout)
+        self._upload([_without_states(arrays)], buffers)
         drawn_before = self.sampled.clone()
-        graph = _Graph(lambda: self._drawing(buffer), [buffer], self._memory_pool)
+        graph = _Graph(lambda: self._drawing(buffers.steps[0]), buffers, self._memory_pool)
         self.sampled.copy_(drawn_before)
         return graph
 
-    def _chain(self, buffers: SequenceOf[StepBuffer]) -> Tensor:
-        found = [self._drawing(buffer)[1] for buffer in buffers]
+    def _buffers(self, *layouts: StepLayout) -> StepBuffers:
+        return StepBuffers(layouts, self.kv_cache.device)
+
+    def _chain(self, buffers: StepBuffers) -> Tensor:
+        found = [self._drawing(buffer)[1] for buffer in buffers.steps]
         rows = min(map(len, found))
         return torch.stack([drawn[:rows] for drawn in found])
 
@@ -171,17 +177,14 @@ class Runner:
         return found, self._draw(found[0] if isinstance(found, tuple) else found)
 
     def _draw(self, logits: Tensor) -> Tensor:
-        drawn = likeliest(logits)
-        self.keep(drawn)
-        return drawn
+        return likeliest(logits, kept=self.sampled)
 
     @torch.no_grad()
     def _forward(self, buffer: StepBuffer) -> Any:
         t = buffer.tensors()
         if buffer.layout.copies > 1:
             self.kv_cache.copy_blocks(t["block_copies"])
-        pending = t["pending"]
-        input_ids = torch.where(pending == NOT_PENDING, t["input_ids"], self.sampled[pending.clamp_min(0)])
+        input_ids = self._known_tokens(t["input_ids"], t["pending"])
         step = StepInputs(
             slot_mappings=t["slot_mappings"].flatten(1).unbind(),
             cu_seqlens=t["cu_seqlens"],
@@ -194,58 +197,60 @@ class Runner:
         )
         return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
 
-    def _upload_all(self, steps: SequenceOf[StepArrays], buffers: SequenceOf[StepBuffer]) -> None:
-        for arrays, buffer in zip(steps, buffers, strict=True):
-            self._upload(arrays, buffer)
+    def _known_tokens(self, input_ids: Tensor, pending: Tensor) -> Tensor:
+        """[T], those that the step before drew in their places."""
+        if input_ids.is_cuda:
+            return known_tokens_cuda(input_ids, pending, self.sampled)
+        return torch.where(pending == NOT_PENDING, input_ids, self.sampled[pending.clamp_min(0)])
 
-    def _upload(self, arrays: StepArrays, buffer: StepBuffer) -> None:
-        uploaded = self._start_upload(arrays, buffer)
+    def _upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> None:
+        uploaded = self._start_upload(steps, buffers)
         if uploaded is not None:
             uploaded.record()
 
-    def _start_upload(self, arrays: StepArrays, buffer: StepBuffer) -> torch.cuda.Event | None:
+    def _start_upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> torch.cuda.Event | None:
         """On a GPU returns an event that the caller records before the next upload, behind the copy or later."""
         if self.kv_cache.device.type == "cpu":
-            buffer.fill(arrays)
+            buffers.fill(steps)
             return None
         staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else _Staging()
         self._staging.append(staging)
-        return staging.upload(arrays, buffer)
+        return staging.upload(steps, buffers)
 
 
 class _Staging:
-    """Pinned memory that a step's arrays are copied to the device from."""
+    """Pinned memory that the arrays of steps are copied to the device from."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._read = torch.cuda.Event()
-        self._filled: tuple[StepBuffer, StepArrays] | None = None  # the last
+        self._filled: tuple[StepBuffers, SequenceOf[StepArrays]] | None = None  # the last
 
-    def upload(self, arrays: StepArrays, buffer: StepBuffer) -> torch.cuda.Event:
+    def upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> torch.cuda.Event:
         """Start the copy, once the one before has read this memory: the device may be several steps behind.
 
         Returns:
             What the next upload from here waits for; the caller records it behind the copy, or behind the whole step.
         """
         self._read.synchronize()
-        size = len(buffer.bytes)
+        size = len(buffers.bytes)
         if len(self._memory) < size:
             self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-            views = functools.partial(StepBuffer, device=torch.device("cpu"), memory=self._memory)
+            views = functools.partial(StepBuffers, device=torch.device("cpu"), memory=self._memory)
             self._host = functools.lru_cache(maxsize=MOST_VIEWS)(views)
             self._filled = None
-        host = self._host(buffer.layout)
+        host = self._host(buffers.layouts)
         filled, self._filled = self._filled, None
-        host.fill(arrays, filled[1] if filled is not None and filled[0] is host else None)
-        self._filled = host, arrays
-        buffer.bytes.copy_(host.bytes, non_blocking=True)
+        host.fill(steps, filled[1] if filled is not None and filled[0] is host else None)
+        self._filled = host, steps
+        buffers.bytes.copy_(host.bytes, non_blocking=True)
         return self._read
 
 
 class _Graph:
     """Captured forwards over buffers whose addresses never change."""
 
-    def __init__(self, forward: Callable[[], Any], buffers: SequenceOf[StepBuffer], memory_pool: Any) -> None:
+    def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
         self.buffers = buffers
         warmup_stream = _warmup_stream(torch.cuda.current_device())
         warmup_stream.wait_stream(torch.cuda.current_stream())

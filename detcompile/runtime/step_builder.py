@@ -4,6 +4,7 @@ Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, W width 
 token may belong to, N blocks to copy.
 """
 
+import functools
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -193,27 +194,43 @@ def joined(parts: SequenceOf[StepArrays]) -> StepArrays:
 
 def pending_arrays(
     positions: NDArray[np.int64], pending: list[int], tables: NDArray[np.int32], size: int
-) -> StepArrays:
-    """A step of one token a sequence, each still on the device: what ``build_arrays`` gives, in fewer operations.
+) -> list[StepArrays]:
+    """Steps of one token a sequence, each still on the device: what ``build_arrays`` gives, in fewer operations.
 
     Args:
-        positions: [S], of the tokens. pending: S rows of the previous step's sampled tokens.
+        positions: [steps, S], of the tokens. pending: S rows of the previous step's sampled tokens, in every step.
         tables: [G, S, W]. size: of a block.
     """
-    count = len(pending)
-    each = np.arange(count + 1, dtype=np.int32)
+    fixed = _fixed(tuple(pending))
     blocks, places = np.divmod(positions, size)
-    return StepArrays(
-        input_ids=np.zeros(count, np.int64),
-        position_ids=positions,
-        pending=np.array(pending, np.int64),
-        logits_to_keep=each[:-1].astype(np.int64),
-        slot_mappings=(tables[:, each[:-1], blocks].astype(np.int64) * size + places)[:, None],
-        cu_seqlens=each,
-        seq_lens=(positions + 1).astype(np.int32),
-        block_tables=tables,
-        state_slots=np.full(count, NO_SLOT, np.int32),  # who drafts carries no state
-    )
+    slots = tables[:, fixed["logits_to_keep"], blocks].astype(np.int64) * size + places  # [G, steps, S]
+    lengths = (positions + 1).astype(np.int32)
+    return [
+        StepArrays(
+            position_ids=positions[step],
+            slot_mappings=slots[:, step, None],
+            seq_lens=lengths[step],
+            block_tables=tables,
+            **fixed,
+        )
+        for step in range(len(positions))
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed(pending: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+    """Arrays of a step of pending tokens that no place changes; never written to."""
+    count = len(pending)
+    fixed: dict[str, NDArray[Any]] = {
+        "input_ids": np.zeros(count, np.int64),
+        "pending": np.array(pending, np.int64),
+        "logits_to_keep": np.arange(count),
+        "cu_seqlens": np.arange(count + 1, dtype=np.int32),
+        "state_slots": np.full(count, NO_SLOT, np.int32),  # who drafts carries no state
+    }
+    for array in fixed.values():
+        array.setflags(write=False)
+    return fixed
 
 
 def _widened(array: NDArray[Any], axis: int, size: int, value: int) -> NDArray[Any]:

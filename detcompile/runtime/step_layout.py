@@ -4,7 +4,9 @@ Legend: as in runtime/runner.py.
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ __all__ = [
     "FEWEST_MIXED",
     "MIXED_BUCKETS",
     "StepBuffer",
+    "StepBuffers",
     "StepLayout",
     "TOKEN_BUCKETS",
     "mixed_layouts",
@@ -136,6 +139,31 @@ class StepBuffer:
             for name in StepArrays._fields
             for start, length, dtype, shape in [self._places[name]]
         ]
+
+
+class StepBuffers:
+    """The buffers of several steps in one piece of memory, so that one copy moves them all.
+
+    Args:
+        layouts: of the steps, in their order.
+        memory: as of StepBuffer.
+
+    Attributes:
+        steps: a StepBuffer for each layout.
+    """
+
+    def __init__(self, layouts: tuple[StepLayout, ...], device: torch.device, memory: Tensor | None = None) -> None:
+        ends = list(itertools.accumulate(_places(layout)[1] for layout in layouts))
+        self.layouts = layouts
+        self.bytes = torch.empty(ends[-1], dtype=torch.uint8, device=device) if memory is None else memory[: ends[-1]]
+        starts = (0, *ends[:-1])
+        self.steps = [StepBuffer(layout, device, self.bytes[at:]) for layout, at in zip(layouts, starts, strict=True)]
+
+    def fill(self, steps: SequenceOf[StepArrays], before: SequenceOf[StepArrays] | None = None) -> None:
+        """Each step into its own buffer, as ``StepBuffer.fill``."""
+        known = before or itertools.repeat(None)
+        for buffer, arrays, old in zip(self.steps, steps, known):
+            buffer.fill(arrays, old)
 
 
 @functools.lru_cache(maxsize=512)

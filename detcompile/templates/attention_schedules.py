@@ -83,5 +83,6 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
         return tuple(plain)
     rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
     hopper = [AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows]
-    turned = [AttentionSchedule(attention_turned.COLUMNS, 4, stages, problem.split, turned=True) for stages in (2, 1)]
+    stages = (3, 2, 1) if problem.split else (2, 3, 1)  # without split many tiles are to share a multiprocessor
+    turned = [AttentionSchedule(attention_turned.COLUMNS, 4, count, problem.split, turned=True) for count in stages]
     return tuple((turned if problem.few and problem.page else []) + hopper + plain)

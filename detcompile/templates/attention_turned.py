@@ -47,8 +47,9 @@ def launch(
     piece = min(constants["PAGE"], 64)
     batch_rows, head_rows, head_columns = row_steps(k)
     groups = k.shape[2] * -(-constants["G"] // constants["HEADS"])
-    # A thread's: for five programs a multiprocessor where their shared memory leaves room for so many, else for three.
-    registers = 96 if constants["STAGES"] * constants["D"] <= 128 else 168
+    # A thread's: for as many programs a multiprocessor as their shared memory leaves room for, five, three or two.
+    held = constants["STAGES"] * constants["D"]
+    registers = 96 if held <= 128 else 168 if held <= 256 else 255
     turned_attention_kernel[(groups * tiles, numbers["chunks"] if constants["SPLIT"] else 1)](
         q, descriptor(k, piece), descriptor(v, piece), target, stat, *metadata, **numbers,
         q_token=q.stride(0), q_head=q.stride(1), page_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,

@@ -31,7 +31,8 @@ from detcompile.templates.collectives_landing import LEAST_TOKENS, MOST_FEATURES
 from detcompile.templates.collectives_memory import Landing, PeerMemory, landing_of, peer_memory
 from detcompile.templates.collectives_triton import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
 from detcompile.templates.matmul import matmul_cpu
-from detcompile.templates.matmul_triton import matmul_cuda, sum_partials_cuda
+from detcompile.templates.matmul_launch import sum_partials_cuda
+from detcompile.templates.matmul_triton import matmul_cuda
 from detcompile.templates.moves import gather
 from detcompile.templates.tuning import is_for_graph
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from detcompile.templates.collectives_memory import BOX, CHANNELS, LANES, PeerMemory
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import close_leaf, root_of
-from detcompile.templates.matmul_triton import tree_options
+from detcompile.templates.matmul_launch import tree_options
 
 __all__ = [
     "LEVELS",

@@ -14,7 +14,14 @@ import triton
 from torch import Tensor
 
 from detcompile.errors import ScheduleError
-from detcompile.templates import dependent_launch, dequant_kernels, dequant_warps, matmul_kernels, matmul_triton
+from detcompile.templates import (
+    dependent_launch,
+    dequant_kernels,
+    dequant_warps,
+    matmul_kernels,
+    matmul_launch,
+    matmul_triton,
+)
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.dequant_schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates, fits_warps
 from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
@@ -82,7 +89,7 @@ def run_dequant(
     if schedule.leaves == "split" and radices:
         partials = out.new_empty((math.prod(radices), *out.shape), dtype=torch.float32)
         _launch(schedule, x, weight, None, None, radices, partials)
-        matmul_triton.sum_partials_cuda(partials, bias, residual, radices, out)
+        matmul_launch.sum_partials_cuda(partials, bias, residual, radices, out)
     else:
         _launch(schedule, x, weight, bias, residual, radices, out)
     return out
@@ -243,7 +250,7 @@ def _launch(
         out if residual is None else residual, M, N, leaf_k, leaves, *x.stride(), w.stride(0),
         scales.stride(0), 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SPLIT=split,
-        **matmul_triton.tree_options(() if split else radices),
+        **matmul_launch.tree_options(() if split else radices),
         BM=schedule.block_m, BN=schedule.block_n, BK=step, GROUP=schedule.group, BLOCKED=x.dtype is torch.float32,
         EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype), num_warps=schedule.warps,
         num_stages=schedule.stages, enable_fp_fusion=False, **_format(weight), **launch_options(x.device),
@@ -263,7 +270,7 @@ def _run_probed(
         return run_dequant(schedule, x, weight, bias, residual, radices, out_dtype)
     w = expanded(weight, x.dtype)
     at = matmul_triton.gemm_problem(x, w, bias, residual, radices, x.new_empty(1, len(w), dtype=out_dtype))
-    return matmul_triton.run_schedule(reference_schedule(at), x, w, bias, residual, radices, out_dtype)
+    return matmul_launch.run_schedule(reference_schedule(at), x, w, bias, residual, radices, out_dtype)
 
 
 @functools.cache

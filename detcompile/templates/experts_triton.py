@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
-from detcompile.templates import dependent_launch, experts_kernels, matmul_kernels, matmul_triton
+from detcompile.templates import dependent_launch, experts_kernels, matmul_kernels, matmul_launch, matmul_triton
 from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.experts_schedules import REFERENCE, ExpertsProblem, expert_candidates
 from detcompile.templates.matmul_schedules import GemmSchedule, reference_schedule
@@ -167,7 +167,7 @@ def _by_matmul(
             of_expert = None if bias is None else bias[expert]
             problem = matmul_triton.gemm_problem(x, w[expert], of_expert, None, radices, out)
             schedule = reference_schedule(problem)
-            out[rows] = matmul_triton.run_schedule(schedule, x[rows], w[expert], of_expert, None, radices, out_dtype)
+            out[rows] = matmul_launch.run_schedule(schedule, x[rows], w[expert], of_expert, None, radices, out_dtype)
     return out
 
 
@@ -216,8 +216,8 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
     E, N, _ = o.w.shape
     blocked = o.x.dtype is torch.float32
     leaf_k, leaves = o.leaf_k, math.prod(o.radices)
-    if len(o.radices) > matmul_triton.LEVELS:
-        raise ScheduleError(f"expert_matmul: a tree of {matmul_triton.LEVELS} levels at most, not {o.radices}")
+    if len(o.radices) > matmul_launch.LEVELS:
+        raise ScheduleError(f"expert_matmul: a tree of {matmul_launch.LEVELS} levels at most, not {o.radices}")
     options = {
         "E": E,
         "CHOICES": o.choices,
@@ -231,7 +231,7 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
         "num_warps": schedule.warps,
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
-        **matmul_triton.tree_options(o.radices),
+        **matmul_launch.tree_options(o.radices),
         **launch_options(o.x.device),
     }
     strides = (*o.x.stride(), *o.w.stride())

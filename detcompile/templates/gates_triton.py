@@ -12,9 +12,23 @@ from triton.language.extra import libdevice
 
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 
-__all__ = ["silu_mul_cuda"]
+__all__ = ["silu_mul", "silu_mul_cuda"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def silu_mul(gate, up, ON_GPU: tl.constexpr):
+    """round(round(silu(gate)) * up) of numbers of one dtype."""
+    x = gate.to(tl.float32)
+    if not ON_GPU:  # the interpreter has no libdevice
+        silu = tl.div_rn(x, 1.0 + tl.exp(-x))
+    elif gate.dtype.primitive_bitwidth == 16:
+        silu = libdevice.fast_dividef(x, 1.0 + tl.exp2(x * -LOG2_E))
+    else:
+        silu = tl.div_rn(x, 1.0 + libdevice.exp(-x))
+    silu = silu.to(gate.dtype).to(tl.float32)
+    return (silu * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -29,16 +43,8 @@ def _silu_mul_kernel(
     feature = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = feature < F
     gate = tl.load(gate_ptr + t * gate_stride + feature, mask=inside, other=0.0)
-    up = tl.load(up_ptr + t * up_stride + feature, mask=inside, other=0.0).to(tl.float32)
-    x = gate.to(tl.float32)
-    if not ON_GPU:  # the interpreter has no libdevice
-        silu = tl.div_rn(x, 1.0 + tl.exp(-x))
-    elif gate.dtype.primitive_bitwidth == 16:
-        silu = libdevice.fast_dividef(x, 1.0 + tl.exp2(x * -LOG2_E))
-    else:
-        silu = tl.div_rn(x, 1.0 + libdevice.exp(-x))
-    silu = silu.to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + t * F + feature, (silu * up).to(gate.dtype), mask=inside)
+    up = tl.load(up_ptr + t * up_stride + feature, mask=inside, other=0.0)
+    tl.store(out_ptr + t * F + feature, silu_mul(gate, up, ON_GPU), mask=inside)
 
 
 def silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:

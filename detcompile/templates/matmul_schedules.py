@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-__all__ = ["GemmProblem", "GemmSchedule", "candidates", "reference_schedule"]
+__all__ = ["FEW_WEIGHTS", "GemmProblem", "GemmSchedule", "candidates", "reference_schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class GemmProblem:
 class GemmSchedule:
     """kind: "pointers", "tma" or "hopper" (matmul_hopper; its warps are its own affair), "few" (experts), "fused",
     "warps" or "expand" (dequant_schedules); swapped: the weights are the M operand of the MMA; ctas: programs a
-    multiprocessor (not for pointers); leaves: "register" or "split" (see matmul_kernels); gated: half of block_n is the
-    gate's, and one launch gives silu(gate) * up (hopper alone)."""
+    multiprocessor (not for pointers); leaves: "register", "split" or "together" (see matmul_kernels); gated: half of
+    block_n is the gate's, and one launch gives silu(gate) * up (hopper, and swapped pointers)."""
 
     kind: str
     block_m: int
@@ -95,6 +95,9 @@ _HOPPER_FEW: dict[int, _Rows] = {
     32: [(32, 64, 256, 4, 4), (32, 64, 128, 4, 8), (32, 64, 128, 4, 4, 2), (32, 64, 64, 4, 8)],
     64: [(64, 64, 128, 4, 6), (64, 64, 64, 4, 10), (32, 64, 128, 4, 8)],
 }
+# Trees of radix 2, whose leaves are summed side by side: K of all leaves, warps at most, stages.
+_TOGETHER = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
+_TOGETHER_FEATURES = 16
 _TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
 _NARROW = (64, 32, 128, 4, 8)
 _HOPPER: _Rows = [
@@ -129,7 +132,7 @@ _FLOAT32: dict[int, _Rows] = {
 # An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
-_FEW_WEIGHTS = 8 << 20
+FEW_WEIGHTS = 8 << 20  # numbers; so few are fetched ahead whole, and without a warp of its own
 _MANY_FEATURES = 16384
 _MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
@@ -158,15 +161,17 @@ def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
 
 def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     """Of all that swap their operands, and of 64 tokens one that need not."""
-    bucket = problem.bucket
+    bucket = max(16, problem.bucket)
     hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
     tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
     pointers = _schedules("pointers", True, _POINTERS_FEW[bucket])
-    plain = tma[:1] + pointers + tma[1:]
+    gated = [replace(schedule, gated=True) for schedule in pointers] if problem.gated else []
+    plain = gated + (pointers + tma if bucket == 16 else tma[:1] + pointers + tma[1:])
     if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
-        plain = sorted(pointers, key=lambda schedule: schedule.block_k) + tma
+        pointers.sort(key=lambda schedule: schedule.block_k)
+        plain = sorted(gated, key=lambda schedule: schedule.block_k) + pointers + tma
     # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
-    if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS:
+    if bucket <= 16 and problem.n * problem.k > FEW_WEIGHTS:
         return hopper + plain
     narrow = GemmSchedule("hopper", *_NARROW)
     if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:
@@ -209,8 +214,18 @@ def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSc
     if problem.hopper and problem.bucket >= 64:
         hopper = sorted(_schedules("hopper", False, _HOPPER_TREE), key=functools.partial(_cycles, problem))
     if problem.hopper and problem.bucket <= 64:
-        hopper += _schedules("hopper", True, _HOPPER_FEW[problem.bucket])
-    return _whole_groups(problem, hopper + (split + plain if problem.bucket <= 256 else plain + split))
+        hopper += _schedules("hopper", True, _HOPPER_FEW[max(16, problem.bucket)])
+    found = hopper + (split + plain if problem.bucket <= 256 else plain + split)
+    return _whole_groups(problem, _together(problem) + found)
+
+
+def _together(problem: GemmProblem) -> list[GemmSchedule]:
+    leaves = math.prod(problem.radices)
+    if problem.dtype == "float32" or problem.bucket > 16 or set(problem.radices) != {2}:
+        return []
+    rows = dict.fromkeys((k // leaves, min(leaves, warps), stages) for k, warps, stages in _TOGETHER)
+    tile = problem.bucket, _TOGETHER_FEATURES
+    return [GemmSchedule("pointers", *tile, *row, swapped=True, leaves="together") for row in rows]
 
 
 def _whole_groups(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:

@@ -7,23 +7,20 @@ schedules exist is in `candidates`, how they compute in matmul_kernels.py.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
-from detcompile.templates import dependent_launch, gates_triton, matmul_hopper, matmul_kernels
-from detcompile.templates.dependent_launch import launch_options
+from detcompile.templates import dependent_launch, gates_triton, matmul_hopper, matmul_kernels, matmul_launch
 from detcompile.templates.gates_triton import silu_mul_cuda
+from detcompile.templates.matmul_launch import operands_of, run, run_schedule
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
-from detcompile.templates.tuning import Tuner, capturing, graph_seconds, multiprocessors, template_tuner
+from detcompile.templates.tuning import Tuner, capturing, graph_seconds, template_tuner
 
 __all__ = [
-    "LEVELS",
     "dtype_name",
     "dtype_name_of",
     "gated_matmul_cuda",
@@ -33,29 +30,11 @@ __all__ = [
     "order_name",
     "probe_bits",
     "run_gated",
-    "run_schedule",
-    "sum_partials_cuda",
-    "tree_options",
     "tune_matmul",
     "tuner",
 ]
 
-_LARGEST_BUCKET = 4096
-LEVELS = 4  # of a tree that one kernel can hold
-
-
-@dataclass(frozen=True, slots=True)
-class _Operands:
-    x: Tensor  # [M, K]
-    w: Tensor  # [N, K], unit stride along one of them
-    bias: Tensor | None  # [N]
-    residual: Tensor | None  # [M, N], unit stride along N
-    out: Tensor  # [M, N] contiguous
-    radices: tuple[int, ...]
-
-    @property
-    def leaf_k(self) -> int:
-        return self.x.shape[1] // math.prod(self.radices)
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 8, 4096
 
 
 def matmul_cuda(
@@ -77,12 +56,12 @@ def matmul_cuda(
         ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
     """
     # AOTInductor hands None where the graph has an empty list
-    operands = _operands(x, w, bias, residual, tuple(radices or ()), out_dtype or x.dtype, out)
+    operands = operands_of(x, w, bias, residual, tuple(radices or ()), out_dtype or x.dtype, out)
     M, N = operands.out.shape
     if M == 0 or N == 0:
         return operands.out
     problem = gemm_problem(operands.x, operands.w, operands.bias, operands.residual, operands.radices, operands.out)
-    _run(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
+    run(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
     return operands.out
 
 
@@ -101,27 +80,12 @@ def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
 def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
     """``gated_matmul_cuda`` under one schedule, in one launch if it is gated itself."""
     if schedule.gated:
-        operands = _operands(x, w, None, None, (), x.dtype)
+        operands = operands_of(x, w, None, None, (), x.dtype)
         operands = replace(operands, out=x.new_empty((x.shape[0], w.shape[0] // 2)))
-        _run(schedule, operands)
+        run(schedule, operands)
         return operands.out
     gate, up = run_schedule(schedule, x, w).chunk(2, dim=1)
     return silu_mul_cuda(gate, up)
-
-
-def run_schedule(
-    schedule: GemmSchedule,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    radices: Sequence[int] = (),
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
-    operands = _operands(x, w, bias, residual, tuple(radices), out_dtype or x.dtype)
-    _run(schedule, operands)
-    return operands.out
 
 
 def tune_matmul(
@@ -155,7 +119,7 @@ def gemm_problem(
         aligned=aligned,
         hopper=aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype),
         epilogue=(dtype_name(out.dtype), dtype_name_of(bias), dtype_name_of(residual)),
-        bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
+        bucket=min(max(_SMALLEST_BUCKET, triton.next_power_of_2(M)), _LARGEST_BUCKET),
     )
 
 
@@ -200,7 +164,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of GEMM schedules on this device."""
-    sources = (matmul_kernels, matmul_hopper, gates_triton, dependent_launch)
+    sources = (matmul_kernels, matmul_hopper, matmul_launch, gates_triton, dependent_launch)
     return template_tuner("matmul", (*(module.__file__ for module in sources), __file__), device)
 
 
@@ -231,137 +195,11 @@ def _choose(problem: GemmProblem, device: torch.device) -> GemmSchedule:
 
 def _recall(problem: GemmProblem, device: torch.device) -> GemmSchedule:
     """Any schedule serves any M: without a decision for this bucket, the next larger one's, then smaller ones'."""
-    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
+    buckets = [1 << i for i in range(_SMALLEST_BUCKET.bit_length() - 1, _LARGEST_BUCKET.bit_length())]
     nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
     alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
     schedules = {str(s): s for p in alternatives for s in (*candidates(p), reference_schedule(p))}
     return tuner(device).recall([str(p) for p in alternatives], schedules)
-
-
-def _operands(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    radices: tuple[int, ...],
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> _Operands:
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if 1 not in w.stride():
-        w = w.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
-    if residual is not None and residual.stride(1) != 1:
-        residual = residual.contiguous()
-    radices = tuple(radix for radix in radices if radix > 1)
-    if out is None:
-        out = x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
-    return _Operands(x, w, bias, residual, out, radices)
-
-
-def _run(schedule: GemmSchedule, o: _Operands) -> None:
-    if schedule.leaves == "split" and o.radices:
-        partial = o.out.new_empty((math.prod(o.radices), *o.out.shape), dtype=torch.float32)
-        _launch(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
-        _combine(partial, o)
-    elif len(o.radices) > LEVELS:
-        raise ScheduleError(f"matmul: {schedule} holds {LEVELS} levels of a tree, not {o.radices}; split the leaves")
-    else:
-        _launch(schedule, o, split=False)
-
-
-def _launch(schedule: GemmSchedule, o: _Operands, split: bool) -> None:
-    M, N = o.x.shape[0], o.w.shape[0]
-    leaves = math.prod(o.radices)
-    tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
-    if schedule.kind == "hopper":
-        width = schedule.block_m if schedule.swapped else schedule.block_n
-        if split or (o.radices and width & (width - 1)):
-            raise ScheduleError(f"matmul: {schedule} neither splits leaves nor sums a tree over {width} columns")
-        if o.radices and o.leaf_k % schedule.block_k:
-            raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
-        a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
-        matmul_hopper.launch(
-            o.x, o.w, o.bias, o.residual, o.out, tree_options(o.radices), o.leaf_k,
-            programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
-            block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
-            gated=schedule.gated,
-        )  # fmt: skip
-        return
-    options = {
-        "HAS_BIAS": o.bias is not None,
-        "HAS_RESIDUAL": o.residual is not None,
-        "SPLIT": split,
-        "BM": schedule.block_m,
-        "BN": schedule.block_n,
-        "BK": schedule.block_k,
-        "GROUP": schedule.group,
-        "SWAP": schedule.swapped,
-        "num_warps": schedule.warps,
-        "num_stages": schedule.stages,
-        "enable_fp_fusion": False,
-        **tree_options(() if split else o.radices),
-        **launch_options(o.x.device),
-    }
-    residual_stride = 0 if o.residual is None else o.residual.stride(0)
-    epilogue = (o.out, o.out if o.bias is None else o.bias, o.out if o.residual is None else o.residual)
-    if schedule.kind == "tma":
-        w, w_nk = (o.w, True) if o.w.stride(1) == 1 else (o.w.t(), False)
-        block_w = [schedule.block_n, schedule.block_k]
-        x_desc = TensorDescriptor.from_tensor(o.x, [schedule.block_m, schedule.block_k])
-        w_desc = TensorDescriptor.from_tensor(w, block_w if w_nk else block_w[::-1])
-        programs = min(tiles * (leaves if split else 1), multiprocessors(o.x.device) * schedule.ctas)
-        matmul_kernels.tma_kernel[(programs,)](
-            x_desc, w_desc, *epilogue, M, N, o.leaf_k, leaves, residual_stride, W_NK=w_nk, **options
-        )
-        return
-    blocked = o.x.dtype is torch.float32
-    even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0
-    matmul_kernels.tile_kernel[(tiles, leaves if split else 1)](
-        o.x, o.w, *epilogue, M, N, o.leaf_k, leaves, *o.x.stride(), *o.w.stride(), residual_stride,
-        BLOCKED=blocked, EVEN_K=even, **options,
-    )  # fmt: skip
-
-
-def sum_partials_cuda(
-    partials: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: Tensor
-) -> None:
-    """float32 partials [prod(radices), M, N] -> out [M, N], as the leaves of a split schedule are added."""
-    radices = tuple(radix for radix in radices if radix > 1)
-    _combine(partials, _Operands(partials, partials, bias, residual, out, radices))
-
-
-def _combine(partial: Tensor, o: _Operands) -> None:
-    """Adds the leaves, up to four levels of the tree a launch; the last one has the epilogue."""
-    radices = o.radices
-    M, N = o.out.shape
-    while radices:
-        radices, lowest = radices[:-LEVELS], radices[-LEVELS:]
-        nodes = math.prod(radices)
-        last = not radices
-        out = o.out if last else partial.new_empty((nodes, M, N))
-        bias, residual = (o.bias, o.residual) if last else (None, None)
-        block_n = min(1024, max(128, triton.next_power_of_2(N)))
-        matmul_kernels.combine_kernel[(M, triton.cdiv(N, block_n), nodes)](
-            partial,
-            out,
-            out if bias is None else bias,
-            out if residual is None else residual,
-            M,
-            N,
-            0 if residual is None else residual.stride(0),
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            LEAVES=math.prod(lowest),
-            BN=block_n,
-            num_warps=4,
-            enable_fp_fusion=False,
-            **tree_options(lowest),
-            **launch_options(partial.device),
-        )
-        partial = out
 
 
 def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], float]:
@@ -382,12 +220,6 @@ def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule
         return graph_seconds([functools.partial(run, w=w) for w in ws])
 
     return seconds
-
-
-def tree_options(radices: tuple[int, ...]) -> dict[str, int]:
-    """The radices of up to LEVELS levels as a kernel takes them, R0 to R3."""
-    padded = (1,) * (LEVELS - len(radices)) + radices
-    return {f"R{i}": radix for i, radix in enumerate(padded)}
 
 
 def _tma_ready(rows: Tensor) -> bool:

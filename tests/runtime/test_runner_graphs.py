@@ -15,7 +15,7 @@ from detcompile.runtime.runner import MOST_VIEWS, Runner, _Staging
 from detcompile.runtime.sampling import Sampler, likeliest
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry, build_arrays, build_step
-from detcompile.runtime.step_layout import StepBuffer, StepLayout, table_widths
+from detcompile.runtime.step_layout import StepBuffers, StepLayout, table_widths
 from detcompile.runtime.worker import Worker
 from detcompile.step import PADDING_SLOT
 from tests.bits import assert_bitwise_equal
@@ -126,17 +126,19 @@ def test_staging_memory_keeps_views_of_few_layouts():
         for num_tokens in range(MOST_VIEWS + 50, 0, -1):
             entry = StepEntry(Sequence([0] * num_tokens), 0, num_tokens)
             arrays = build_arrays([entry], np.zeros((1, 1, 40), np.int32), BLOCK_SIZE, {})
-            buffer = StepBuffer(StepLayout.of(arrays), torch.device("cpu"))
-            staging.upload(arrays, buffer)
-            assert buffer.tensors()["seq_lens"].tolist() == [num_tokens]
+            buffers = StepBuffers((StepLayout.of(arrays),), torch.device("cpu"))
+            staging.upload((arrays,), buffers)
+            assert buffers.steps[0].tensors()["seq_lens"].tolist() == [num_tokens]
         for array in arrays:
             array.setflags(write=False)
         for num_tokens in (8, 64, 8):  # from one memory, where arrays lie elsewhere in the layout between
-            buffer, fresh = (StepBuffer(StepLayout(num_tokens, 1, 1, 40, 1), torch.device("cpu")) for _ in range(2))
-            staging.upload(arrays, buffer)
-            fresh.fill(arrays)
-            for name, tensor in buffer.tensors().items():
-                assert_bitwise_equal(tensor, fresh.tensors()[name], name)
+            layouts = StepLayout(num_tokens, 1, 1, 40, 1), StepLayout(num_tokens + 8, 2, 1, 40, 1)
+            buffers, fresh = (StepBuffers(layouts, torch.device("cpu")) for _ in range(2))
+            staging.upload((arrays, arrays), buffers)
+            fresh.fill((arrays, arrays))
+            for step, expected in zip(buffers.steps, fresh.steps):
+                for name, tensor in step.tensors().items():
+                    assert_bitwise_equal(tensor, expected.tensors()[name], name)
     assert staging._host.cache_info().currsize == MOST_VIEWS
 
 

@@ -180,13 +180,15 @@ def test_block_tables_follow_their_sequences(events):
                 assert tables.row(other, 100)[group, 0, : len(table)].tolist() == table
 
 
-@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6))
-def test_a_step_of_pending_tokens_is_what_the_long_way_gives(lengths):
-    sequences = [Sequence([1] * length, num_computed=length, num_pending=1) for length in lengths]
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), num_steps=st.integers(1, 4))
+def test_steps_of_pending_tokens_are_what_the_long_way_gives(lengths, num_steps):
     tables = np.arange(2 * len(lengths) * 5, dtype=np.int32).reshape(2, len(lengths), 5)
-    rows = {sequence: 7 + row for row, sequence in enumerate(sequences)}
-    entries = [StepEntry(sequence, length, 1) for sequence, length in zip(sequences, lengths)]
-    expected = build_arrays(entries, tables, 16, rows)
-    found = pending_arrays(np.array(lengths), list(rows.values()), tables, 16)
-    for name, one, other in zip(expected._fields, expected, found):
-        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all(), name
+    pending = [7 + row for row in range(len(lengths))]
+    steps = pending_arrays(lengths + np.arange(num_steps)[:, None], pending, tables, 16)
+    assert len(steps) == num_steps
+    for step, found in enumerate(steps):
+        sequences = [Sequence([1] * (n + step), num_computed=n + step, num_pending=1) for n in lengths]
+        entries = [StepEntry(sequence, sequence.num_computed, 1) for sequence in sequences]
+        expected = build_arrays(entries, tables, 16, dict(zip(sequences, pending)))
+        for name, one, other in zip(expected._fields, expected, found):
+            assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all(), name

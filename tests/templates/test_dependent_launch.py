@@ -10,8 +10,9 @@ from torch import Tensor
 
 from detcompile.templates import dependent_launch
 from detcompile.templates.gates_triton import silu_mul_cuda
+from detcompile.templates.matmul_launch import run_schedule
 from detcompile.templates.matmul_schedules import GemmSchedule
-from detcompile.templates.matmul_triton import matmul_cuda, run_schedule
+from detcompile.templates.matmul_triton import matmul_cuda
 from detcompile.templates.rows_triton import rms_norm_cuda
 from detcompile.templates.softmax_triton import softmax_cuda
 from tests.bits import assert_bitwise_equal

@@ -94,15 +94,16 @@ def test_a_gated_product_needs_weights_in_pairs() -> None:
 @pytest.mark.gpu
 @NEEDS_CUDA
 @pytest.mark.parametrize("features", [136, 512, 100])
-def test_every_schedule_of_a_gated_product_has_the_same_bytes(features: int) -> None:
+@pytest.mark.parametrize("tokens", [5, 29, 1500])
+def test_every_schedule_of_a_gated_product_has_the_same_bytes(tokens: int, features: int) -> None:
     """Among them those of one launch; tiles end inside the features, and infinities and NaN are among the values."""
-    x = sample("heavy", (1500, 1024), torch.bfloat16).cuda() / 8
+    x = sample("heavy", (tokens, 1024), torch.bfloat16).cuda() / 8
     w = sample("heavy", (2 * features, 1024), torch.bfloat16).cuda() / 8
     w[3], w[features + 5, 7], w[9, 0] = 0, torch.inf, torch.nan
     problem = gated_problem(x, w)
     expected = run_gated(reference_schedule(problem), x, w)
     schedules = candidates(problem)
-    assert any(schedule.gated for schedule in schedules) == (torch.cuda.get_device_capability()[0] == 9)
+    assert any(schedule.gated for schedule in schedules) or torch.cuda.get_device_capability()[0] != 9
     for schedule in schedules:
         assert_bitwise_equal(run_gated(schedule, x, w), expected, str(schedule))
 

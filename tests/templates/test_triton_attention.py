@@ -45,6 +45,7 @@ HOPPER_SCHEDULES = [
     AttentionSchedule(64, 4, 3, split=True, hopper=True),
     AttentionSchedule(8, 4, 2, turned=True),
     AttentionSchedule(8, 4, 1, split=True, turned=True),
+    AttentionSchedule(8, 4, 3, split=True, turned=True),
 ]
 
 SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72), (20, 1, 64, 64)]

@@ -18,8 +18,8 @@ from detcompile.templates.dequant_triton import (
     tune_dequant,
     tuner,
 )
+from detcompile.templates.matmul_launch import run_schedule
 from detcompile.templates.matmul_schedules import GemmSchedule
-from detcompile.templates.matmul_triton import run_schedule
 from detcompile.templates.quantized import NIBBLE_BLOCK, QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import assert_as_accurate

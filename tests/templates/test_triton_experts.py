@@ -16,8 +16,8 @@ from detcompile.templates.experts_triton import (
     tune_experts,
     tuner,
 )
+from detcompile.templates.matmul_launch import run_schedule
 from detcompile.templates.matmul_schedules import GemmSchedule
-from detcompile.templates.matmul_triton import run_schedule
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NEEDS_TRITON
 

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from detcompile.errors import ScheduleError
 from detcompile.numerics import matmul_order
+from detcompile.templates.gates_triton import silu_mul_cuda
+from detcompile.templates.matmul_launch import run_schedule
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.matmul_triton import (
     gemm_problem,
     matmul_cuda,
     probe_bits,
-    run_schedule,
+    run_gated,
     tune_matmul,
     tuner,
 )
@@ -26,7 +28,7 @@ from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NE
 pytestmark = NEEDS_TRITON
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
-BUCKETS = [16, 32, 64, 128, 256, 512, 1024]
+BUCKETS = [8, 16, 32, 64, 128, 256, 512, 1024]
 SMALL = [
     GemmSchedule("pointers", 16, 32, 32, 4, 2),
     GemmSchedule("pointers", 32, 16, 64, 4, 2, swapped=True),
@@ -62,6 +64,49 @@ def test_float32_has_the_bytes_of_its_order(k: int, radices: tuple[int, ...]) ->
             assert_bitwise_equal(run_schedule(schedule, x, weights, radices=radices), exact, f"{order} {schedule}")
             out = run_schedule(schedule, x, weights, bias, residual, radices)
             assert_bitwise_equal(out, residual + (exact + bias), f"{order} {schedule} with its epilogue")
+
+
+@pytest.mark.parametrize(("k", "levels"), [(144, 3), (200, 1), (96, 5), (320, 2)])
+def test_leaves_side_by_side_have_the_bytes_of_their_tree(k: int, levels: int) -> None:
+    x, w = heavy_tailed(19, k), heavy_tailed(40, k, seed=1)
+    bias, residual = heavy_tailed(40, seed=2), heavy_tailed(19, 40, seed=3)
+    radices = (2,) * levels
+    order = matmul_order(k, torch.float32, radices)
+    exact = torch.from_numpy(order.evaluate(x.cpu().numpy(), w.cpu().numpy())).to(DEVICE)
+    schedule = GemmSchedule("pointers", 16, 16, 16, 4, 2, swapped=True, leaves="together")
+    for weights in (w, w.t().contiguous().t()):
+        assert_bitwise_equal(run_schedule(schedule, x, weights, radices=radices), exact, f"{order}")
+        out = run_schedule(schedule, x, weights, bias, residual, radices)
+        assert_bitwise_equal(out, residual + (exact + bias), f"{order} with its epilogue")
+    leaf = k >> levels
+    moved = run_schedule(schedule, x.roll(leaf, 1), w.roll(leaf, 1), radices=radices)
+    assert torch.equal(moved, exact) == (levels == 1), "other leaves have met, but for two, whose sum commutes"
+
+
+def test_leaves_side_by_side_refuse_other_trees() -> None:
+    x, w = heavy_tailed(3, 288), heavy_tailed(16, 288)
+    schedule = GemmSchedule("pointers", 16, 16, 16, 4, 2, swapped=True, leaves="together")
+    for radices, k in (((), 288), ((2, 3), 288)):
+        with pytest.raises(ScheduleError, match="radix 2"):
+            run_schedule(schedule, x[:, :k], w[:, :k], radices=radices)
+    with pytest.raises(ScheduleError, match="leaves of 144"):
+        run_schedule(schedule, x, w, radices=(2,))
+
+
+@pytest.mark.parametrize(("features", "k"), [(48, 300), (20, 64), (7, 129)])
+def test_a_gate_inside_the_product_has_the_bytes_of_one_behind_it(features: int, k: int) -> None:
+    x, w = heavy_tailed(19, k), heavy_tailed(2 * features, k, seed=1) / 64
+    w[3], w[features + 5, 7] = 0, torch.inf
+    plain = GemmSchedule("pointers", 16, 32, 32, 4, 2, swapped=True)
+    expected = run_gated(plain, x, w)
+    assert_bitwise_equal(run_gated(dataclasses.replace(plain, gated=True), x, w), expected)
+    assert_bitwise_equal(expected, silu_mul_cuda(*run_schedule(plain, x, w).chunk(2, dim=1)))
+
+
+def test_a_gate_needs_swapped_tiles() -> None:
+    x, w = heavy_tailed(3, 32), heavy_tailed(16, 32)
+    with pytest.raises(ScheduleError, match="has no gate"):
+        run_gated(GemmSchedule("pointers", 16, 16, 32, 4, 2, gated=True), x, w)
 
 
 def test_float32_sees_a_planted_order_swap() -> None:

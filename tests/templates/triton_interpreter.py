@@ -67,7 +67,8 @@ if INTERPRETED:
         """One FMA a k, ascending: what the GPU does for float32, and what `Sequential` says. Compiled, for time."""
         a, b = (np.ascontiguousarray(operand.data, dtype=np.float32) for operand in (a, b))
         acc = np.array(d.data, dtype=np.float32, order="C")
-        _run_dot(a.ctypes.data, b.ctypes.data, acc.ctypes.data, *acc.shape, a.shape[1])
+        for batch in np.ndindex(acc.shape[:-2]):
+            _run_dot(*(part[batch].ctypes.data for part in (a, b, acc)), *acc.shape[-2:], a.shape[-1])
         return interpreter.TensorHandle(acc, d.dtype.scalar)
 
     _patch_lang, _patched = interpreter._patch_lang, set()

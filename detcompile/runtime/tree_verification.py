@@ -29,6 +29,7 @@ __all__ = ["TreeLayout", "Verification", "tree_arrays", "tree_layout"]
 class TreeLayout(NamedTuple):
     """What a step computes of a tree of this shape, whatever its tokens and its sequence are."""
 
+    paths: tuple[Path, ...]
     leaves: tuple[Path, ...]  # one a branch, that of the first guesses first
     rows: dict[Path, int]  # of each node among those computed, branch by branch; the root's is 0
     firsts: dict[Path, int]  # the first branch through each node, which computes it
@@ -74,6 +75,37 @@ def tree_arrays(
     Args:
         own_tables: [G, 1, W], each sequence's own, of at least ``width`` blocks.
     """
+    return _one_tree(trees[0], own_tables[0], block_size) if len(trees) == 1 else _trees(trees, own_tables, block_size)
+
+
+def _one_tree(tree: Verification, own: NDArray[np.int32], block_size: int) -> StepArrays:
+    """As ``_trees``, in half of its operations: the device waits for them."""
+    layout, start, forked = tree.layout, tree.start, tree.forked
+    num_groups, num_branches, num_blocks = len(own), len(layout.leaves), forked.shape[2]
+    first, offset = divmod(start, block_size)
+    branches = np.concatenate((own[:, :, first : first + num_blocks], forked), axis=1)
+    tables = own.repeat(num_branches, axis=1)
+    tables[:, :, first : first + num_blocks] = branches
+    places = _places(layout.paths, offset, num_blocks, block_size)
+    blocks = branches.reshape(num_groups, -1).take(places.blocks, axis=1)
+    copies = np.empty((3, num_groups, num_branches - 1), np.int64)
+    if num_branches > 1:
+        copies[0], copies[1], copies[2] = branches[:, :1, 0], branches[:, 1:, 0], offset
+    tokens = [tree.sequence.token_ids[start], *tree.tree.tokens.values()]
+    return StepArrays(
+        input_ids=np.array(tokens, np.int64).take(layout.order),
+        position_ids=_positions([tree], layout.depths[None] + start).reshape(-1),
+        slot_mappings=blocks * places.scales + places.offsets,
+        seq_lens=layout.lengths + np.int32(start),
+        block_tables=tables,
+        block_copies=copies.reshape(3, -1),
+        **_fixed(layout.ends, 1),
+    )
+
+
+def _trees(
+    trees: SequenceOf[Verification], own_tables: SequenceOf[NDArray[np.int32]], block_size: int
+) -> StepArrays:
     layout = trees[0].layout
     num_groups, _, width = own_tables[0].shape
     starts = np.array([[tree.start] for tree in trees])
@@ -110,6 +142,27 @@ def _positions(trees: SequenceOf[Verification], places: NDArray[np.int64]) -> ND
     return places + np.array(more)[:, None]
 
 
+class _Places(NamedTuple):
+    """Slots of a tree's nodes, [C, T] each: blocks * scales + offsets, blocks by their places in [S, n]."""
+
+    blocks: NDArray[np.int64]
+    scales: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(paths: tuple[Path, ...], offset: int, num_blocks: int, block_size: int) -> _Places:
+    """Of a tree of these paths whose root is at ``offset`` in its block, the first of ``num_blocks``."""
+    layout = tree_layout(paths)
+    blocks, offsets = np.divmod(layout.depths + offset, block_size)
+    idle = layout.idle[:, 0]
+    return _Places(
+        layout.writes[:, 0] * num_blocks + blocks,
+        np.where(idle, 0, block_size),
+        np.where(idle, PADDING_SLOT, offsets),
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
     """The layout of a tree of these nodes, each behind its parent."""
@@ -128,6 +181,7 @@ def tree_layout(paths: tuple[Path, ...]) -> TreeLayout:
         padded[: len(branches), row] = branches
         idle[: len(branches), row] = False
     return TreeLayout(
+        paths,
         leaves,
         {path: row for row, path in enumerate(writes)},
         {path: branches[0] for path, branches in writes.items()},

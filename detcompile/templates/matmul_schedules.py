@@ -165,11 +165,13 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     hopper = _schedules("hopper", True, _HOPPER_FEW[bucket]) if problem.hopper else []
     tma = _schedules("tma", True, _TMA_FEW[bucket]) if problem.aligned else []
     pointers = _schedules("pointers", True, _POINTERS_FEW[bucket])
-    gated = [replace(schedule, gated=True) for schedule in pointers] if problem.gated else []
-    plain = gated + (pointers + tma if bucket == 16 else tma[:1] + pointers + tma[1:])
+    plain = pointers + tma if bucket == 16 else tma[:1] + pointers + tma[1:]
     if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
         pointers.sort(key=lambda schedule: schedule.block_k)
-        plain = sorted(gated, key=lambda schedule: schedule.block_k) + pointers + tma
+        plain = pointers + tma
+    if problem.gated:
+        gated = [replace(schedule, gated=True) for schedule in pointers]
+        plain = gated + plain if bucket <= 32 else plain + gated
     # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
     if bucket <= 16 and problem.n * problem.k > FEW_WEIGHTS:
         return hopper + plain

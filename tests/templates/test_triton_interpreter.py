@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 FAMILIES = {
-    "rows": ["rows", "recurrences", "rope", "sampling", "collectives", "block_copies"],
+    "rows": ["rows", "recurrences", "rope", "sampling", "next_tokens", "collectives", "block_copies"],
     "products": ["matmul", "experts", "dequant"],
     "attention": ["attention", "attention_scores", "attention_chunks", "attention_biases"],
 }

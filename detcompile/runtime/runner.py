@@ -19,7 +19,7 @@ from detcompile.runtime.sampling import likeliest
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepBuffers, StepLayout
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.next_tokens_triton import known_tokens_cuda
+from detcompile.templates.next_tokens_triton import fill_pending_cuda
 from detcompile.templates.tuning import capture, for_graph
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
@@ -177,14 +177,14 @@ class Runner:
         return found, self._draw(found[0] if isinstance(found, tuple) else found)
 
     def _draw(self, logits: Tensor) -> Tensor:
-        return likeliest(logits, kept=self.sampled)
+        return likeliest(logits, sampled=self.sampled)
 
     @torch.no_grad()
     def _forward(self, buffer: StepBuffer) -> Any:
         t = buffer.tensors()
         if buffer.layout.copies > 1:
             self.kv_cache.copy_blocks(t["block_copies"])
-        input_ids = self._known_tokens(t["input_ids"], t["pending"])
+        input_ids = self._fill_pending(t["input_ids"], t["pending"])
         step = StepInputs(
             slot_mappings=t["slot_mappings"].flatten(1).unbind(),
             cu_seqlens=t["cu_seqlens"],
@@ -197,10 +197,10 @@ class Runner:
         )
         return self.forward(input_ids[None], t["position_ids"][None], step, t["logits_to_keep"])
 
-    def _known_tokens(self, input_ids: Tensor, pending: Tensor) -> Tensor:
+    def _fill_pending(self, input_ids: Tensor, pending: Tensor) -> Tensor:
         """[T], those that the step before drew in their places."""
         if input_ids.is_cuda:
-            return known_tokens_cuda(input_ids, pending, self.sampled)
+            return fill_pending_cuda(input_ids, pending, self.sampled)
         return torch.where(pending == NOT_PENDING, input_ids, self.sampled[pending.clamp_min(0)])
 
     def _upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> None:
@@ -242,7 +242,7 @@ class _Staging:
         host = self._host(buffers.layouts)
         filled, self._filled = self._filled, None
         host.fill(steps, filled[1] if filled is not None and filled[0] is host else None)
-        self._filled = host, steps
+        self._filled = host, tuple(steps)
         buffers.bytes.copy_(host.bytes, non_blocking=True)
         return self._read
 

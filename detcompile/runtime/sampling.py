@@ -24,7 +24,7 @@ from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.sampling_plan import PROBABILITY_UNIT, RowGroup, SampleRow, SamplingPlan, plan_rows
 from detcompile.templates.float_mode import float_mode
 from detcompile.templates.gumbel import gumbel_argmax
-from detcompile.templates.next_tokens_triton import likeliest_cuda
+from detcompile.templates.next_tokens_triton import LIKELIEST_DTYPES, likeliest_cuda
 
 __all__ = [
     "SampleRow",
@@ -264,19 +264,19 @@ def sample(
     return sampler(logits, sampler.prepare(rows)).tokens
 
 
-def likeliest(logits: Tensor, kept: Tensor | None = None) -> Tensor:
+def likeliest(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
     """Whether a row of ``logits`` [R, V] is bad, and the lowest id among its highest logits: [R, 2] int64.
 
     It is what a row is drawn to that needs no columns of a plan. Argmax takes a NaN for the highest.
 
     Args:
-        kept: int64, at least R: the ids are written to its beginning as well.
+        sampled: int64, contiguous, at least R: the ids are written to its beginning as well.
     """
-    if logits.is_cuda and logits.dtype.itemsize <= 4:
-        return likeliest_cuda(logits, kept)
+    if logits.is_cuda and logits.dtype in LIKELIEST_DTYPES:
+        return likeliest_cuda(logits, sampled)
     tokens = torch.argmax(logits, dim=-1, keepdim=True)
-    if kept is not None:
-        kept[: len(tokens)].copy_(tokens[:, 0])
+    if sampled is not None:
+        sampled[: len(tokens)].copy_(tokens[:, 0])
     return torch.cat([_not_finite(logits.gather(1, tokens)), tokens], dim=1)
 
 

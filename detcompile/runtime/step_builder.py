@@ -28,6 +28,7 @@ __all__ = [
     "build_step",
     "joined",
     "pending_arrays",
+    "read_only",
 ]
 
 NOT_PENDING = -1  # a token that the host knows
@@ -252,9 +253,14 @@ def _fixed(pending: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         "cu_seqlens": np.arange(count + 1, dtype=np.int32),
         "state_slots": np.full(count, NO_SLOT, np.int32),  # who drafts carries no state
     }
-    for array in fixed.values():
+    return read_only(fixed)
+
+
+def read_only(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The same arrays, never to be written to again: a step's memory on the host keeps what it holds of them."""
+    for array in arrays.values():
         array.setflags(write=False)
-    return fixed
+    return arrays
 
 
 def _widened(array: NDArray[Any], axis: int, size: int, value: int) -> NDArray[Any]:

@@ -161,9 +161,8 @@ class StepBuffers:
 
     def fill(self, steps: SequenceOf[StepArrays], before: SequenceOf[StepArrays] | None = None) -> None:
         """Each step into its own buffer, as ``StepBuffer.fill``."""
-        known = before or itertools.repeat(None)
-        for buffer, arrays, old in zip(self.steps, steps, known):
-            buffer.fill(arrays, old)
+        for buffer, arrays, known in zip(self.steps, steps, before or (None,) * len(steps), strict=True):
+            buffer.fill(arrays, known)
 
 
 @functools.lru_cache(maxsize=512)

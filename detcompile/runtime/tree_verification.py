@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from detcompile.runtime.acceptance import Proposals
 from detcompile.runtime.draft_tree import DraftTree, Path
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
+from detcompile.runtime.step_builder import NOT_PENDING, StepArrays, read_only
 from detcompile.step import NO_SLOT, PADDING_SLOT
 
 __all__ = ["TreeLayout", "Verification", "tree_arrays", "tree_layout"]
@@ -86,8 +86,8 @@ def _one_tree(tree: Verification, own: NDArray[np.int32], block_size: int) -> St
     branches = np.concatenate((own[:, :, first : first + num_blocks], forked), axis=1)
     tables = own.repeat(num_branches, axis=1)
     tables[:, :, first : first + num_blocks] = branches
-    places = _places(layout.paths, offset, num_blocks, block_size)
-    blocks = branches.reshape(num_groups, -1).take(places.blocks, axis=1)
+    terms = _slot_terms(layout.paths, offset, num_blocks, block_size)
+    blocks = branches.reshape(num_groups, -1).take(terms.blocks, axis=1)
     copies = np.empty((3, num_groups, num_branches - 1), np.int64)
     if num_branches > 1:
         copies[0], copies[1], copies[2] = branches[:, :1, 0], branches[:, 1:, 0], offset
@@ -95,7 +95,7 @@ def _one_tree(tree: Verification, own: NDArray[np.int32], block_size: int) -> St
     return StepArrays(
         input_ids=np.array(tokens, np.int64).take(layout.order),
         position_ids=_positions([tree], layout.depths[None] + start).reshape(-1),
-        slot_mappings=blocks * places.scales + places.offsets,
+        slot_mappings=blocks * terms.scales + terms.offsets,
         seq_lens=layout.lengths + np.int32(start),
         block_tables=tables,
         block_copies=copies.reshape(3, -1),
@@ -142,8 +142,8 @@ def _positions(trees: SequenceOf[Verification], places: NDArray[np.int64]) -> ND
     return places + np.array(more)[:, None]
 
 
-class _Places(NamedTuple):
-    """Slots of a tree's nodes, [C, T] each: blocks * scales + offsets, blocks by their places in [S, n]."""
+class _SlotTerms(NamedTuple):
+    """A tree's slots are blocks * scales + offsets, [C, T] each; of blocks their indices in [S, n]."""
 
     blocks: NDArray[np.int64]
     scales: NDArray[np.int64]
@@ -151,12 +151,12 @@ class _Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(paths: tuple[Path, ...], offset: int, num_blocks: int, block_size: int) -> _Places:
+def _slot_terms(paths: tuple[Path, ...], offset: int, num_blocks: int, block_size: int) -> _SlotTerms:
     """Of a tree of these paths whose root is at ``offset`` in its block, the first of ``num_blocks``."""
     layout = tree_layout(paths)
     blocks, offsets = np.divmod(layout.depths + offset, block_size)
     idle = layout.idle[:, 0]
-    return _Places(
+    return _SlotTerms(
         layout.writes[:, 0] * num_blocks + blocks,
         np.where(idle, 0, block_size),
         np.where(idle, PADDING_SLOT, offsets),
@@ -204,6 +204,4 @@ def _fixed(ends: tuple[int, ...], num_trees: int) -> dict[str, NDArray[Any]]:
         "cu_seqlens": np.array([0, *(num_nodes * tree + end for tree in range(num_trees) for end in ends)], np.int32),
         "state_slots": np.full(num_trees * len(ends), NO_SLOT, np.int32),  # who drafts carries no state
     }
-    for array in fixed.values():
-        array.setflags(write=False)
-    return fixed
+    return read_only(fixed)

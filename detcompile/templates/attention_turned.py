@@ -47,7 +47,7 @@ def launch(
     piece = min(constants["PAGE"], 64)
     batch_rows, head_rows, head_columns = row_steps(k)
     groups = k.shape[2] * -(-constants["G"] // constants["HEADS"])
-    # A thread's: for as many programs a multiprocessor as their shared memory leaves room for, five, three or two.
+    # A thread's: for as many programs a multiprocessor as shared memory leaves room for, five, three, or two at most.
     held = constants["STAGES"] * constants["D"]
     registers = 96 if held <= 128 else 168 if held <= 256 else 255
     turned_attention_kernel[(groups * tiles, numbers["chunks"] if constants["SPLIT"] else 1)](

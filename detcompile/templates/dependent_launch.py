@@ -55,15 +55,17 @@ def let_next_start(PDL: tl.constexpr):
 
 @triton.jit
 def fetch_rows_ahead(rows_ptr, first, ROWS: tl.constexpr, num_rows, pitch, width, PDL: tl.constexpr):
-    """Asks for rows first..first + ROWS, of 16-bit numbers that lie side by side, to be brought into the L2 cache.
+    """Asks for rows first..first + ROWS, each `width` numbers side by side, to be brought into the L2 cache.
 
-    Safe before the wait, as `fetch_ahead`.
+    Safe before the wait, as `fetch_ahead`. The last 128 bytes of a row that does not begin at a multiple of 128 may be
+    left out.
     """
     if PDL:
-        LINES: tl.constexpr = 64  # of a row at a time
+        LINES: tl.constexpr = 64  # of a row at a time, 128 bytes each
+        PER_LINE: tl.constexpr = 1024 // rows_ptr.dtype.element_ty.primitive_bitwidth
         row = first + tl.arange(0, ROWS)[:, None]
-        for start in range(0, width, LINES * 64):
-            column = start + tl.arange(0, LINES)[None, :] * 64  # 128 bytes each
+        for start in range(0, width, LINES * PER_LINE):
+            column = start + tl.arange(0, LINES)[None, :] * PER_LINE
             wanted = (row < num_rows) & (column < width)
             tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",

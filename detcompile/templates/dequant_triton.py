@@ -195,7 +195,7 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of dequant_matmul's schedules on this device."""
-    sources = (dequant_kernels, dequant_warps, matmul_kernels, dependent_launch)
+    sources = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch)
     return template_tuner("dequant", (*(module.__file__ for module in sources), __file__), device)
 
 

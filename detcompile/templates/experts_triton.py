@@ -153,7 +153,7 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ge
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of experts' schedules on this device."""
-    sources = (experts_kernels, matmul_kernels, dependent_launch)
+    sources = (experts_kernels, matmul_kernels, matmul_launch, dependent_launch)
     return template_tuner("experts", (*(module.__file__ for module in sources), __file__), device)
 
 

@@ -13,14 +13,14 @@ k, added left to right. Leaves meet in the tree's order (`close_leaf`, `combine_
 | tma | tensor descriptors, persistent programs | many tokens, aligned strides |
 
 leaves="split" gives each leaf a program and adds the partials in a second kernel; "register" keeps open nodes of the
-tree in registers; "together" sums all leaves of a tile side by side, each by warps of its own (`together_kernel`).
+tree in registers; "together" sums all leaves of a tile as one batch of products (matmul_together.py).
 Rounding, bias and residual happen inside the kernels (`store_tile`), in fp32.
 """
 
 import triton
 import triton.language as tl
 
-from detcompile.templates.dependent_launch import fetch_rows_ahead, let_next_start, wait_for_earlier
+from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.gates_triton import silu_mul
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "store_tile",
     "tile_kernel",
     "tma_kernel",
-    "together_kernel",
 ]
 
 FP32_BLOCK = tl.constexpr(128)
@@ -171,9 +170,9 @@ def tile_kernel(
 ):  # fmt: skip
     """One tile; with SPLIT one leaf of it (axis 1), into an fp32 partial out[leaf, M, N] without an epilogue.
 
-    Axis 0 are all tiles; if SWAP those of N, and axis 2 those of M, of which few tokens have one. GATED, with SWAP: a
-    tile has BN // 2 features of the gate and as many that it lets through, which lie N rows behind; out is
-    silu_mul(round(gate), round(up)), gates_triton's.
+    Grid: (tiles, leaves); with SWAP (tiles of N, leaves, tiles of M), and GROUP is not used. GATED, with SWAP: N is
+    half of w's rows, a tile has BN // 2 features of the gate and the same ones of what it lets through, N rows behind;
+    out is silu_mul(round(gate), round(up)), gates_triton's.
     """
     wait_for_earlier(PDL)
     if SWAP:
@@ -221,50 +220,6 @@ def tile_kernel(
         else:
             m, n = m[:, None], n[None, :]
         store_tile(acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL)
-
-
-@triton.jit(do_not_specialize=["M"])
-def together_kernel(
-    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k,
-    x_stride_m, x_stride_k, w_stride_n, w_stride_k, residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of BN features (axis 0) and BM tokens (axis 1); a tree of LEVELS levels, each of radix 2.
-
-    A leaf is an entry of a batch of products, so that a long sum waits for its own leaf alone. AHEAD: the weights are
-    fetched into the L2 cache while the kernel before ends.
-    """
-    LEAVES: tl.constexpr = 1 << LEVELS
-    let_next_start(PDL)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    if AHEAD:
-        fetch_rows_ahead(w_ptr, tl.program_id(0) * BN, BN, N, w_stride_n, leaf_k * LEAVES, PDL)
-    wait_for_earlier(PDL)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    first = tl.arange(0, LEAVES) * leaf_k
-    x_M = x_ptr + m.to(tl.int64) * x_stride_m
-    w_N = w_ptr + n.to(tl.int64) * w_stride_n
-    acc = tl.zeros((LEAVES, BN, BM), tl.float32)
-    for k in range(0, leaf_k, BK):
-        kk = k + tl.arange(0, BK)
-        x_ok = (m < M)[None, None, :]
-        w_ok = (n < N)[None, :, None]
-        if not EVEN_K:
-            x_ok = x_ok & (kk < leaf_k)[None, :, None]
-            w_ok = w_ok & (kk < leaf_k)[None, None, :]
-        place = first[:, None] + kk[None, :]
-        w = tl.load(w_N[None, :, None] + (place * w_stride_k)[:, None, :], mask=w_ok, other=0.0)
-        x = tl.load(x_M[None, None, :] + (place * x_stride_k)[:, :, None], mask=x_ok, other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-    node = tl.permute(acc, (1, 2, 0))
-    for level in tl.static_range(LEVELS):
-        left, right = tl.split(tl.reshape(node, (BN, BM, LEAVES >> (level + 1), 2)))
-        node = left + right
-    total = tl.reshape(node, (BN, BM))
-    store_tile(
-        total, out_ptr, bias_ptr, residual_ptr, m[None, :], n[:, None], M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL
-    )
 
 
 @triton.jit

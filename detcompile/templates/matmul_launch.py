@@ -12,19 +12,21 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from detcompile.errors import ScheduleError
-from detcompile.templates import matmul_hopper, matmul_kernels
+from detcompile.errors import InvalidInput, ScheduleError
+from detcompile.templates import matmul_hopper, matmul_kernels, matmul_together
 from detcompile.templates.dependent_launch import launch_options
-from detcompile.templates.matmul_schedules import FEW_WEIGHTS, GemmSchedule
+from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.tuning import multiprocessors
 
-__all__ = ["LEVELS", "Operands", "operands_of", "run", "run_schedule", "sum_partials_cuda", "tree_options"]
+__all__ = ["LEVELS", "Operands", "launch", "operands_of", "run_schedule", "sum_partials_cuda", "tree_options"]
 
 LEVELS = 4  # of a tree that one kernel can hold
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
+    """What a launch reads, in strides that kernels take, and where its result goes."""
+
     x: Tensor  # [M, K]
     w: Tensor  # [N, K], unit stride along one of them
     bias: Tensor | None  # [N]
@@ -48,7 +50,7 @@ def run_schedule(
 ) -> Tensor:
     """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
     operands = operands_of(x, w, bias, residual, tuple(radices), out_dtype or x.dtype)
-    run(schedule, operands)
+    launch(schedule, operands)
     return operands.out
 
 
@@ -61,10 +63,20 @@ def operands_of(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Operands:
+    """The operands of x [M, K], w [N, K], bias [N] and residual [M, N], copied where their strides do not serve.
+
+    Raises:
+        InvalidInput: weights of 2^31 elements or more that are contiguous along N.
+    """
     if x.stride(1) != 1:
         x = x.contiguous()
     if 1 not in w.stride():
         w = w.contiguous()
+    if w.stride(1) != 1 and w.numel() >= 2**31:  # offsets along K have 32 bits
+        raise InvalidInput(
+            f"matmul on the GPU: weights [{w.shape[0]}, {w.shape[1]}] contiguous along N are past 2^31 elements: store"
+            " them contiguous along K"
+        )
     if bias is not None:
         bias = bias.contiguous()
     if residual is not None and residual.stride(1) != 1:
@@ -75,40 +87,61 @@ def operands_of(
     return Operands(x, w, bias, residual, out, radices)
 
 
-def run(schedule: GemmSchedule, o: Operands) -> None:
+def launch(schedule: GemmSchedule, o: Operands) -> None:
+    """Run the op, or if the schedule is gated the gated op, whose out is [M, N / 2], into ``o.out``.
+
+    Raises:
+        ScheduleError: the schedule does not sum this order.
+    """
+    if schedule.gated:
+        assert o.bias is None and o.residual is None and 2 * o.out.shape[1] == len(o.w), "gates: see run_gated"
     if schedule.leaves == "together":
         _launch_together(schedule, o)
     elif schedule.leaves == "split" and o.radices:
         partial = o.out.new_empty((math.prod(o.radices), *o.out.shape), dtype=torch.float32)
-        _launch(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
+        _launch_tiles(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
         _combine(partial, o)
     elif len(o.radices) > LEVELS:
         raise ScheduleError(f"matmul: {schedule} holds {LEVELS} levels of a tree, not {o.radices}; split the leaves")
+    elif schedule.kind == "hopper":
+        _launch_hopper(schedule, o)
     else:
-        _launch(schedule, o, split=False)
+        _launch_tiles(schedule, o, split=False)
 
 
-def _launch(schedule: GemmSchedule, o: Operands, split: bool) -> None:
-    M, N = o.x.shape[0], o.w.shape[0]
+def _launch_hopper(schedule: GemmSchedule, o: Operands) -> None:
+    width = schedule.block_m if schedule.swapped else schedule.block_n
+    if o.radices and width & (width - 1):
+        raise ScheduleError(f"matmul: {schedule} sums no tree over {width} columns")
+    if o.radices and o.leaf_k % schedule.block_k:
+        raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
+    a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
+    tiles = triton.cdiv(len(o.x), schedule.block_m) * triton.cdiv(len(o.w), schedule.block_n)
+    matmul_hopper.launch(
+        o.x, o.w, o.bias, o.residual, o.out, tree_options(o.radices), o.leaf_k,
+        programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
+        block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
+        gated=schedule.gated,
+    )  # fmt: skip
+
+
+def _launch_together(schedule: GemmSchedule, o: Operands) -> None:
+    if not o.radices or set(o.radices) != {2}:
+        raise ScheduleError(f"matmul: {schedule} sums the leaves of trees of radix 2, not of {o.radices}")
+    if o.x.dtype is torch.float32 and o.leaf_k > matmul_kernels.FP32_BLOCK.value:
+        raise ScheduleError(f"matmul: {schedule} has no blocks of float32 within leaves of {o.leaf_k}")
+    matmul_together.launch(o.x, o.w, o.bias, o.residual, o.out, len(o.radices), schedule)
+
+
+def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
+    M, N = o.x.shape[0], o.out.shape[-1]
     leaves = math.prod(o.radices)
-    tiles_m, tiles_n = triton.cdiv(M, schedule.block_m), triton.cdiv(N, schedule.block_n)
+    tiles_m, tiles_n = triton.cdiv(M, schedule.block_m), triton.cdiv(len(o.w), schedule.block_n)
     tiles = tiles_m * tiles_n
-    if schedule.kind == "hopper":
-        width = schedule.block_m if schedule.swapped else schedule.block_n
-        if split or (o.radices and width & (width - 1)):
-            raise ScheduleError(f"matmul: {schedule} neither splits leaves nor sums a tree over {width} columns")
-        if o.radices and o.leaf_k % schedule.block_k:
-            raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
-        a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
-        matmul_hopper.launch(
-            o.x, o.w, o.bias, o.residual, o.out, tree_options(o.radices), o.leaf_k,
-            programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
-            block_k=schedule.block_k, stages=schedule.stages, group=schedule.group, swapped=schedule.swapped,
-            gated=schedule.gated,
-        )  # fmt: skip
-        return
-    if schedule.gated and (schedule.kind != "pointers" or not schedule.swapped or split or o.radices):
+    if schedule.gated and (schedule.kind != "pointers" or not schedule.swapped or o.radices):
         raise ScheduleError(f"matmul: {schedule} has no gate: only swapped tiles of pointers, without leaves, do")
+    if split and schedule.kind == "hopper":
+        raise ScheduleError(f"matmul: {schedule} splits no leaves")
     options = {
         "HAS_BIAS": o.bias is not None,
         "HAS_RESIDUAL": o.residual is not None,
@@ -140,25 +173,8 @@ def _launch(schedule: GemmSchedule, o: Operands, split: bool) -> None:
     even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0
     programs = leaves if split else 1
     matmul_kernels.tile_kernel[(tiles_n, programs, tiles_m) if schedule.swapped else (tiles, programs)](
-        o.x, o.w, *epilogue, M, o.out.shape[-1], o.leaf_k, leaves, *o.x.stride(), *o.w.stride(), residual_stride,
+        o.x, o.w, *epilogue, M, N, o.leaf_k, leaves, *o.x.stride(), *o.w.stride(), residual_stride,
         BLOCKED=blocked, EVEN_K=even, GATED=schedule.gated, ON_GPU=o.x.is_cuda, **options,
-    )  # fmt: skip
-
-
-def _launch_together(schedule: GemmSchedule, o: Operands) -> None:
-    if not o.radices or set(o.radices) != {2}:
-        raise ScheduleError(f"matmul: {schedule} sums the leaves of trees of radix 2, not of {o.radices}")
-    if o.x.dtype is torch.float32 and o.leaf_k > matmul_kernels.FP32_BLOCK.value:
-        raise ScheduleError(f"matmul: {schedule} has no blocks of float32 within leaves of {o.leaf_k}")
-    M, N = o.out.shape
-    tiles = triton.cdiv(N, schedule.block_n), triton.cdiv(M, schedule.block_m)
-    matmul_kernels.together_kernel[tiles](
-        o.x, o.w, o.out, o.out if o.bias is None else o.bias, o.out if o.residual is None else o.residual,
-        M, N, o.leaf_k, *o.x.stride(), *o.w.stride(), 0 if o.residual is None else o.residual.stride(0),
-        HAS_BIAS=o.bias is not None, HAS_RESIDUAL=o.residual is not None, LEVELS=len(o.radices), BM=schedule.block_m,
-        BN=schedule.block_n, BK=schedule.block_k, EVEN_K=o.leaf_k % schedule.block_k == 0,
-        AHEAD=o.w.stride(1) == 1 and o.w.element_size() == 2 and o.w.numel() <= FEW_WEIGHTS,
-        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False, **launch_options(o.x.device),
     )  # fmt: skip
 
 
@@ -205,5 +221,3 @@ def tree_options(radices: tuple[int, ...]) -> dict[str, int]:
     """The radices of up to LEVELS levels as a kernel takes them, R0 to R3."""
     padded = (1,) * (LEVELS - len(radices)) + radices
     return {f"R{i}": radix for i, radix in enumerate(padded)}
-
-

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-__all__ = ["FEW_WEIGHTS", "GemmProblem", "GemmSchedule", "candidates", "reference_schedule"]
+__all__ = ["GemmProblem", "GemmSchedule", "candidates", "reference_schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class GemmSchedule:
     """kind: "pointers", "tma" or "hopper" (matmul_hopper; its warps are its own affair), "few" (experts), "fused",
     "warps" or "expand" (dequant_schedules); swapped: the weights are the M operand of the MMA; ctas: programs a
     multiprocessor (not for pointers); leaves: "register", "split" or "together" (see matmul_kernels); gated: half of
-    block_n is the gate's, and one launch gives silu(gate) * up (hopper, and swapped pointers)."""
+    block_n is the gate's, and one launch gives silu(gate) * up (hopper, and swapped pointers); ahead: the weights are
+    fetched ahead ("together")."""
 
     kind: str
     block_m: int
@@ -62,9 +63,11 @@ class GemmSchedule:
     ctas: int = 1
     group: int = 8
     gated: bool = False
+    ahead: bool = False
 
     def __str__(self) -> str:
         name = f"{self.kind}{'-swapped' if self.swapped else ''}{'-gated' if self.gated else ''}-{self.leaves}"
+        name += "-ahead" * self.ahead
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"{name}-{tile}-w{self.warps}s{self.stages}c{self.ctas}g{self.group}"
 
@@ -132,7 +135,7 @@ _FLOAT32: dict[int, _Rows] = {
 # An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
-FEW_WEIGHTS = 8 << 20  # numbers; so few are fetched ahead whole, and without a warp of its own
+_FEW_WEIGHTS = 8 << 20  # numbers; so few are fetched ahead whole, and without a warp of its own
 _MANY_FEATURES = 16384
 _MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of matmul_hopper
@@ -173,7 +176,7 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
         gated = [replace(schedule, gated=True) for schedule in pointers]
         plain = gated + plain if bucket <= 32 else plain + gated
     # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
-    if bucket <= 16 and problem.n * problem.k > FEW_WEIGHTS:
+    if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS:
         return hopper + plain
     narrow = GemmSchedule("hopper", *_NARROW)
     if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:
@@ -227,7 +230,8 @@ def _together(problem: GemmProblem) -> list[GemmSchedule]:
         return []
     rows = dict.fromkeys((k // leaves, min(leaves, warps), stages) for k, warps, stages in _TOGETHER)
     tile = problem.bucket, _TOGETHER_FEATURES
-    return [GemmSchedule("pointers", *tile, *row, swapped=True, leaves="together") for row in rows]
+    ahead = problem.w_nk and problem.n * problem.k <= _FEW_WEIGHTS
+    return [GemmSchedule("pointers", *tile, *row, swapped=True, leaves="together", ahead=ahead) for row in rows]
 
 
 def _whole_groups(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:

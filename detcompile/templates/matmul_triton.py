@@ -14,9 +14,16 @@ import triton
 from torch import Tensor
 
 from detcompile.numerics import matmul_order
-from detcompile.templates import dependent_launch, gates_triton, matmul_hopper, matmul_kernels, matmul_launch
+from detcompile.templates import (
+    dependent_launch,
+    gates_triton,
+    matmul_hopper,
+    matmul_kernels,
+    matmul_launch,
+    matmul_together,
+)
 from detcompile.templates.gates_triton import silu_mul_cuda
-from detcompile.templates.matmul_launch import operands_of, run, run_schedule
+from detcompile.templates.matmul_launch import launch, operands_of, run_schedule
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, template_tuner
 
@@ -61,7 +68,7 @@ def matmul_cuda(
     if M == 0 or N == 0:
         return operands.out
     problem = gemm_problem(operands.x, operands.w, operands.bias, operands.residual, operands.radices, operands.out)
-    run(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
+    launch(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
     return operands.out
 
 
@@ -82,7 +89,7 @@ def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
     if schedule.gated:
         operands = operands_of(x, w, None, None, (), x.dtype)
         operands = replace(operands, out=x.new_empty((x.shape[0], w.shape[0] // 2)))
-        run(schedule, operands)
+        launch(schedule, operands)
         return operands.out
     gate, up = run_schedule(schedule, x, w).chunk(2, dim=1)
     return silu_mul_cuda(gate, up)
@@ -131,12 +138,13 @@ def gated_problem(x: Tensor, w: Tensor) -> GemmProblem:
 def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
     """The gate's probe: bytes of the unrounded accumulators and of the epilogue's output under a schedule.
 
-    Heavy-tailed data over the problem's own K and layout; M and N end inside a tile, so that masks are probed too. N
-    keeps its remainder by 16, for which the compiler specialises.
+    Heavy-tailed data over the problem's own K and layout; M and N end inside a tile, so that masks are probed too. N,
+    or of a gate half of it, keeps its remainder by 16, for which the compiler specialises.
     """
     generator = torch.Generator(device).manual_seed(20)
     M = min(problem.bucket, 256) + 5
-    N = min(problem.n, 336 + problem.n % 16)
+    gates = 2 if problem.gated else 1
+    N = min(problem.n, gates * (336 // gates // 16 * 16 + problem.n // gates % 16))
 
     def draw(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         normal, spread = (torch.randn(rows, columns, generator=generator, device=device) for _ in range(2))
@@ -164,7 +172,8 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of GEMM schedules on this device."""
-    sources = (matmul_kernels, matmul_hopper, matmul_launch, gates_triton, dependent_launch)
+    kernels = (matmul_kernels, matmul_hopper, matmul_together, gates_triton, dependent_launch)
+    sources = (*kernels, matmul_launch)
     return template_tuner("matmul", (*(module.__file__ for module in sources), __file__), device)
 
 

@@ -15,7 +15,7 @@ from detcompile.runtime.runner import MOST_VIEWS, Runner, _Staging
 from detcompile.runtime.sampling import Sampler, likeliest
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry, build_arrays, build_step
-from detcompile.runtime.step_layout import StepBuffers, StepLayout, table_widths
+from detcompile.runtime.step_layout import StepBuffer, StepBuffers, StepLayout, table_widths
 from detcompile.runtime.worker import Worker
 from detcompile.step import PADDING_SLOT
 from tests.bits import assert_bitwise_equal
@@ -133,12 +133,14 @@ def test_staging_memory_keeps_views_of_few_layouts():
             array.setflags(write=False)
         for num_tokens in (8, 64, 8):  # from one memory, where arrays lie elsewhere in the layout between
             layouts = StepLayout(num_tokens, 1, 1, 40, 1), StepLayout(num_tokens + 8, 2, 1, 40, 1)
-            buffers, fresh = (StepBuffers(layouts, torch.device("cpu")) for _ in range(2))
-            staging.upload((arrays, arrays), buffers)
-            fresh.fill((arrays, arrays))
-            for step, expected in zip(buffers.steps, fresh.steps):
-                for name, tensor in step.tensors().items():
-                    assert_bitwise_equal(tensor, expected.tensors()[name], name)
+            steps = arrays, arrays._replace(seq_lens=arrays.seq_lens + 1)
+            buffers = StepBuffers(layouts, torch.device("cpu"))
+            staging.upload(steps, buffers)
+            for found, step, layout in zip(buffers.steps, steps, layouts):
+                alone = StepBuffer(layout, torch.device("cpu"))
+                alone.fill(step)
+                for name, tensor in found.tensors().items():
+                    assert_bitwise_equal(tensor, alone.tensors()[name], name)
     assert staging._host.cache_info().currsize == MOST_VIEWS
 
 

@@ -13,6 +13,7 @@ from detcompile.templates.gates_triton import silu_mul_cuda
 from detcompile.templates.matmul_launch import run_schedule
 from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.matmul_triton import matmul_cuda
+from detcompile.templates.next_tokens_triton import fill_pending_cuda, likeliest_cuda
 from detcompile.templates.rows_triton import rms_norm_cuda
 from detcompile.templates.softmax_triton import softmax_cuda
 from tests.bits import assert_bitwise_equal
@@ -80,6 +81,27 @@ def test_softmax_reads_what_the_kernel_before_wrote() -> None:
     for _ in range(20):
         for x, wanted in zip(xs, expected):
             assert_bitwise_equal(chain_of_rows(x), wanted)
+
+
+def test_tokens_are_read_where_the_kernel_before_put_them(weights: list[tuple[Tensor, ...]]) -> None:
+    """As in a chain of greedy steps, of which each finds its tokens on the device."""
+    head = weights[0][0]
+    table = torch.randn(len(head), WIDTH, device="cuda").bfloat16()
+    rows = torch.arange(8, device="cuda").flip(0)
+
+    def last_tokens(ids: Tensor) -> Tensor:
+        sampled = torch.zeros(8, dtype=torch.int64, device="cuda")
+        for _ in range(DEPTH):
+            likeliest_cuda(matmul_cuda(table[ids], head, None, None, ()), sampled)
+            ids = fill_pending_cuda(ids, rows, sampled)
+        return ids
+
+    starts = [torch.randint(0, len(head), (8,), device="cuda") for _ in range(4)]
+    with apart():
+        expected = [last_tokens(ids) for ids in starts]
+    for _ in range(5):
+        for ids, wanted in zip(starts, expected):
+            assert_bitwise_equal(last_tokens(ids), wanted)
 
 
 def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:

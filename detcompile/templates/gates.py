@@ -8,7 +8,7 @@ every instruction shows.
 Leading dims are any; rows may be strided.
 
 gated_matmul(x [M, K], w [2 F, K]) = silu_mul(matmul(x, w[:F]), matmul(x, w[F:])), [M, F]: the same bytes, on a GPU in
-one launch where there are many tokens, so that what the gate reads is never written.
+one launch where that is sooner, so that what the gate reads is never written.
 """
 
 import torch

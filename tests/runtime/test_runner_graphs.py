@@ -14,7 +14,7 @@ from detcompile.runtime.kv_cache import KVCache, KVShape
 from detcompile.runtime.runner import MOST_VIEWS, Runner, _Staging
 from detcompile.runtime.sampling import Sampler, likeliest
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import StepEntry, build_arrays, build_step
+from detcompile.runtime.step_builder import StepEntry, build_arrays, build_step, pending_arrays
 from detcompile.runtime.step_layout import StepBuffer, StepBuffers, StepLayout, table_widths
 from detcompile.runtime.worker import Worker
 from detcompile.step import PADDING_SLOT
@@ -96,6 +96,39 @@ def test_a_captured_step_reads_what_the_last_one_drew_and_leaves_what_it_draws(d
             assert_bitwise_equal(runner.drawn, likeliest(results[0]))
             assert_bitwise_equal(runner.sampled[:2], runner.drawn[:, 1])
     assert_bitwise_equal(results[1], results[0])
+
+
+def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
+    """In one graph, in launches of their own, and with tokens that the host knows."""
+    starts, num_steps = [[5, 6], [3]], 4
+    tables = np.array([[[2, 4], [3, 5]]], np.int32)
+
+    def entries(tokens, computed):
+        return [StepEntry(Sequence(own), known, len(own) - known) for own, known in zip(tokens, computed)]
+
+    def new_runner(cuda_graphs):
+        if device == "cuda":
+            return cuda_runner(cuda_graphs)
+        runner = Runner(forward, make_cache(0.0), False)
+        runner.cuda_graphs = cuda_graphs
+        return runner
+
+    runner, tokens, computed, expected = new_runner(False), [list(own) for own in starts], [0, 0], []
+    for _ in range(num_steps):
+        drawn = likeliest(runner.run(build_arrays(entries(tokens, computed), tables, BLOCK_SIZE, {})))
+        expected.append(drawn)
+        computed = [len(own) for own in tokens]
+        for own, token in zip(tokens, drawn[:, 1].tolist()):
+            own.append(token)
+    lengths = np.array([len(own) for own in starts])
+    first = build_arrays(entries(starts, [0, 0]), tables, BLOCK_SIZE, {})
+    steps = [first, *pending_arrays(lengths + np.arange(num_steps - 1)[:, None], [0, 1], tables, BLOCK_SIZE)]
+    for cuda_graphs in (False, True):
+        runner = new_runner(cuda_graphs)
+        with mock.patch.object(runner_module, "_Graph", runner_module._Graph if device == "cuda" else EagerGraph):
+            for _ in range(2):  # captured, then replayed
+                found = runner.launch_chain(steps)[:, :2]
+                assert_bitwise_equal(found, torch.stack(expected))
 
 
 @given(most_blocks=st.integers(1, 3000), block_size=st.sampled_from([16, 48, 64, 256, 1024]))

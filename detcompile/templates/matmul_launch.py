@@ -141,7 +141,7 @@ def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
     if schedule.gated and (schedule.kind != "pointers" or not schedule.swapped or o.radices):
         raise ScheduleError(f"matmul: {schedule} has no gate: only swapped tiles of pointers, without leaves, do")
     if split and schedule.kind == "hopper":
-        raise ScheduleError(f"matmul: {schedule} splits no leaves")
+        raise ScheduleError(f"matmul: {schedule}: no kernel of this kind splits leaves")
     options = {
         "HAS_BIAS": o.bias is not None,
         "HAS_RESIDUAL": o.residual is not None,

@@ -148,8 +148,6 @@ def build_arrays(
         tables: [G, S, W], blocks of each entry's sequence.
         pending: rows of the previous step's sampled tokens that are the newest token of a sequence.
     """
-    if len(entries) == 1:
-        return _one_entry(entries, tables, block_size, pending)
     starts = np.array([entry.start for entry in entries], np.int64)
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
     cu_seqlens = np.zeros(len(entries) + 1, np.int64)
@@ -168,28 +166,6 @@ def build_arrays(
         seq_lens=(starts + counts).astype(np.int32),
         block_tables=tables,
         state_slots=np.array([entry.sequence.state_slot for entry in entries], np.int32),
-    )
-
-
-def _one_entry(
-    entries: SequenceOf[StepEntry], tables: NDArray[np.int32], block_size: int, pending: dict[Sequence, int]
-) -> StepArrays:
-    """As ``build_arrays``, in half of its operations: what drafts for one sequence waits for them."""
-    ((sequence, start, count, _),) = entries
-    place = np.arange(start, start + count)
-    blocks, offsets = np.divmod(place, block_size)
-    cu_seqlens = np.array([0, count], np.int32)
-    input_ids, pending_rows = _input_ids(entries, cu_seqlens, pending)
-    return StepArrays(
-        input_ids=input_ids,
-        position_ids=_position_ids(entries, place),
-        pending=pending_rows,
-        logits_to_keep=np.array([count - 1]),
-        slot_mappings=tables[:, :1].take(blocks, axis=2) * np.int64(block_size) + offsets,
-        cu_seqlens=cu_seqlens,
-        seq_lens=np.array([start + count], np.int32),
-        block_tables=tables,
-        state_slots=np.array([sequence.state_slot], np.int32),
     )
 
 
@@ -270,7 +246,7 @@ def _widened(array: NDArray[Any], axis: int, size: int, value: int) -> NDArray[A
 
 
 def _input_ids(
-    entries: SequenceOf[StepEntry], cu_seqlens: NDArray[Any], pending: dict[Sequence, int]
+    entries: SequenceOf[StepEntry], cu_seqlens: NDArray[np.int64], pending: dict[Sequence, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     known: list[int] = []
     rows = np.full(cu_seqlens[-1], NOT_PENDING, np.int64)

@@ -134,14 +134,11 @@ def _launch_together(schedule: GemmSchedule, o: Operands) -> None:
 
 
 def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
-    M, N = o.x.shape[0], o.out.shape[-1]
-    leaves = math.prod(o.radices)
-    tiles_m, tiles_n = triton.cdiv(M, schedule.block_m), triton.cdiv(len(o.w), schedule.block_n)
-    tiles = tiles_m * tiles_n
+    """The kernels of matmul_kernels.py; with ``split`` every leaf's sum into ``o.out`` [leaves, M, N]."""
+    if schedule.kind == "hopper":
+        raise ScheduleError(f"matmul: {schedule}: no kernel of this kind splits leaves")
     if schedule.gated and (schedule.kind != "pointers" or not schedule.swapped or o.radices):
         raise ScheduleError(f"matmul: {schedule} has no gate: only swapped tiles of pointers, without leaves, do")
-    if split and schedule.kind == "hopper":
-        raise ScheduleError(f"matmul: {schedule}: no kernel of this kind splits leaves")
     options = {
         "HAS_BIAS": o.bias is not None,
         "HAS_RESIDUAL": o.residual is not None,
@@ -157,23 +154,23 @@ def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
         **tree_options(() if split else o.radices),
         **launch_options(o.x.device),
     }
+    tiles_m, tiles_n = triton.cdiv(len(o.x), schedule.block_m), triton.cdiv(len(o.w), schedule.block_n)
     residual_stride = 0 if o.residual is None else o.residual.stride(0)
     epilogue = (o.out, o.out if o.bias is None else o.bias, o.out if o.residual is None else o.residual)
+    sizes = (len(o.x), o.out.shape[-1], o.leaf_k, math.prod(o.radices))
+    parts = math.prod(o.radices) if split else 1
     if schedule.kind == "tma":
         w, w_nk = (o.w, True) if o.w.stride(1) == 1 else (o.w.t(), False)
         block_w = [schedule.block_n, schedule.block_k]
         x_desc = TensorDescriptor.from_tensor(o.x, [schedule.block_m, schedule.block_k])
         w_desc = TensorDescriptor.from_tensor(w, block_w if w_nk else block_w[::-1])
-        programs = min(tiles * (leaves if split else 1), multiprocessors(o.x.device) * schedule.ctas)
-        matmul_kernels.tma_kernel[(programs,)](
-            x_desc, w_desc, *epilogue, M, N, o.leaf_k, leaves, residual_stride, W_NK=w_nk, **options
-        )
+        programs = min(tiles_m * tiles_n * parts, multiprocessors(o.x.device) * schedule.ctas)
+        matmul_kernels.tma_kernel[(programs,)](x_desc, w_desc, *epilogue, *sizes, residual_stride, W_NK=w_nk, **options)
         return
     blocked = o.x.dtype is torch.float32
     even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0
-    programs = leaves if split else 1
-    matmul_kernels.tile_kernel[(tiles_n, programs, tiles_m) if schedule.swapped else (tiles, programs)](
-        o.x, o.w, *epilogue, M, N, o.leaf_k, leaves, *o.x.stride(), *o.w.stride(), residual_stride,
+    matmul_kernels.tile_kernel[(tiles_n, parts, tiles_m) if schedule.swapped else (tiles_m * tiles_n, parts)](
+        o.x, o.w, *epilogue, *sizes, *o.x.stride(), *o.w.stride(), residual_stride,
         BLOCKED=blocked, EVEN_K=even, GATED=schedule.gated, ON_GPU=o.x.is_cuda, **options,
     )  # fmt: skip
 

@@ -172,11 +172,12 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
         pointers.sort(key=lambda schedule: schedule.block_k)
         plain = pointers + tma
+    many_weights = bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS
     if problem.gated:
         gated = [replace(schedule, gated=True) for schedule in pointers]
-        plain = gated + plain if bucket <= 32 else plain + gated
+        plain = plain + gated if many_weights or bucket > 32 else gated + plain
     # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
-    if bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS:
+    if many_weights:
         return hopper + plain
     narrow = GemmSchedule("hopper", *_NARROW)
     if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:

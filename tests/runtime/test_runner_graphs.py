@@ -19,11 +19,12 @@ from detcompile.runtime.step_layout import StepBuffer, StepBuffers, StepLayout, 
 from detcompile.runtime.worker import Worker
 from detcompile.step import PADDING_SLOT
 from tests.bits import assert_bitwise_equal
+from tests.conftest import NEEDS_CUDA
 from tests.runtime.runner_cases import BLOCK_SIZE, ONE_GROUP, forward, make_blocks, make_cache
 
 
 def on_a_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")(test))
+    return pytest.mark.gpu(NEEDS_CUDA(test))
 
 
 def cuda_forward(input_ids, position_ids, step, logits_to_keep):

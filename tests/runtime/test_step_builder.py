@@ -180,25 +180,6 @@ def test_block_tables_follow_their_sequences(events):
                 assert tables.row(other, 100)[group, 0, : len(table)].tolist() == table
 
 
-@given(
-    parts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.booleans()), min_size=2, max_size=5),
-    own_positions=st.booleans(),
-)
-def test_a_sequence_alone_has_the_arrays_that_it_has_beside_others(parts, own_positions):
-    entries, pending = [], {}
-    for row, (start, count, drawn_before) in enumerate(parts):
-        drawn_before = drawn_before and start + count > 1
-        sequence = Sequence(list(range(start + count - drawn_before)), num_computed=start, state_slot=row)
-        sequence.position_ids = list(range(5, 5 + start + count)) if own_positions else None
-        pending |= {sequence: 9 + row} if drawn_before else {}
-        entries.append(StepEntry(sequence, start, count))
-    tables = np.arange(2 * len(parts) * 6, dtype=np.int32).reshape(2, len(parts), 6)
-    together = build_arrays(entries, tables, 16, pending)
-    alone = joined([build_arrays([e], tables[:, row : row + 1], 16, pending) for row, e in enumerate(entries)])
-    for name, one, other in zip(together._fields, together, alone):
-        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all(), name
-
-
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), num_steps=st.integers(1, 4))
 def test_steps_of_pending_tokens_are_what_the_long_way_gives(lengths, num_steps):
     tables = np.arange(2 * len(lengths) * 5, dtype=np.int32).reshape(2, len(lengths), 5)

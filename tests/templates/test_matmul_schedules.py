@@ -35,6 +35,7 @@ def problem(n: int, k: int, tokens: int, radices: tuple[int, ...] = (), **change
         (problem(4096, 4096, 32, EIGHT_LEAVES), "hopper-swapped-register-32x64x256"),
         (problem(6144, 4096, 32), "tma-swapped-register-32x64x256"),
         (problem(24576, 4096, 32), "pointers-swapped-register-32x128x64"),
+        (problem(24576, 4096, 8, gated=True, hopper=False), "pointers-swapped-register-16x64x128"),
         (problem(24576, 4096, 32, gated=True), "pointers-swapped-gated-register-32x128x64"),
         (problem(24576, 4096, 64, gated=True), "pointers-swapped-register-64x64x64"),
         (problem(4096, 12288, 64), "hopper-register-64x32x128"),  # others leave multiprocessors without a tile

@@ -53,6 +53,13 @@ struct Sequence {
   const float* relative;  // biases of its first query, or null
 };
 
+// Keys [begin, end) of a block, as a row sees them
+struct Keys {
+  int64_t begin, end;
+  bool none() const { return begin >= end; }
+  bool all() const { return begin == 0 && end == kBlock; }
+};
+
 struct Task { int64_t sequence, kv_head, begin, end; };
 
 thread_local Scratch scratch;
@@ -125,60 +132,64 @@ struct Tile {
   }
 
   template <class T>
-  void load_keys(int64_t block) const {
-    for (int64_t group = 0; group < kBlock; group += kLanes) {
+  void load_keys(int64_t block, int64_t begin, int64_t end) const {
+    for (int64_t group = begin / kLanes * kLanes; group < end; group += kLanes) {
       const T* rows[kLanes];
       for (int64_t i = 0; i < kLanes; i++) {
-        int64_t p = block * kBlock + group + i;
         rows[i] = reinterpret_cast<const T*>(zeros);
-        if (p >= first_key && p <= last_key)
-          rows[i] = reinterpret_cast<const T*>(
-                        key_address(s.k, s.table, h.block_size, h.k_block_stride, h.k_key_stride, p, sizeof(T))) +
+        if (group + i >= begin && group + i < end)
+          rows[i] = reinterpret_cast<const T*>(key_address(s.k, s.table, h.block_size, h.k_block_stride, h.k_key_stride,
+                                                           block * kBlock + group + i, sizeof(T))) +
                     task.kv_head * h.k_head_stride;
       }
       pack_rows(rows, h.D, k_panel + group, kBlock);
     }
   }
 
+  // What no row of the task sees is not loaded: its scores are masked, and its values not multiplied. It counts as zeros, because
+  // what was there before may be subnormal, and slow.
   void load_block(int64_t block) const {
-    if (h.cache_dtype == kFloat32) load_keys<float>(block);
-    else if (h.cache_dtype == kBFloat16) load_keys<bf16>(block);
-    else load_keys<fp16>(block);
-    for (int64_t j = 0; j < kBlock; j++) {
-      int64_t p = block * kBlock + j;
-      float* row = v_panel + j * Dv_padded;
-      std::memset(row, 0, Dv_padded * sizeof(float));
-      if (p < first_key || p > last_key) continue;
-      const char* base = key_address(s.v, s.table, h.block_size, h.v_block_stride, h.v_key_stride, p, item_size(h.cache_dtype));
-      load_row(row, base, h.cache_dtype, task.kv_head * h.v_head_stride, h.Dv);
+    int64_t first = block * kBlock, begin = first_key > first ? first_key - first : 0, end = min64(last_key + 1 - first, kBlock);
+    if (begin > 0 || end < kBlock) std::memset(k_panel, 0, kBlock * h.D * sizeof(float));
+    if (h.cache_dtype == kFloat32) load_keys<float>(block, begin, end);
+    else if (h.cache_dtype == kBFloat16) load_keys<bf16>(block, begin, end);
+    else load_keys<fp16>(block, begin, end);
+    for (int64_t j = begin; j < end; j++) {
+      const char* base =
+          key_address(s.v, s.table, h.block_size, h.v_block_stride, h.v_key_stride, first + j, item_size(h.cache_dtype));
+      for (int64_t d = 0; d < Dv_padded; d += kLanes)
+        store(v_panel + j * Dv_padded + d, load_as(base, h.cache_dtype, task.kv_head * h.v_head_stride + d, h.Dv - d));
     }
   }
 
-  // scores of one row -> p in place, and its new (m, l); [begin, end) are the visible keys of the block; returns alpha
-  float soften(int64_t row, float* score, int64_t begin, int64_t end) const {
-    Vec s_j[kBlock / kLanes], largest = splat(-INFINITY), scale = splat(h.scores.plain() ? h.scores.scale : 1.0f);
-    for (int64_t j = 0; j < begin; j++) score[j] = -INFINITY;
-    for (int64_t j = end; j < kBlock; j++) score[j] = -INFINITY;
-    for (int64_t j = 0; j < kBlock / kLanes; j++) {
-      s_j[j] = load(score + j * kLanes) * scale;
-      if (begin > 0 || end < kBlock) {  // a negative scale must not make a masked score +inf
-        store(score + j * kLanes, s_j[j]);
-        for (int64_t i = j * kLanes; i < (j + 1) * kLanes; i++)
-          if (i < begin || i >= end) score[i] = -INFINITY;
-        s_j[j] = load(score + j * kLanes);
+  Keys seen(int64_t row, int64_t block) const {
+    int64_t first = h.visible.first(position(row)) - block * kBlock;
+    return {first > 0 ? first : 0, min64(position(row) - block * kBlock + 1, kBlock)};
+  }
+
+  // scores of one row, scaled, -inf where not visible, in place; returns their maximum
+  float mask(float* score, const Keys& keys) const {
+    Vec largest = splat(-INFINITY), scale = splat(h.scores.plain() ? h.scores.scale : 1.0f);
+    for (int64_t j = 0; j < kBlock; j += kLanes) {
+      Vec s_j = load(score + j) * scale;
+      if (!keys.all()) {  // after the scale: a negative one must not make a masked score +inf
+        s_j = first_lanes(keys.end - j, s_j, splat(-INFINITY));
+        s_j = first_lanes(keys.begin - j, splat(-INFINITY), s_j);
       }
-      largest = max(largest, s_j[j]);
+      store(score + j, s_j);
+      largest = max(largest, s_j);
     }
-    float m_new = max_lanes(largest);
-    m_new = m[row] > m_new ? m[row] : m_new;
-    float alpha = power(m[row] - m_new);
+    return max_lanes(largest);
+  }
+
+  // masked scores of one row -> p in place; returns their sum
+  float soften(float* score, float maximum) const {
+    Vec p[kBlock / kLanes];
     for (int64_t j = 0; j < kBlock / kLanes; j++) {
-      s_j[j] = exp2(h.scores.in_log2(s_j[j] - splat(m_new)));
-      store(score + j * kLanes, s_j[j]);
+      p[j] = exp2(h.scores.in_log2(load(score + j * kLanes) - splat(maximum)));
+      store(score + j * kLanes, p[j]);
     }
-    m[row] = m_new;
-    l[row] = l[row] * alpha + sum_lanes(s_j[0], s_j[1], s_j[2], s_j[3]);
-    return alpha;
+    return sum_lanes(p[0], p[1], p[2], p[3]);
   }
 
   static float first_lane(Vec value) {
@@ -189,14 +200,32 @@ struct Tile {
 
   float power(float difference) const { return first_lane(exp2(h.scores.in_log2(splat(difference)))); }
 
-  void add_values(int64_t row, int64_t rows, const float* p, const float* alpha, int64_t begin, int64_t end) const {
-    for (int64_t d = 0; d < h.Dv; d += kWidth)
-      spread_kernel<kPanelVecs, kBlock>(rows)(p + begin, v_panel + begin * Dv_padded + d, Dv_padded, end - begin, values + d,
-                                              Dv_padded, true);
-    float* row_o = o + row * Dv_padded;
-    for (int64_t i = 0; i < rows; i++)
-      for (int64_t d = i * Dv_padded; d < (i + 1) * Dv_padded; d += kLanes)
-        store(row_o + d, fma(load(row_o + d), splat(alpha[i]), load(values + d)));
+  // the chains of rows [i, i + rows) of a tile over some keys
+  void chain_values(int64_t i, int64_t rows, const Keys& keys, bool fresh) const {
+    for (int64_t d = 0; d < h.Dv && !keys.none(); d += kWidth)
+      spread_kernel<kPanelVecs, kBlock>(rows)(scores + i * kBlock + keys.begin, v_panel + keys.begin * Dv_padded + d, Dv_padded,
+                                              keys.end - keys.begin, values + i * Dv_padded + d, Dv_padded, fresh);
+  }
+
+  // o = fma(o, alpha, chain): the keys that all rows see are multiplied together, those before and behind row by row
+  void add_values(int64_t row, int64_t rows, const float* alpha, const Keys* keys) const {
+    Keys common = keys[0];
+    bool aligned = true;
+    for (int64_t i = 1; i < rows; i++) {
+      aligned = aligned && keys[i].begin == keys[0].begin;
+      common = {keys[i].begin > common.begin ? keys[i].begin : common.begin, min64(keys[i].end, common.end)};
+    }
+    aligned = aligned && !common.none();
+    if (!aligned) std::memset(values, 0, rows * Dv_padded * sizeof(float));
+    for (int64_t i = 0; i < rows && !aligned; i++) chain_values(i, 1, {keys[i].begin, min64(keys[i].end, common.begin)}, false);
+    chain_values(0, rows, common, aligned);
+    for (int64_t i = 0; i < rows; i++) {
+      if (keys[i].none()) continue;
+      int64_t rest = common.none() ? common.begin : common.end;
+      chain_values(i, 1, {keys[i].begin > rest ? keys[i].begin : rest, keys[i].end}, false);
+      float *row_o = o + (row + i) * Dv_padded, *value = values + i * Dv_padded;
+      for (int64_t d = 0; d < Dv_padded; d += kLanes) store(row_o + d, fma(load(row_o + d), splat(alpha[i]), load(value + d)));
+    }
   }
 
   void multiply_keys(int64_t row, int64_t rows) const {
@@ -216,22 +245,26 @@ struct Tile {
       int64_t row = row_tiles.begin(tile), rows = row_tiles.begin(tile + 1) - row;
       if (position(row + rows - 1) < block * kBlock || h.visible.first(position(row)) >= (block + 1) * kBlock) continue;
       multiply_keys(row, rows);
-      int64_t begin[kMaxRows], end[kMaxRows];
-      float alpha[kMaxRows];
-      bool whole = true;
+      Keys keys[kMaxRows];
+      alignas(64) float m_old[kLanes] = {}, m_new[kLanes] = {}, sum[kLanes], alpha[kLanes];
       for (int64_t i = 0; i < rows; i++) {
-        int64_t first = h.visible.first(position(row + i)) - block * kBlock;
-        begin[i] = first > 0 ? first : 0;
-        end[i] = min64(position(row + i) - block * kBlock + 1, kBlock);
-        whole = whole && begin[i] == 0 && end[i] == kBlock;
-        if (begin[i] >= end[i]) continue;
-        if (!h.scores.plain())
-          h.scores.shape(scores + i * kBlock, kBlock, block * kBlock, position(row + i), head(row + i), relative(row + i));
-        alpha[i] = soften(row + i, scores + i * kBlock, begin[i], end[i]);
+        keys[i] = seen(row + i, block);
+        if (keys[i].none()) continue;
+        float* score = scores + i * kBlock;
+        if (!h.scores.plain()) h.scores.shape(score, kBlock, block * kBlock, position(row + i), head(row + i), relative(row + i));
+        float largest = mask(score, keys[i]);
+        m_old[i] = m[row + i];
+        m_new[i] = m_old[i] > largest ? m_old[i] : largest;
       }
-      if (whole) add_values(row, rows, scores, alpha, 0, kBlock);
-      for (int64_t i = 0; i < rows && !whole; i++)
-        if (begin[i] < end[i]) add_values(row + i, 1, scores + i * kBlock, alpha + i, begin[i], end[i]);
+      for (int64_t i = 0; i < rows; i++)
+        if (!keys[i].none()) sum[i] = soften(scores + i * kBlock, m_new[i]);
+      store(alpha, exp2(h.scores.in_log2(load(m_old) - load(m_new))));
+      for (int64_t i = 0; i < rows; i++) {
+        if (keys[i].none()) continue;
+        m[row + i] = m_new[i];
+        l[row + i] = l[row + i] * alpha[i] + sum[i];
+      }
+      add_values(row, rows, alpha, keys);
     }
   }
 

@@ -5,11 +5,11 @@
 
 namespace {
 
-constexpr int64_t kMostRowLanes = 4096;
+constexpr int64_t kLeastRowLanes = 64, kMostRowLanes = 4096;
 
 // numerics.row_order for a leaf of this length
 inline int64_t row_lanes(int64_t length) {
-  int64_t lanes = 64;
+  int64_t lanes = kLeastRowLanes;
   while (lanes * 8 < length && lanes < kMostRowLanes) lanes *= 2;
   return lanes;
 }
@@ -24,17 +24,28 @@ inline float sum_groups(const float* lanes, int64_t num_lanes) {
   return groups[0];
 }
 
+// term(Vec) of up to kLanes elements, +0 in the other lanes
+template <class Term>
+inline Vec term_of(const float* elements, int64_t count, Term term) {
+  return count >= kLanes ? term(load(elements)) : first_lanes(count, term(load_some(elements, count)), splat(0.0f));
+}
+
 // term(Vec) is evaluated on the row's elements; its result is rounded to float32 before it is added
 template <class Term>
 inline float sum_leaf(const float* row, int64_t length, int64_t num_lanes, Term term) {
+  if (num_lanes == kLeastRowLanes) {
+    Vec sums[kLeastRowLanes / kLanes] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    for (; length >= kLeastRowLanes; row += kLeastRowLanes, length -= kLeastRowLanes)
+      for (int64_t j = 0; j < kLeastRowLanes / kLanes; j++) sums[j] = sums[j] + term(load(row + j * kLanes));
+    for (int64_t j = 0; j * kLanes < length; j++)
+      sums[j] = sums[j] + term_of(row + j * kLanes, length - j * kLanes, term);
+    return sum_lanes(sums[0], sums[1], sums[2], sums[3]);
+  }
   alignas(64) float lanes[kMostRowLanes];
   std::memset(lanes, 0, num_lanes * sizeof(float));
   for (int64_t step = 0; step < length; step += num_lanes)
-    for (int64_t i = step; i < length && i < step + num_lanes; i += kLanes) {
-      Vec value = term(load_some(row + i, length - i));
-      if (i + kLanes > length) value = keep_first(value, length - i);
-      store(lanes + i - step, load(lanes + i - step) + value);
-    }
+    for (int64_t i = step; i < length && i < step + num_lanes; i += kLanes)
+      store(lanes + i - step, load(lanes + i - step) + term_of(row + i, length - i, term));
   return sum_groups(lanes, num_lanes);
 }
 

@@ -72,12 +72,6 @@ inline void store_some(T* target, Vec value, int64_t count) {
   if (count > 0) std::memcpy(target, lanes, sizeof(T) * count);
 }
 
-inline Vec keep_first(Vec value, int64_t count) {
-  float lanes[kLanes];
-  store(lanes, value);
-  return load_some(lanes, count < 0 ? 0 : count);
-}
-
 // the same, of a dtype known only at run time; `index` counts elements
 inline Vec load_as(const void* source, int32_t dtype, int64_t index, int64_t count) {
   if (dtype == kFloat32) return load_some(static_cast<const float*>(source) + index, count);
@@ -108,24 +102,7 @@ inline void store_row(void* target, int32_t dtype, int64_t index, const float* s
     store_as(target, dtype, index + i, load_some(source + i, count - i), count - i);
 }
 
-// lane i += lane i+8, then 4, 2, 1
-inline float halve(Vec value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (int width = kLanes / 2; width >= 1; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
-  return lanes[0];
-}
-
 // lanes of Row(lanes=64): inside each group of 32 by halving, then across the two groups
 inline float sum_lanes(Vec a, Vec b, Vec c, Vec d) { return halve(a + b) + halve(c + d); }
-
-inline float max_lanes(Vec value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  float best = lanes[0];
-  for (int i = 1; i < kLanes; i++) best = (lanes[i] > best || lanes[i] != lanes[i]) ? lanes[i] : best;
-  return best;
-}
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "simd_flush.h"
+#include "simd_x86.h"
 
 namespace {
 
@@ -70,6 +70,17 @@ inline Vec low_half(Vec words, fp16) { return {_mm512_cvtph_ps(_mm512_cvtepi32_e
 inline Vec high_half(Vec words, fp16) {
   return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(words.v), 16)))};
 }
+
+// a in the first `count` lanes, b in the others
+inline Vec first_lanes(int64_t count, Vec a, Vec b) {
+  return {_mm512_mask_mov_ps(b.v, __mmask16(_bzhi_u32(0xffff, count < 0 ? 0 : count < 16 ? count : 16)), a.v)};
+}
+
+// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b
+inline __m256 lower_eight(Vec a) { return _mm512_castps512_ps256(a.v); }
+inline __m256 upper_eight(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
+inline float halve(Vec a) { return add_eight(_mm256_add_ps(lower_eight(a), upper_eight(a))); }
+inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(lower_eight(a), upper_eight(a))); }
 
 // eight rows and the eight after them, each 256 bits: out[c] = word c of each of sixteen rows, c < 8
 inline void transpose_half(const char* const rows[16], int64_t byte_offset, Vec out[8]) {

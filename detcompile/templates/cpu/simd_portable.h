@@ -114,6 +114,19 @@ inline Vec high_half(Vec w, fp16) {
   return lanewise([&](int i) { return half_to_float(uint16_t(bit_cast<uint32_t>(w.v[i]) >> 16)); });
 }
 
+// a in the first `count` lanes, b in the others
+inline Vec first_lanes(int64_t count, Vec a, Vec b) { return lanewise([&](int i) { return i < count ? a.v[i] : b.v[i]; }); }
+
+// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b
+template <class F>
+inline float fold(Vec a, F f) {
+  for (int width = 8; width >= 1; width /= 2)
+    for (int i = 0; i < width; i++) a.v[i] = f(a.v[i], a.v[i + width]);
+  return a.v[0];
+}
+inline float halve(Vec a) { return fold(a, [](float x, float y) { return x + y; }); }
+inline float max_lanes(Vec a) { return fold(a, [](float x, float y) { return x > y ? x : y; }); }
+
 // out[c] = word c of each of sixteen rows (words are little-endian)
 inline void transpose_words(const char* const rows[16], int64_t byte_offset, Vec out[16]) {
   for (int i = 0; i < 16; i++)

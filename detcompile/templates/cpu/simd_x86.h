@@ -1,0 +1,38 @@
+// What the AVX versions of Vec share.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+// While it lives, subnormal operands and results of this thread's AVX arithmetic count as zeros. A compiler knows nothing of
+// that: what is to be flushed belongs into functions that are not inlined into its scope.
+class FlushSubnormals {
+ public:
+  explicit FlushSubnormals(bool wanted) : wanted_(wanted), before_(wanted ? _mm_getcsr() : 0) {
+    if (wanted_) _mm_setcsr(before_ | 0x8040);  // FTZ and DAZ
+  }
+  ~FlushSubnormals() {
+    if (wanted_) _mm_setcsr(before_);  // the pipeline drains: not where nothing changed
+  }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  bool wanted_;
+  unsigned before_;
+};
+
+// lane i and lane i + 4, then 2, then 1
+inline float add_eight(__m256 a) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline float max_eight(__m256 a) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+}  // namespace

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 import detcompile
-from detcompile.templates import cpu_library
+from detcompile.templates import cpu_library, shared_objects
+from detcompile.templates.direct_ops import direct_ops
 from detcompile.templates.matmul import matmul_cpu
 
 SHAPES = ((2048, 2048), (4096, 1024), (1024, 4096))  # N, K
@@ -43,7 +44,7 @@ def in_turns(ours: Callable[[], object], peer: Callable[[], object], seconds: fl
 
 
 def gemm_rows(isa: str | None, seconds: float) -> Iterator[dict]:
-    op = torch.ops.detcompile.matmul.default
+    op = direct_ops()[torch.ops.detcompile.matmul.default]  # as in a compiled graph
     ours = partial(matmul_cpu if isa else op, bias=None, residual=None, radices=[], **({"isa": isa} if isa else {}))
     for dtype in DTYPES:
         for n, k in SHAPES:
@@ -108,7 +109,7 @@ def main() -> None:
             rows.append(row)
             print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
     result = {"commit": arguments.commit, "cpu": cpu_name(), "threads": arguments.threads, "torch": torch.__version__}
-    result |= {"isa": arguments.isa or cpu_library.isa(), "compiler": cpu_library.compiler_version()}
+    result |= {"isa": arguments.isa or cpu_library.isa(), "compiler": shared_objects.compiler_version()}
     result |= {"unit": "us: best of alternating calls; medians beside", "rows": rows}
     arguments.output.mkdir(parents=True, exist_ok=True)
     suffix = f"-{arguments.isa}" if arguments.isa else ""

@@ -30,7 +30,7 @@ from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.padded_batch import check_batch, keep_columns, language_loss, repad, row_seeds, unpad
 from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.sampling_params import NOTHING_DRAWN, SamplingParams
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.runtime.step_builder import build_step
@@ -308,7 +308,7 @@ class CompiledModel:
             raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
         check_batch(batch, self.vocab_size, self.max_context)
         sequences = [
-            Sequence(tokens, position_ids=positions)
+            Sequence(tokens, NOTHING_DRAWN, positions)
             for tokens, positions in zip(batch.token_ids, batch.position_ids, strict=True)
         ]
         longest = sum(whole_blocks(len(s.token_ids)) for s in sequences)

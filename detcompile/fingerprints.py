@@ -16,6 +16,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
 from detcompile.templates import cpu_library
+from detcompile.templates.shared_objects import compiler_version
 from detcompile.weights import weights_digest
 
 __all__ = ["fingerprint", "fingerprint_parts"]
@@ -79,4 +80,4 @@ def _device(device: torch.device) -> str:
         version = getattr(getattr(ptxas, "ptxas", None), "version", "unknown")
         return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} cuda {torch.version.cuda} ptxas {version}"
     vectors = f"inductor {pick_vec_isa()} simdlen {inductor_config.cpp.simdlen}"
-    return f"{platform.machine()} {cpu_library.isa()} {vectors} {cpu_library.compiler_version()}"
+    return f"{platform.machine()} {cpu_library.isa()} {vectors} {compiler_version()}"

@@ -17,11 +17,13 @@ from detcompile.errors import DetcompileError, UncertifiedOp, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.certificate import Certificate, Role, certify
+from detcompile.passes.direct_calls import call_directly
 from detcompile.passes.gates import fuse_gated_products
 from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.plain_graph import run_plainly
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
+from detcompile.templates.direct_ops import direct_ops
 from detcompile.templates.float_mode import in_float_mode
 
 __all__ = ["Backend", "Program", "cause", "detcompile_backend"]
@@ -33,7 +35,7 @@ Compiled = Callable[..., Any]
 class Program(NamedTuple):
     """A compiled graph, with the fake value and the traced argument of each of its inputs."""
 
-    run: Compiled  # the graph's inputs in order -> its outputs
+    run: Compiled  # the graph's inputs in order, those in `joined` for the traced ones -> its outputs
     values: list[Any]  # fake tensors and SymInts
     inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
     roles: list[Role]
@@ -83,11 +85,17 @@ class Backend:
         checked = _only_checked(gm)
         pin_sdpa(gm, self.numerics.kv_chunk)
         named: dict[str, Role] = {}
-        post_grad = GraphPass(lambda graph_module: self._certify(graph_module, named), repr(self.numerics))
+        direct = self._calls_directly(example_inputs)
+
+        def finish(graph_module: fx.GraphModule) -> None:
+            self._certify(graph_module, named)
+            if direct:
+                call_directly(graph_module)
+
         settings = {
             **ROUNDING,
             "joint_custom_pre_pass": GraphPass(self._rewrite, repr(self.numerics)),
-            "post_grad_custom_post_pass": post_grad,
+            "post_grad_custom_post_pass": GraphPass(finish, f"{self.numerics!r}, direct={direct}"),
         }
 
         groups: list[tuple[int, ...]] = []
@@ -110,13 +118,19 @@ class Backend:
             )
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         wide = {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups}
-        run = _in_float_mode(_fed(run, wide), example_inputs)
+        run = _in_float_mode(run, example_inputs)
         self.programs.append(Program(run, values, list(example_inputs), roles, wide, checked))
-        return run
+        return _fed(run, wide)
 
     def _role(self, node: fx.Node) -> Role:
         value = node.meta.get("example_value")
         return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
+
+    def _calls_directly(self, inputs: Sequence[Any]) -> bool:
+        """Registers the direct operations, which a graph from Inductor's cache may call. A package has none: torch's
+        proxy executor calls its operations."""
+        devices = {given.device.type for given in inputs if isinstance(given, torch.Tensor)}
+        return self.lower is compile_fx_inner and not self.certify_only and devices == {"cpu"} and bool(direct_ops())
 
     def _rewrite(self, gm: fx.GraphModule) -> fx.GraphModule:
         return rewrite(pin_collectives(gm, self.numerics))

@@ -261,29 +261,27 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
     for value, given in zip(program.values, program.inputs, strict=True):
         if id(given) in place:
             sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
-    sources: list[tuple[str, Any]] = []
-    for position, (value, given, role) in enumerate(
-        zip(program.values, program.inputs, program.roles, strict=True)
-    ):
+    template: list[Any] = []  # weights, and places for what a step brings
+    of_step: list[tuple[int, int, int | None]] = []  # position, leaf, and the dimension whose extent it is
+    for position, (value, given, role) in enumerate(zip(program.values, program.inputs, program.roles, strict=True)):
+        template.append(program.joined.get(position, given) if role.kind == "weight" else None)
         if isinstance(value, torch.SymInt):
             extent = sizes.get(sympy_size(value))
             if extent is None:  # of a tensor that the graph does not read: it only checks that there is something
                 assert position in program.checked, f"an extent of no input of the step is read: {value}"
                 extent = (0, 1)
-            sources.append(("size", extent))
+            of_step.append((position, *extent))
         else:
             assert (role.kind == "weight") == (id(given) not in place), f"an input of the step was not found: {value}"
-            sources.append(("leaf", place[id(given)]) if id(given) in place else ("weight", given))
+            if id(given) in place:
+                of_step.append((position, place[id(given)], None))
 
     @torch.no_grad()
     def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
         given = step_leaves(input_ids, position_ids, step, logits_to_keep)
-        arguments: list[Any] = []
-        for kind, source in sources:
-            if kind == "weight":
-                arguments.append(source)
-            else:
-                arguments.append(given[source] if kind == "leaf" else given[source[0]].shape[source[1]])
+        arguments = template.copy()
+        for position, leaf, dim in of_step:
+            arguments[position] = given[leaf] if dim is None else given[leaf].shape[dim]
         outputs = program.run(*arguments)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

@@ -44,12 +44,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
     positions = mask.long().cumsum(dim=1) - 1
     if position_ids is not None:
         positions = _checked_positions(position_ids, mask)
-    tokens = input_ids.cpu()
-    return UnpaddedBatch(
-        [row[kept].tolist() for row, kept in zip(tokens, mask)],
-        [row[kept].tolist() for row, kept in zip(positions, mask)],
-        mask,
-    )
+    return UnpaddedBatch(_kept(input_ids.cpu(), mask), _kept(positions, mask), mask)
 
 
 def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new_tokens: int = 0) -> None:
@@ -140,6 +135,12 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
             f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
         )
     return list(seeds)
+
+
+def _kept(numbers: Tensor, mask: Tensor) -> list[list[int]]:
+    """The entries of [B, C] at the true places of mask [B, C], row by row."""
+    rows: list[list[int]] = numbers.tolist() if mask.all() else [row[kept].tolist() for row, kept in zip(numbers, mask)]
+    return rows
 
 
 def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:

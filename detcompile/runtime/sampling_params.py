@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["SamplingParams"]
+__all__ = ["NOTHING_DRAWN", "SamplingParams"]
 
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
 MAX_PENALTY = 2.0  # of presence and frequency
@@ -152,3 +152,6 @@ class SamplingParams:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidInput(message)
+
+
+NOTHING_DRAWN = SamplingParams(seed=0)  # of sequences whose logits are all that is asked

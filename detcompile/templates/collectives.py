@@ -47,7 +47,7 @@ __all__ = [
 
 TWO_SHOT_BYTES = 1 << 20  # of one partial; from here on moving less is worth a second step
 
-_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul.cpp
+_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
 
 c10d = torch.ops._c10d_functional
 

@@ -1,8 +1,7 @@
 """The CPU templates as one shared library per instruction set, compiled on first use.
 
 The sources beside this file are plain C++17 with a C ABI. A library is named by the hash of its sources, its flags and
-the compiler's version, ends with the SHA-256 of its own bytes (so that a damaged file is never loaded), and is renamed
-into place, so that any number of processes may build it at once. All instruction sets give the same bits, but for
+the compiler's version, and kept as shared_objects does. All instruction sets give the same bits, but for
 products of bfloat16 with amx, which have an order of their own (numerics.matmul_order). The dot products of bfloat16
 pairs and of tiles are used only on a machine where they were compared with their orders, written out.
 """
@@ -13,7 +12,6 @@ import hashlib
 import os
 import platform
 import shlex
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +20,12 @@ from typing import Any
 import torch
 
 from detcompile import config
-from detcompile.errors import CompilerNotFound, InvalidInput, NumericsError
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.templates.shared_objects import build, compiler_version, is_intact
 
 __all__ = [
     "DTYPE_CODES",
     "adopt",
-    "compiler_version",
     "dtype_code",
     "isa",
     "isa_of",
@@ -63,7 +61,6 @@ _ISA_NEEDS = {
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-fno-gnu-unique")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
-_DIGEST_BYTES = 32
 _adopted: dict[str, Path] = {}  # by instruction set: what another machine compiled
 _loaded: dict[str, Path] = {}  # by instruction set: what this process runs
 _MOST_RADICES = 16  # nodes[] in rowsum.h
@@ -71,7 +68,7 @@ _MOST_RADICES = 16  # nodes[] in rowsum.h
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
-    "detcompile_matmul": (None, [ctypes.c_char_p]),  # struct Call of matmul.cpp
+    "detcompile_matmul": (None, [ctypes.c_char_p]),  # struct Call of matmul_call.h
     "detcompile_expert_matmul": (None, [ctypes.c_char_p, _POINTER, _INT64, _INT64]),  # the same, and what moves it
     "detcompile_add_partials": (None, [ctypes.c_char_p]),  # the same
     "detcompile_dequantize": (None, [ctypes.c_char_p]),  # struct Call of dequantize.cpp
@@ -164,24 +161,6 @@ def supported_isas() -> tuple[str, ...]:
 
 
 @functools.cache
-def compiler_version() -> str:
-    """First line that the C++ compiler prints about itself.
-
-    Raises:
-        CompilerNotFound: no compiler runs under config.cxx_compiler().
-    """
-    command = config.cxx_compiler()
-    try:
-        output = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise CompilerNotFound(
-            f"The CPU templates are compiled on first use, and the C++ compiler {command!r} does not run ({error}). "
-            "Install one (Debian, Ubuntu: apt-get install g++) or name yours in CXX."
-        ) from error
-    return output.splitlines()[0] if output else command
-
-
-@functools.cache
 def source_digest() -> str:
     """SHA-256 of the C++ sources and the flags they are compiled with, in hex."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *_ISA_FLAGS.values())).encode())
@@ -220,7 +199,7 @@ def adopt(name: str, content: bytes) -> None:
         )
     if name in _loaded:
         return
-    if not _is_intact(path):
+    if not is_intact(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="adopt-") as folder:
             copy = Path(folder, path.name)
@@ -290,8 +269,9 @@ def _library(name: str) -> ctypes.CDLL:
     if name == _TILES and not _tiles_permitted():  # its first instruction would end the process
         raise InvalidInput("amx: Linux lets this process use no tiles. Take the instruction set that isa() chooses.")
     path = _library_file(name)
-    if not _is_intact(path):
-        _build(name, path)
+    if not is_intact(path):
+        flags = shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else []
+        build(path, sorted(_SOURCES.glob("*.cpp")), [*_FLAGS, *flags])
     loaded = ctypes.CDLL(str(path))
     _loaded[name] = path
     for function, (result, arguments) in _SIGNATURES.items():
@@ -305,37 +285,3 @@ def _library_file(name: str) -> Path:
         return _adopted[name]
     key = hashlib.sha256(f"{source_digest()} {name} {config.cxx_compiler()} {compiler_version()}".encode()).hexdigest()
     return config.cache_directory() / "cpu" / f"{name}-{key[:24]}.so"
-
-
-def _is_intact(path: Path) -> bool:
-    """Whether the file ends with the digest of what precedes: loading a truncated library would crash the process."""
-    if not path.is_file():
-        return False
-    content = path.read_bytes()
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
-
-
-def _build(name: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = [*_FLAGS, *(shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else [])]
-    compiler = shlex.split(config.cxx_compiler())
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        objects = [(source, Path(folder, source.stem + ".o")) for source in sorted(_SOURCES.glob("*.cpp"))]
-        _run_all([[*compiler, *flags, "-c", str(source), "-o", str(target)] for source, target in objects])
-        linked = Path(folder, "linked.so")
-        _run_all([[*compiler, *flags, "-shared", *(str(target) for _, target in objects), "-o", str(linked)]])
-        content = linked.read_bytes()
-        linked.write_bytes(content + hashlib.sha256(content).digest())
-        os.replace(linked, path)
-
-
-def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Runs compiler commands side by side."""
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
-    outputs = [process.communicate()[0].decode(errors="replace") for process in running]
-    for process, command, output in zip(running, commands, outputs, strict=True):
-        if process.returncode != 0:
-            raise CompilerNotFound(
-                f"The CPU templates could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
-                f"{output[-2000:]}\nInstall a C++17 compiler with OpenMP (g++ 11 or later) or name one in CXX."
-            )

@@ -30,7 +30,7 @@ from detcompile.templates.matmul_triton import matmul_cuda
 
 __all__ = ["matmul_cpu", "pack_call", "reference_matmul"]
 
-_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul.cpp
+_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -94,7 +94,7 @@ def reference_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, residual:
 def pack_call(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, radices: tuple[int, ...]
 ) -> bytes:
-    """struct Call of matmul.cpp: x [M, K], residual and out [M, N] of unit stride along rows, w [N, K] along either."""
+    """struct Call of matmul_call.h: x [M, K], residual, out [M, N] of unit stride along rows, w [N, K] along either."""
     N, K = w.shape
     return _CALL.pack(
         x.data_ptr(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from detcompile.errors import CompilerNotFound, InvalidInput
-from detcompile.templates import cpu_library
+from detcompile.templates import cpu_library, shared_objects
 
 # Compiles the smallest library, embedding alone, so that a build takes a moment; `build` is what library() calls.
 SMALL_BUILD = """
@@ -39,7 +39,7 @@ def build(sources, tmp_path, monkeypatch):
             cached.cache_clear()
         return cpu_library._library.__wrapped__("portable")
 
-    caches = (cpu_library.source_digest, cpu_library.compiler_version)
+    caches = (cpu_library.source_digest, shared_objects.compiler_version)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cpu_library, "_SOURCES", sources)
     signature = {"detcompile_embedding": cpu_library._SIGNATURES["detcompile_embedding"]}
@@ -52,7 +52,7 @@ def build(sources, tmp_path, monkeypatch):
 def test_this_machine_runs_portable_code_at_least():
     assert cpu_library.supported_isas()[-1] == "portable"
     assert cpu_library.isa() in cpu_library.supported_isas()
-    assert cpu_library.compiler_version() and len(cpu_library.source_digest()) == 64
+    assert shared_objects.compiler_version() and len(cpu_library.source_digest()) == 64
 
 
 def test_an_unknown_isa_is_refused(monkeypatch):

@@ -4,23 +4,12 @@
 #pragma once
 
 #include "gemm.h"
+#include "matmul_call.h"
 
 namespace {
 
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kWorthThreads = 1 << 17;  // products; below, a parallel region costs more
-
-// The arguments of the op as templates/matmul.py packs them. Strides count elements; w_k_stride == 1 or w_n_stride == 1;
-// residual and bias may be null; K is a multiple of prod(radices).
-struct Call {
-  const char* x; int64_t x_stride;
-  const char* w; int64_t w_n_stride, w_k_stride;
-  const void* bias; const void* residual; int64_t residual_stride;
-  void* out;
-  int64_t M, N, K;
-  const int64_t* radices; int64_t num_radices;
-  int32_t dtype, bias_dtype, residual_dtype, out_dtype, num_threads;
-};
 
 struct Problem : Call {
   int64_t leaves = 1, leaf_k, leaf_words;

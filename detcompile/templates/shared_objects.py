@@ -1,0 +1,80 @@
+"""C++ sources -> a shared object in the cache: whole or absent, however many processes build it at once.
+
+A file ends with the SHA-256 of its own bytes, so that a damaged one is never loaded, and is renamed into place.
+"""
+
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from detcompile import config
+from detcompile.errors import CompilerNotFound
+
+__all__ = ["build", "compiler_version", "is_intact"]
+
+_DIGEST_BYTES = 32
+
+
+@functools.cache
+def compiler_version() -> str:
+    """First line that the C++ compiler prints about itself.
+
+    Raises:
+        CompilerNotFound: no compiler runs under config.cxx_compiler().
+    """
+    command = config.cxx_compiler()
+    try:
+        output = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerNotFound(
+            f"The CPU templates are compiled on first use, and the C++ compiler {command!r} does not run ({error}). "
+            "Install one (Debian, Ubuntu: apt-get install g++) or name yours in CXX."
+        ) from error
+    return output.splitlines()[0] if output else command
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the file ends with the digest of what precedes: loading a truncated library would crash the process."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> None:
+    """Compile the sources side by side and link them into ``path``; its folder is made.
+
+    Args:
+        flags: of compiling and linking.
+        libraries: of linking alone, behind the objects.
+
+    Raises:
+        CompilerNotFound: the compiler ends with an error.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [*shlex.split(config.cxx_compiler()), *flags]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        objects = [(source, Path(folder, source.stem + ".o")) for source in sources]
+        _run_all([[*command, "-c", str(source), "-o", str(target)] for source, target in objects])
+        linked = Path(folder, "linked.so")
+        _run_all([[*command, "-shared", *(str(target) for _, target in objects), "-o", str(linked), *libraries]])
+        content = linked.read_bytes()
+        linked.write_bytes(content + hashlib.sha256(content).digest())
+        os.replace(linked, path)
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Runs compiler commands side by side."""
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
+    outputs = [process.communicate()[0].decode(errors="replace") for process in running]
+    for process, command, output in zip(running, commands, outputs, strict=True):
+        if process.returncode != 0:
+            raise CompilerNotFound(
+                f"The CPU templates could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
+                f"{output[-2000:]}\nInstall a C++20 compiler with OpenMP (g++ 11 or later) or name one in CXX."
+            )

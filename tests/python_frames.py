@@ -1,0 +1,24 @@
+"""Which functions of the templates, written in Python, a call enters."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["functions_entered"]
+
+
+def functions_entered(call: Callable[[], Any]) -> set[str]:
+    """Names of functions of detcompile/templates that this thread entered."""
+    names: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "detcompile/templates" in frame.f_code.co_filename:
+            names.add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names

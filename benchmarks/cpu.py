@@ -44,8 +44,10 @@ def in_turns(ours: Callable[[], object], peer: Callable[[], object], seconds: fl
 
 
 def gemm_rows(isa: str | None, seconds: float) -> Iterator[dict]:
-    op = direct_ops()[torch.ops.detcompile.matmul.default]  # as in a compiled graph
-    ours = partial(matmul_cpu if isa else op, bias=None, residual=None, radices=[], **({"isa": isa} if isa else {}))
+    if isa:
+        ours = partial(matmul_cpu, bias=None, residual=None, radices=[], isa=isa)
+    else:  # as a compiled graph calls it
+        ours = partial(direct_ops()[torch.ops.detcompile.matmul.default], bias=None, residual=None, radices=[])
     for dtype in DTYPES:
         for n, k in SHAPES:
             w = (torch.randn(n, k) * 0.02).to(dtype)

@@ -36,7 +36,7 @@ def cpu_isa_override() -> str | None:
 
 
 def cxx_compiler() -> str:
-    """Command that compiles C++17."""
+    """Command that compiles C++17, and C++20 against torch's headers."""
     return os.environ.get("CXX", "g++")
 
 

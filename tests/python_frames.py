@@ -16,9 +16,10 @@ def functions_entered(call: Callable[[], Any]) -> set[str]:
         if event == "call" and "detcompile/templates" in frame.f_code.co_filename:
             names.add(frame.f_code.co_name)
 
+    before = sys.getprofile()
     sys.setprofile(note)
     try:
         call()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return names

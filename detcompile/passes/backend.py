@@ -35,7 +35,7 @@ Compiled = Callable[..., Any]
 class Program(NamedTuple):
     """A compiled graph, with the fake value and the traced argument of each of its inputs."""
 
-    run: Compiled  # the graph's inputs in order, those in `joined` for the traced ones -> its outputs
+    run: Compiled  # the graph's inputs in order, with `joined` in place of those at its positions -> its outputs
     values: list[Any]  # fake tensors and SymInts
     inputs: list[Any]  # the very tensors of the traced call; parameters and buffers are the model's own
     roles: list[Role]
@@ -85,17 +85,10 @@ class Backend:
         checked = _only_checked(gm)
         pin_sdpa(gm, self.numerics.kv_chunk)
         named: dict[str, Role] = {}
-        direct = self._calls_directly(example_inputs)
-
-        def finish(graph_module: fx.GraphModule) -> None:
-            self._certify(graph_module, named)
-            if direct:
-                call_directly(graph_module)
-
         settings = {
             **ROUNDING,
             "joint_custom_pre_pass": GraphPass(self._rewrite, repr(self.numerics)),
-            "post_grad_custom_post_pass": GraphPass(finish, f"{self.numerics!r}, direct={direct}"),
+            "post_grad_custom_post_pass": self._post_grad(named, example_inputs),
         }
 
         groups: list[tuple[int, ...]] = []
@@ -126,11 +119,17 @@ class Backend:
         value = node.meta.get("example_value")
         return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
 
-    def _calls_directly(self, inputs: Sequence[Any]) -> bool:
-        """Registers the direct operations, which a graph from Inductor's cache may call. A package has none: torch's
-        proxy executor calls its operations."""
+    def _post_grad(self, named: Mapping[str, Role], inputs: Sequence[Any]) -> GraphPass:
+        """What runs behind Inductor's own rewrites, unless its cache has the graph; that then finds what it calls."""
         devices = {given.device.type for given in inputs if isinstance(given, torch.Tensor)}
-        return self.lower is compile_fx_inner and not self.certify_only and devices == {"cpu"} and bool(direct_ops())
+        # torch's proxy executor calls the operations of a package, and knows these by their first names
+        direct = direct_ops() if self.lower is compile_fx_inner and devices == {"cpu"} else {}
+
+        def finish(gm: fx.GraphModule) -> None:
+            self._certify(gm, named)
+            call_directly(gm, direct)
+
+        return GraphPass(finish, f"{self.numerics!r}, {len(direct)} direct")
 
     def _rewrite(self, gm: fx.GraphModule) -> fx.GraphModule:
         return rewrite(pin_collectives(gm, self.numerics))

@@ -261,10 +261,10 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
     for value, given in zip(program.values, program.inputs, strict=True):
         if id(given) in place:
             sizes |= {sympy_size(size): (place[id(given)], dim) for dim, size in enumerate(value.shape)}
-    template: list[Any] = []  # weights, and places for what a step brings
+    fixed: list[Any] = []  # weights, and None where a step brings something
     of_step: list[tuple[int, int, int | None]] = []  # position, leaf, and the dimension whose extent it is
     for position, (value, given, role) in enumerate(zip(program.values, program.inputs, program.roles, strict=True)):
-        template.append(program.joined.get(position, given) if role.kind == "weight" else None)
+        fixed.append(program.joined.get(position, given) if role.kind == "weight" else None)
         if isinstance(value, torch.SymInt):
             extent = sizes.get(sympy_size(value))
             if extent is None:  # of a tensor that the graph does not read: it only checks that there is something
@@ -279,7 +279,7 @@ def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) 
     @torch.no_grad()
     def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
         given = step_leaves(input_ids, position_ids, step, logits_to_keep)
-        arguments = template.copy()
+        arguments = fixed.copy()
         for position, leaf, dim in of_step:
             arguments[position] = given[leaf] if dim is None else given[leaf].shape[dim]
         outputs = program.run(*arguments)

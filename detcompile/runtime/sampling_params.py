@@ -154,4 +154,5 @@ def _require(condition: bool, message: str) -> None:
         raise InvalidInput(message)
 
 
-NOTHING_DRAWN = SamplingParams(seed=0)  # of sequences whose logits are all that is asked
+# Of sequences whose logits are all that is asked: to draw a seed for each takes longer than a step's smaller kernels.
+NOTHING_DRAWN = SamplingParams(seed=0)

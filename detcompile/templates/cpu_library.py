@@ -1,7 +1,7 @@
 """The CPU templates as one shared library per instruction set, compiled on first use.
 
 The sources beside this file are plain C++17 with a C ABI. A library is named by the hash of its sources, its flags and
-the compiler's version, and kept as shared_objects does. All instruction sets give the same bits, but for
+the compiler's version, and is built and checked by shared_objects. All instruction sets give the same bits, but for
 products of bfloat16 with amx, which have an order of their own (numerics.matmul_order). The dot products of bfloat16
 pairs and of tiles are used only on a machine where they were compared with their orders, written out.
 """

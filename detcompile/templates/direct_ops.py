@@ -1,8 +1,8 @@
 """torch.ops.detcompile_direct: operations whose call on a CPU does not pass through Python.
 
-A call through Python takes 6 to 8 µs, longer than many a kernel takes for one token. cpu/direct/ops.cpp is compiled
-against the torch at hand on first use. The kernels are those of cpu_library, and whatever is not plain goes to the
-operation's own implementation, so that bits and exceptions are the same.
+A call through Python takes longer than many a kernel takes for one token (docs/performance.md). cpu/direct/ops.cpp is
+compiled against the torch at hand on first use. The kernels are those of cpu_library, and whatever is not plain goes to
+the operation's own implementation, so that bits and exceptions are the same.
 """
 
 import ctypes
@@ -20,6 +20,8 @@ from detcompile.templates import cpu_library
 from detcompile.templates.shared_objects import build, compiler_version, is_intact
 
 __all__ = ["direct_ops"]
+
+_LIBRARY = torch.library.Library("detcompile_direct", "DEF")
 
 OPS = ("matmul", "rms_norm", "layer_norm", "paged_attention")  # struct Kernels of ops.cpp
 
@@ -51,7 +53,7 @@ def _load() -> ctypes.CDLL:
     names = (str(torch.__version__), str(torch.version.git_version), config.cxx_compiler(), compiler_version(), *_FLAGS)
     digest = hashlib.sha256(" ".join((*names, *_LIBRARIES)).encode())
     source = _SOURCES / "direct" / "ops.cpp"
-    for path in (source, _SOURCES / "matmul_call.h"):
+    for path in (source, _SOURCES / "kernels.h", _SOURCES / "matmul_call.h"):
         digest.update(path.read_bytes())
     path = config.cache_directory() / "cpu" / f"direct-{digest.hexdigest()[:24]}.so"
     if not is_intact(path):
@@ -70,6 +72,3 @@ def _define(name: str) -> torch._ops.OpOverload:
 def _overload(namespace: str, name: str) -> torch._ops.OpOverload:
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
     return overload
-
-
-_LIBRARY = torch.library.Library("detcompile_direct", "DEF")

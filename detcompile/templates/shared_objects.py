@@ -75,6 +75,6 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
     for process, command, output in zip(running, commands, outputs, strict=True):
         if process.returncode != 0:
             raise CompilerNotFound(
-                f"The CPU templates could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
+                f"C++ could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
                 f"{output[-2000:]}\nInstall a C++20 compiler with OpenMP (g++ 11 or later) or name one in CXX."
             )

@@ -1,5 +1,6 @@
 """Operations called without Python: the bits and refusals of their namesakes, and no frame of Python in plain calls."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import DetcompileError
-from detcompile.templates import direct_ops as module
+from detcompile.templates.direct_ops import OPS, direct_ops
 from tests.bits import assert_bitwise_equal
 from tests.python_frames import functions_entered
 from tests.templates.cases import DTYPES, PagedCache, normal, sample
 
-DIRECT = {op.__name__.removesuffix(".default"): (op, same) for op, same in module.direct_ops().items()}
+
+def both(name: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """An operation, and what does the same directly."""
+    op = getattr(torch.ops.detcompile, name).default
+    return op, direct_ops()[op]
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -43,7 +48,7 @@ def test_products_have_the_same_bits(dtype, m, n, k, radices, layouts, bias, res
     x, w = (laid_out(sample("heavy", (rows, k), dtype, rows), layout) for rows, layout in zip((m, n), layouts))
     given_bias = None if bias is None else laid_out(normal((n, 1), bias, 3), layouts[2])[:, 0]
     given_residual = None if residual is None else laid_out(normal((m, n), residual, 4), layouts[2])
-    op, same = DIRECT["matmul"]
+    op, same = both("matmul")
     arguments = (x, w, given_bias, given_residual, radices if k % 8 == 0 else [], out_dtype)
     assert_bitwise_equal(same(*arguments), op(*arguments))
 
@@ -52,16 +57,15 @@ def test_products_have_the_same_bits(dtype, m, n, k, radices, layouts, bias, res
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(0, 5), max_size=3),
     length=st.sampled_from([1, 15, 32, 100, 700]),
-    dims=st.permutations(range(3)),
+    order=st.permutations(range(4)),
     layout=LAYOUTS,
     weight=st.sampled_from([None, *DTYPES]),
 )
-def test_norms_have_the_same_bits(dtype, shape, length, dims, layout, weight):
-    x = sample("heavy", (*shape, length), dtype, 1)
-    if layout == "turned" and x.dim() == 4:
-        x = x.permute(*dims, 3).contiguous().permute(*(dims.index(i) for i in range(3)), 3)
-    elif layout != "turned":
-        x = laid_out(x, layout)
+def test_norms_have_the_same_bits(dtype, shape, length, order, layout, weight):
+    values = sample("heavy", (*shape, length), dtype, 1)
+    places = [place for place in order if place < values.dim()]  # of the dims in memory
+    x = values.permute(places).contiguous().permute(*(places.index(dim) for dim in range(values.dim())))
+    x = x if layout == "turned" else laid_out(x, layout)
     scale = None if weight is None else normal((2 * length,), weight, 2)[::2]
     for name, parameters in (
         ("rms_norm", (scale, 1e-6, True)),
@@ -69,49 +73,90 @@ def test_norms_have_the_same_bits(dtype, shape, length, dims, layout, weight):
         ("layer_norm", (scale, scale, 1e-6)),
         ("layer_norm", (scale, None, 1e-6)),
     ):
-        op, same = DIRECT[name]
+        op, same = both(name)
         found = same(x, *parameters)
-        assert_bitwise_equal(found, op(x, *parameters))
+        assert_bitwise_equal(found, op(values, *parameters))
         assert found.is_contiguous()
 
 
-def test_rows_that_share_memory_are_told_apart():
-    x = normal((4, 1, 32), torch.float32).expand(4, 3, 32)
-    op, same = DIRECT["rms_norm"]
-    assert_bitwise_equal(same(x, None, 1e-6, True), op(x.contiguous(), None, 1e-6, True))
+@pytest.mark.parametrize("x", [normal((4, 1, 32), torch.float32).expand(4, 3, 32), normal((1, 5), torch.float32).t()])
+def test_rows_that_lie_oddly_are_told_apart(x):
+    """Some share memory, or have one element and no unit stride."""
+    op, same = both("rms_norm")
+    assert_bitwise_equal(same(x, None, 1e-6, True), op(x.clone(), None, 1e-6, True))
 
 
 SCORES: list[dict[str, Any]] = [
     {},
+    {"attention_chunk": 64},
+    {"sliding_window": 5},
     {"softcap": 2.0},
     {"sinks": normal((4,), torch.float32)},
     {"alibi_slopes": normal((4,), torch.float32)},
-    {"relative_bias": normal((7, 4, 5), torch.float32)},
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@dataclass(frozen=True)
+class Step:
+    """Tokens of several sequences, padding behind them, and the caches that they are written to."""
+
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    lengths: list[tuple[int, int]]  # keys of the cache, and new tokens, of each sequence
+    padding: int
+    copies: int  # slots a token
+    heads_first: bool  # in the caches
+
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = sum(-(-(cached + new) // 16) for cached, new in self.lengths) * self.copies
+        shapes = [(2, blocks, 16, dim) if self.heads_first else (blocks, 16, 2, dim) for dim in (32, 16)]
+        caches = [normal(shape, self.cache_dtype, shape[-1]) for shape in shapes]
+        return tuple(cache.permute(1, 2, 0, 3) for cache in caches) if self.heads_first else tuple(caches)
+
+    def arguments(self) -> dict[str, Any]:
+        T = sum(new for _, new in self.lengths) + self.padding
+        q, k, v = (normal((T, heads, dim), self.dtype, heads) for heads, dim in ((4, 32), (2, 32), (2, 16)))
+        widths = [-(-(cached + new) // 16) for cached, new in self.lengths]
+        table = torch.zeros(len(widths), max(widths), dtype=torch.int32)
+        slots = torch.full((self.copies, T), -1)
+        first = at = 0
+        for row, ((cached, new), width) in enumerate(zip(self.lengths, widths)):
+            table[row, :width] = torch.arange(first, first + width)
+            for copy in range(self.copies):
+                slots[copy, at : at + new] = (first + copy * sum(widths)) * 16 + torch.arange(cached, cached + new)
+            first, at = first + width, at + new
+        starts = torch.tensor([0, *(new for _, new in self.lengths)]).cumsum(0).int()
+        lens = torch.tensor([cached + new for cached, new in self.lengths], dtype=torch.int32)
+        metadata = {"slot_mapping": slots.flatten(), "cu_seqlens": starts, "seq_lens": lens, "block_table": table}
+        return {"q": q, "k": k, "v": v} | metadata | {"scale": 0.25, "sliding_window": 0, "kv_chunk": 64}
+
+
 @given(
+    step=st.builds(
+        Step,
+        dtype=st.sampled_from(DTYPES),
+        cache_dtype=st.sampled_from(DTYPES),
+        lengths=st.lists(st.tuples(st.integers(0, 80), st.integers(1, 7)), min_size=1, max_size=3),
+        padding=st.integers(0, 3),
+        copies=st.integers(1, 2),
+        heads_first=st.booleans(),
+    ),
     scores=st.sampled_from(SCORES),
-    window=st.sampled_from([0, 5]),
-    apart=st.booleans(),
-    cached=st.integers(0, 80),
     scale=st.sampled_from([0.25, -0.25, 0.0]),
+    layout=LAYOUTS,
+    shared=st.booleans(),
 )
-def test_attention_has_the_same_bits_and_writes_the_same_keys(dtype, scores, window, apart, cached, scale):
-    (op, same), count = DIRECT["paged_attention"], 7
-    caches = [PagedCache.poisoned(cached + count, 16, 2, 32, 16, dtype) for _ in range(2)]
+def test_attention_has_the_same_bits_and_writes_the_same_keys(step, scores, scale, layout, shared):
+    arguments = step.arguments() | scores | {"scale": scale}
+    arguments["q"] = laid_out(arguments["q"], layout)
+    if shared:  # one head of values for all
+        arguments["v"] = arguments["v"][:, :1].expand_as(arguments["v"])
     results = []
-    for call, cache in zip((op, same), caches):
-        for step in (cached, count) if cached else (count,):
-            q, k, v = (normal((step, heads, dim), dtype, heads) for heads, dim in ((4, 32), (2, 32), (2, 16)))
-            q = laid_out(q, "apart") if apart else q
-            given_scores = scores if step == count else {}
-            out = call(q, k, v, cache.k_cache, cache.v_cache, *cache.step(step), scale, window, 64, **given_scores)
-        results.append(out)
-    assert_bitwise_equal(*results)
-    for name in ("k_cache", "v_cache"):
-        assert_bitwise_equal(*(getattr(cache, name) for cache in caches))
+    for call in both("paged_attention"):
+        k_cache, v_cache = step.caches()
+        results.append((call(**arguments, k_cache=k_cache, v_cache=v_cache), k_cache, v_cache))
+    for found, expected in zip(*results):
+        assert_bitwise_equal(found, expected)
 
 
 def attention_arguments() -> dict[str, Any]:
@@ -132,9 +177,9 @@ def arguments_of(name: str) -> dict[str, Any]:
     return norm | ({"round_before_weight": True} if name == "rms_norm" else {"bias": vector})
 
 
-@pytest.mark.parametrize("name", module.OPS)
+@pytest.mark.parametrize("name", OPS)
 def test_a_plain_call_enters_no_python(name):
-    op, same = DIRECT[name]
+    op, same = both(name)
     arguments = arguments_of(name)
     assert f"{name}_cpu" in functions_entered(lambda: op(**arguments))
     assert functions_entered(lambda: same(**arguments)) == set()
@@ -183,7 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_what_does_not_fit_is_refused_in_the_same_words(name, change):
     arguments, errors = arguments_of(name) | change, []
     before = {key: value.clone() for key, value in arguments.items() if isinstance(value, torch.Tensor)}
-    for call in DIRECT[name]:
+    for call in both(name):
         with pytest.raises(DetcompileError) as error:
             call(**arguments)
         errors.append((error.type, str(error.value)))
@@ -195,5 +240,5 @@ def test_what_does_not_fit_is_refused_in_the_same_words(name, change):
 def test_without_a_compiler_operations_are_called_through_python(tmp_path, monkeypatch):
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
-    with pytest.warns(UserWarning, match="through Python, which is slower: .*could not be compiled"):
-        assert module.direct_ops.__wrapped__() == {}
+    with pytest.warns(UserWarning, match=r"through Python, which is slower: .*C\+\+"):
+        assert direct_ops.__wrapped__() == {}

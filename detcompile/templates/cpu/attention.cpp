@@ -2,6 +2,7 @@
 //
 // Legend: T tokens, S sequences, B batch, Hq Hkv heads, D Dv head dims. Strides count elements.
 #include "attention_tile.h"
+#include "kernels.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 //   l   = l * alpha + (p summed as Row(64, lanes=64))
 //   o   = fma(o, alpha, chain of fma(p_j, v_j) over ascending j)
 // (m, l, o) start afresh in each chunk; chunks are merged ascending, a sink last; out = o / l + 0.0. A block without a visible key is
-// skipped; keys that no row of a task sees are never read, and a row never multiplies a key it does not see.
+// skipped; keys that no row of a task sees are never read, and a row never multiplies a value it does not see.
 //
 // Legend: T tokens, S sequences, Hq Hkv heads, G = Hq / Hkv, D Dv head dims; rows of a task are (query, head of the group).
 #pragma once
@@ -53,7 +53,7 @@ struct Sequence {
   const float* relative;  // biases of its first query, or null
 };
 
-// Keys [begin, end) of a block, as a row sees them
+// Keys [begin, end) of a block, as a row sees them; without any, both may lie outside of the block
 struct Keys {
   int64_t begin, end;
   bool none() const { return begin >= end; }
@@ -146,8 +146,8 @@ struct Tile {
     }
   }
 
-  // What no row of the task sees is not loaded: its scores are masked, and its values not multiplied. It counts as zeros, because
-  // what was there before may be subnormal, and slow.
+  // Keys that no row of the task sees are zeros in k_panel, where what was left may be subnormal, and slow. Nobody reads their
+  // rows of v_panel.
   void load_block(int64_t block) const {
     int64_t first = block * kBlock, begin = first_key > first ? first_key - first : 0, end = min64(last_key + 1 - first, kBlock);
     if (begin > 0 || end < kBlock) std::memset(k_panel, 0, kBlock * h.D * sizeof(float));
@@ -167,14 +167,14 @@ struct Tile {
     return {first > 0 ? first : 0, min64(position(row) - block * kBlock + 1, kBlock)};
   }
 
-  // scores of one row, scaled, -inf where not visible, in place; returns their maximum
+  // scores of one row, scaled, -inf where not visible, in place; returns their maximum, which a NaN may not be: it reaches p all the same
   float mask(float* score, const Keys& keys) const {
     Vec largest = splat(-INFINITY), scale = splat(h.scores.plain() ? h.scores.scale : 1.0f);
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       Vec s_j = load(score + j) * scale;
       if (!keys.all()) {  // after the scale: a negative one must not make a masked score +inf
-        s_j = first_lanes(keys.end - j, s_j, splat(-INFINITY));
-        s_j = first_lanes(keys.begin - j, splat(-INFINITY), s_j);
+        s_j = blend_first(keys.end - j, s_j, splat(-INFINITY));
+        s_j = blend_first(keys.begin - j, splat(-INFINITY), s_j);
       }
       store(score + j, s_j);
       largest = max(largest, s_j);
@@ -210,19 +210,21 @@ struct Tile {
   // o = fma(o, alpha, chain): the keys that all rows see are multiplied together, those before and behind row by row
   void add_values(int64_t row, int64_t rows, const float* alpha, const Keys* keys) const {
     Keys common = keys[0];
-    bool aligned = true;
+    bool begin_together = true;
     for (int64_t i = 1; i < rows; i++) {
-      aligned = aligned && keys[i].begin == keys[0].begin;
+      begin_together = begin_together && keys[i].begin == keys[0].begin;
       common = {keys[i].begin > common.begin ? keys[i].begin : common.begin, min64(keys[i].end, common.end)};
     }
-    aligned = aligned && !common.none();
-    if (!aligned) std::memset(values, 0, rows * Dv_padded * sizeof(float));
-    for (int64_t i = 0; i < rows && !aligned; i++) chain_values(i, 1, {keys[i].begin, min64(keys[i].end, common.begin)}, false);
-    chain_values(0, rows, common, aligned);
+    if (common.none()) common.end = common.begin;
+    bool fresh = begin_together && !common.none();
+    if (!fresh) {
+      std::memset(values, 0, rows * Dv_padded * sizeof(float));
+      for (int64_t i = 0; i < rows; i++) chain_values(i, 1, {keys[i].begin, min64(keys[i].end, common.begin)}, false);
+    }
+    chain_values(0, rows, common, fresh);
     for (int64_t i = 0; i < rows; i++) {
       if (keys[i].none()) continue;
-      int64_t rest = common.none() ? common.begin : common.end;
-      chain_values(i, 1, {keys[i].begin > rest ? keys[i].begin : rest, keys[i].end}, false);
+      chain_values(i, 1, {keys[i].begin > common.end ? keys[i].begin : common.end, keys[i].end}, false);
       float *row_o = o + (row + i) * Dv_padded, *value = values + i * Dv_padded;
       for (int64_t d = 0; d < Dv_padded; d += kLanes) store(row_o + d, fma(load(row_o + d), splat(alpha[i]), load(value + d)));
     }
@@ -245,8 +247,10 @@ struct Tile {
       int64_t row = row_tiles.begin(tile), rows = row_tiles.begin(tile + 1) - row;
       if (position(row + rows - 1) < block * kBlock || h.visible.first(position(row)) >= (block + 1) * kBlock) continue;
       multiply_keys(row, rows);
+      // Step by step for all rows, so that one does not wait for another, and one exp2 gives every alpha
+      static_assert(kMaxRows <= kLanes);
       Keys keys[kMaxRows];
-      alignas(64) float m_old[kLanes] = {}, m_new[kLanes] = {}, sum[kLanes], alpha[kLanes];
+      float m_old[kLanes] = {}, m_new[kLanes] = {}, sum[kLanes], alpha[kLanes];
       for (int64_t i = 0; i < rows; i++) {
         keys[i] = seen(row + i, block);
         if (keys[i].none()) continue;

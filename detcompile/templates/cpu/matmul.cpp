@@ -4,6 +4,7 @@
 // threads cannot change bits.
 //
 // Legend: M tokens, N output features, K input features; a panel is kPanelWidth features of w packed as [word][feature].
+#include "kernels.h"
 #include "matmul_amx.h"
 #include "product.h"
 

@@ -1,6 +1,7 @@
 // Sums, moments and norms of rows: float32 inside, sums in Row order, one rounding to each output.
 //
 // Legend: M rows, R row length.
+#include "kernels.h"
 #include "rowsum.h"
 
 namespace {

@@ -27,7 +27,7 @@ inline float sum_groups(const float* lanes, int64_t num_lanes) {
 // term(Vec) of up to kLanes elements, +0 in the other lanes
 template <class Term>
 inline Vec term_of(const float* elements, int64_t count, Term term) {
-  return count >= kLanes ? term(load(elements)) : first_lanes(count, term(load_some(elements, count)), splat(0.0f));
+  return count >= kLanes ? term(load(elements)) : blend_first(count, term(load_some(elements, count)), splat(0.0f));
 }
 
 // term(Vec) is evaluated on the row's elements; its result is rounded to float32 before it is added

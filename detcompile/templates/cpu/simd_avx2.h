@@ -109,14 +109,14 @@ inline void transpose_eight(const char* const rows[8], int64_t byte_offset, __m2
 }
 
 // a in the first `count` lanes, b in the others
-inline Vec first_lanes(int64_t count, Vec a, Vec b) {
+inline Vec blend_first(int64_t count, Vec a, Vec b) {
   __m256i lo = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), hi = _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15);
   __m256i counts = _mm256_set1_epi32(int(count < 0 ? 0 : count < 16 ? count : 16));
   return {_mm256_blendv_ps(b.lo, a.lo, from_bits(_mm256_cmpgt_epi32(counts, lo))),
           _mm256_blendv_ps(b.hi, a.hi, from_bits(_mm256_cmpgt_epi32(counts, hi)))};
 }
 
-// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b
+// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b, which may lose a NaN
 inline float halve(Vec a) { return add_eight(_mm256_add_ps(a.lo, a.hi)); }
 inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(a.lo, a.hi)); }
 

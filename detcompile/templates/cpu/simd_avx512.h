@@ -72,13 +72,14 @@ inline Vec high_half(Vec words, fp16) {
 }
 
 // a in the first `count` lanes, b in the others
-inline Vec first_lanes(int64_t count, Vec a, Vec b) {
+inline Vec blend_first(int64_t count, Vec a, Vec b) {
   return {_mm512_mask_mov_ps(b.v, __mmask16(_bzhi_u32(0xffff, count < 0 ? 0 : count < 16 ? count : 16)), a.v)};
 }
 
-// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b
 inline __m256 lower_eight(Vec a) { return _mm512_castps512_ps256(a.v); }
 inline __m256 upper_eight(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
+
+// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b, which may lose a NaN
 inline float halve(Vec a) { return add_eight(_mm256_add_ps(lower_eight(a), upper_eight(a))); }
 inline float max_lanes(Vec a) { return max_eight(_mm256_max_ps(lower_eight(a), upper_eight(a))); }
 

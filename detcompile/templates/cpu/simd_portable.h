@@ -115,9 +115,9 @@ inline Vec high_half(Vec w, fp16) {
 }
 
 // a in the first `count` lanes, b in the others
-inline Vec first_lanes(int64_t count, Vec a, Vec b) { return lanewise([&](int i) { return i < count ? a.v[i] : b.v[i]; }); }
+inline Vec blend_first(int64_t count, Vec a, Vec b) { return lanewise([&](int i) { return i < count ? a.v[i] : b.v[i]; }); }
 
-// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b
+// lane i and lane i + 8, then 4, 2, 1: their sum, or a > b ? a : b, which may lose a NaN
 template <class F>
 inline float fold(Vec a, F f) {
   for (int width = 8; width >= 1; width /= 2)

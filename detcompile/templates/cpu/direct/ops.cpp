@@ -1,6 +1,8 @@
 // torch.ops.detcompile_direct: the operations that a step calls most, without Python between torch's dispatcher and their
-// kernels. Each takes the arguments of its namesake in torch.ops.detcompile, and hands it whatever is not plain: tensors to be
-// copied first, attention's rarer scores, and all that is to be refused.
+// kernels. Each takes the arguments of its namesake in torch.ops.detcompile, and hands it whatever is not plain: attention's
+// rarer scores, tensors to be copied first (norms copy by themselves), and all that is to be refused.
+//
+// In a folder of its own, as it is compiled once, against torch, and not for each instruction set.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,6 +11,7 @@
 
 #include <cmath>
 
+#include "../kernels.h"
 #include "../matmul_call.h"
 
 namespace {
@@ -17,20 +20,17 @@ using at::ScalarType;
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
-// of the library for an instruction set, in the order of templates/direct_ops.py
+// of the library for an instruction set, in the order of OPS in templates/direct_ops.py
 struct Kernels {
-  void (*matmul)(const void*);
-  void (*rms_norm)(const void*, int64_t, const void*, void*, double, int32_t, int64_t, int64_t, int32_t, int32_t, int32_t);
-  void (*layer_norm)(const void*, int64_t, const void*, const void*, void*, double, int64_t, int64_t, int32_t, int32_t, int32_t,
-                     int32_t);
-  int64_t (*paged_attention)(const void*, const void*, const void*, void*, void*, const void*, const void*, const void*,
-                             const void*, void*, const int64_t*, const int64_t*, const float*, const float*, const float*,
-                             const float*, int32_t, int32_t, int32_t, int64_t*);
+  decltype(&detcompile_matmul) matmul;
+  decltype(&detcompile_rms_norm) rms_norm;
+  decltype(&detcompile_layer_norm) layer_norm;
+  decltype(&detcompile_paged_attention) paged_attention;
 } kernels;
 
-constexpr size_t kMostRadices = 16;
-constexpr int64_t kKeyBlock = 64;
-constexpr double kLog2E = 1.4426950408889634;
+constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu_library.py
+constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of numerics.py
+constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention.py: a score's bits hang on it
 
 // The operation in Python: it does what is not plain, and its exceptions say what is wrong
 template <class Signature>
@@ -43,37 +43,64 @@ int32_t code_of(ScalarType dtype) {
   if (dtype == at::kFloat) return 0;
   return dtype == at::kBFloat16 ? 1 : dtype == at::kHalf ? 2 : -1;
 }
-int32_t code_of(const Optional& tensor) { return tensor ? code_of(tensor->scalar_type()) : 0; }
-const void* address_of(const Optional& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+int32_t code_of(const Tensor& tensor) { return code_of(tensor.scalar_type()); }
+int32_t code_of(const Optional& tensor) { return tensor ? code_of(*tensor) : 0; }
+
+template <class T>
+const T* read(const Tensor& tensor) { return static_cast<const T*>(tensor.const_data_ptr()); }
+const void* read(const Optional& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+template <class T>
+T* write(const Tensor& tensor) { return static_cast<T*>(tensor.mutable_data_ptr()); }
 
 bool is_vector(const Optional& tensor, int64_t length) {
-  return !tensor || (tensor->dim() == 1 && tensor->size(0) == length && (tensor->stride(0) == 1 || length == 1) && code_of(tensor) >= 0);
+  if (!tensor) return true;
+  return tensor->dim() == 1 && tensor->size(0) == length && (length == 1 || tensor->stride(0) == 1) && code_of(tensor) >= 0;
+}
+
+bool is_residual(const Optional& tensor, int64_t M, int64_t N) {
+  if (!tensor) return true;
+  return tensor->dim() == 2 && tensor->size(0) == M && tensor->size(1) == N && tensor->stride(1) == 1 && code_of(tensor) >= 0;
+}
+
+bool divide(int64_t K, at::IntArrayRef radices) {
+  for (int64_t radix : radices) {
+    if (radix < 1 || K % radix != 0) return false;
+    K /= radix;
+  }
+  return radices.size() <= kMostRadices;
 }
 
 Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Optional& residual, at::IntArrayRef radices,
               std::optional<ScalarType> out_dtype) {
   ScalarType to = out_dtype.value_or(x.scalar_type());
   bool plain = x.dim() == 2 && w.dim() == 2 && x.numel() > 0 && w.numel() > 0 && x.size(1) == w.size(1) &&
-               x.scalar_type() == w.scalar_type() && code_of(x.scalar_type()) >= 0 && code_of(to) >= 0 && x.stride(1) == 1 &&
-               (w.stride(0) == 1 || w.stride(1) == 1) && is_vector(bias, w.size(0)) && radices.size() <= kMostRadices;
-  if (plain && residual)
-    plain = residual->dim() == 2 && residual->size(0) == x.size(0) && residual->size(1) == w.size(0) && residual->stride(1) == 1 &&
-            code_of(residual) >= 0;
-  int64_t leaves = 1;
-  for (int64_t radix : radices) {
-    plain = plain && radix >= 1 && radix <= x.size(1);
-    leaves *= plain ? radix : 1;
-    plain = plain && x.size(1) % leaves == 0;
-  }
+               x.scalar_type() == w.scalar_type() && code_of(x) >= 0 && code_of(to) >= 0 && x.stride(1) == 1 &&
+               (w.stride(0) == 1 || w.stride(1) == 1) && is_vector(bias, w.size(0)) &&
+               is_residual(residual, x.size(0), w.size(0)) && divide(x.size(1), radices);
   if (!plain) {
     static const auto op = in_python<decltype(matmul)>("detcompile::matmul");
     return op.call(x, w, bias, residual, radices, out_dtype);
   }
   Tensor out = at::empty({x.size(0), w.size(0)}, x.options().dtype(to));
-  Call call{static_cast<const char*>(x.const_data_ptr()), x.stride(0), static_cast<const char*>(w.const_data_ptr()), w.stride(0),
-            w.stride(1), address_of(bias), address_of(residual), residual ? residual->stride(0) : 0, out.mutable_data_ptr(),
-            x.size(0), w.size(0), x.size(1), radices.data(), int64_t(radices.size()), code_of(x.scalar_type()), code_of(bias),
-            code_of(residual), code_of(to), at::get_num_threads()};
+  Call call{.x = read<char>(x),
+            .x_stride = x.stride(0),
+            .w = read<char>(w),
+            .w_n_stride = w.stride(0),
+            .w_k_stride = w.stride(1),
+            .bias = read(bias),
+            .residual = read(residual),
+            .residual_stride = residual ? residual->stride(0) : 0,
+            .out = write<void>(out),
+            .M = x.size(0),
+            .N = w.size(0),
+            .K = x.size(1),
+            .radices = radices.data(),
+            .num_radices = int64_t(radices.size()),
+            .dtype = code_of(x),
+            .bias_dtype = code_of(bias),
+            .residual_dtype = code_of(residual),
+            .out_dtype = code_of(to),
+            .num_threads = at::get_num_threads()};
   kernels.matmul(&call);
   return out;
 }
@@ -81,7 +108,7 @@ Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Opti
 // What lies between two rows of x [..., R], or 0 if that is not one number or a row is not contiguous
 int64_t row_stride(const Tensor& x) {
   int64_t last = x.dim() - 1, stride = 0, next = 0;  // next: what the dim further out has to be
-  if (x.stride(last) != 1) return 0;
+  if (x.size(last) != 1 && x.stride(last) != 1) return 0;
   for (int64_t i = last - 1; i >= 0; i--) {
     if (x.size(i) == 1) continue;
     if (x.stride(i) == 0 || (stride != 0 && x.stride(i) != next)) return 0;
@@ -94,12 +121,12 @@ int64_t row_stride(const Tensor& x) {
 struct Rows {
   Tensor x;
   int64_t stride, R;
-  explicit Rows(const Tensor& given) : x(row_stride(given) != 0 ? given : given.contiguous()), stride(row_stride(x)), R(x.size(-1)) {}
+  explicit Rows(const Tensor& given)
+      : x(row_stride(given) != 0 ? given : given.contiguous()), stride(row_stride(x)), R(x.size(-1)) {}
   int64_t count() const { return x.numel() / R; }
-  int32_t code() const { return code_of(x.scalar_type()); }
 };
 
-bool has_rows(const Tensor& x) { return x.dim() > 0 && x.numel() > 0 && code_of(x.scalar_type()) >= 0; }
+bool has_rows(const Tensor& x) { return x.dim() > 0 && x.numel() > 0 && code_of(x) >= 0; }
 
 Tensor rms_norm(const Tensor& x, const Optional& weight, double eps, bool round_before_weight) {
   if (!has_rows(x) || !is_vector(weight, x.size(-1))) {
@@ -108,8 +135,8 @@ Tensor rms_norm(const Tensor& x, const Optional& weight, double eps, bool round_
   }
   Rows rows(x);
   Tensor out = at::empty(x.sizes(), x.options());
-  kernels.rms_norm(rows.x.const_data_ptr(), rows.stride, address_of(weight), out.mutable_data_ptr(), eps, round_before_weight,
-                   rows.count(), rows.R, rows.code(), code_of(weight), at::get_num_threads());
+  kernels.rms_norm(read<void>(rows.x), rows.stride, read(weight), write<void>(out), eps, round_before_weight, rows.count(), rows.R,
+                   code_of(x), code_of(weight), at::get_num_threads());
   return out;
 }
 
@@ -120,54 +147,63 @@ Tensor layer_norm(const Tensor& x, const Optional& weight, const Optional& bias,
   }
   Rows rows(x);
   Tensor out = at::empty(x.sizes(), x.options());
-  kernels.layer_norm(rows.x.const_data_ptr(), rows.stride, address_of(weight), address_of(bias), out.mutable_data_ptr(), eps,
-                     rows.count(), rows.R, rows.code(), code_of(weight), code_of(bias), at::get_num_threads());
+  kernels.layer_norm(read<void>(rows.x), rows.stride, read(weight), read(bias), write<void>(out), eps, rows.count(), rows.R,
+                     code_of(x), code_of(weight), code_of(bias), at::get_num_threads());
   return out;
 }
 
-bool is_list(const Tensor& tensor, ScalarType dtype, int64_t length) {
-  return tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.size(0) == length && tensor.is_contiguous();
+bool is_list(const Tensor& tensor, ScalarType dtype) {
+  return tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.is_contiguous();
 }
-bool is_cache(const Tensor& cache, const Tensor& rows) {
-  return cache.dim() == 4 && cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2) && cache.stride(3) == 1 &&
-         code_of(cache.scalar_type()) >= 0;
+
+// As _check_heads, _check_caches and _check_metadata of templates/attention.py
+bool heads_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
+  for (const Tensor* rows : {&q, &k, &v}) {
+    if (rows->dim() != 3 || rows->numel() == 0 || rows->stride(2) != 1) return false;
+    if (rows->size(0) != q.size(0) || rows->scalar_type() != q.scalar_type()) return false;
+  }
+  return code_of(q) >= 0 && k.size(1) == v.size(1) && k.size(2) == q.size(2) && q.size(1) % k.size(1) == 0;
 }
-bool is_rows(const Tensor& rows, const Tensor& q) {
-  return rows.dim() == 3 && rows.numel() > 0 && rows.stride(2) == 1 && rows.size(0) == q.size(0) && rows.scalar_type() == q.scalar_type();
+bool caches_fit(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v) {
+  if (k_cache.dim() != 4 || v_cache.dim() != 4) return false;
+  if (k_cache.scalar_type() != v_cache.scalar_type() || code_of(k_cache) < 0) return false;
+  return k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) && k_cache.size(2) == k.size(1) &&
+         v_cache.size(2) == v.size(1) && k_cache.size(3) == k.size(2) && v_cache.size(3) == v.size(2) && k_cache.stride(3) == 1 &&
+         v_cache.stride(3) == 1;
+}
+bool metadata_fits(const Tensor& slots, const Tensor& cu_seqlens, const Tensor& seq_lens, const Tensor& table, int64_t T) {
+  if (table.dim() != 2 || table.scalar_type() != at::kInt || !table.is_contiguous()) return false;
+  return is_list(slots, at::kLong) && slots.size(0) > 0 && slots.size(0) % T == 0 && is_list(cu_seqlens, at::kInt) &&
+         cu_seqlens.size(0) == table.size(0) + 1 && is_list(seq_lens, at::kInt) && seq_lens.size(0) == table.size(0);
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache, const Tensor& slots,
                        const Tensor& cu_seqlens, const Tensor& seq_lens, const Tensor& table, double scale, int64_t window,
                        int64_t kv_chunk, double softcap, const Optional& sinks, const Optional& slopes, int64_t attention_chunk,
                        const Optional& relative) {
-  bool plain = softcap == 0 && !sinks && !slopes && !relative && std::isfinite(scale) && window >= 0 && attention_chunk >= 0 &&
-               (window == 0 || attention_chunk == 0) && kv_chunk > 0 && kv_chunk % kKeyBlock == 0 && q.dim() == 3 &&
-               is_rows(q, q) && is_rows(k, q) && is_rows(v, q) && code_of(q.scalar_type()) >= 0 && k.size(1) == v.size(1) &&
-               k.size(2) == q.size(2) && q.size(1) % k.size(1) == 0 && is_cache(k_cache, k) && is_cache(v_cache, v) &&
-               k_cache.size(0) == v_cache.size(0) && k_cache.size(1) == v_cache.size(1) &&
-               k_cache.scalar_type() == v_cache.scalar_type() && table.dim() == 2 && table.scalar_type() == at::kInt &&
-               table.is_contiguous() && is_list(cu_seqlens, at::kInt, table.size(0) + 1) &&
-               is_list(seq_lens, at::kInt, table.size(0)) && slots.numel() > 0 && is_list(slots, at::kLong, slots.numel()) &&
-               slots.numel() % q.size(0) == 0;
   static const auto op = in_python<decltype(paged_attention)>("detcompile::paged_attention");
   auto call_python = [&] {
     return op.call(q, k, v, k_cache, v_cache, slots, cu_seqlens, seq_lens, table, scale, window, kv_chunk, softcap, sinks, slopes,
                    attention_chunk, relative);
   };
+  bool plain_scores = softcap == 0 && !sinks && !slopes && !relative && std::isfinite(scale);
+  bool visible = window >= 0 && attention_chunk >= 0 && (window == 0 || attention_chunk == 0);
+  bool plain = plain_scores && visible && kv_chunk > 0 && kv_chunk % kKeyBlock == 0 && heads_fit(q, k, v) &&
+               caches_fit(k_cache, v_cache, k, v) && metadata_fits(slots, cu_seqlens, seq_lens, table, q.size(0));
   if (!plain) return call_python();
   Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
-  int64_t strides[] = {q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                       k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
+  // in the order that attention.cpp says
+  int64_t strides[] = {q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_cache.stride(0),
+                       k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
   int64_t sizes[] = {q.size(0), table.size(0), q.size(1), k.size(1), q.size(2), v.size(2), k_cache.size(0), k_cache.size(1),
-                     table.size(1), window, kv_chunk, attention_chunk, 0, slots.numel()};
+                     table.size(1), window, kv_chunk, attention_chunk, 0, slots.size(0)};
   float scalars[] = {float(scale * kLog2E), 0.0f, 1.0f};
   int64_t where;
   int64_t fault = kernels.paged_attention(
-      q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(), k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(),
-      slots.const_data_ptr(), cu_seqlens.const_data_ptr(), seq_lens.const_data_ptr(), table.const_data_ptr(), out.mutable_data_ptr(),
-      strides, sizes, scalars, nullptr, nullptr, nullptr, code_of(q.scalar_type()), code_of(k_cache.scalar_type()),
-      at::get_num_threads(), &where);
-  return fault ? call_python() : out;  // nothing was written
+      read<char>(q), read<char>(k), read<char>(v), write<char>(k_cache), write<char>(v_cache), read<int64_t>(slots),
+      read<int32_t>(cu_seqlens), read<int32_t>(seq_lens), read<int32_t>(table), write<char>(out), strides, sizes, scalars, nullptr,
+      nullptr, nullptr, code_of(q), code_of(k_cache), at::get_num_threads(), &where);
+  return fault ? call_python() : out;  // it wrote nothing then, and Python says what is wrong
 }
 
 }  // namespace

@@ -77,12 +77,12 @@ class CompiledModel:
         self._parts: dict[tuple[int, ...], CompiledModel] = {}  # some of the layers, for drafting
         self._generator: Engine | None = None  # behind generate(); kept, so that its CUDA graphs are
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the weights live."""
         return next(self.model.parameters()).device
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of the weights, the activations and the KV cache."""
         return self.model.dtype

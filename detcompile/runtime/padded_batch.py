@@ -79,10 +79,12 @@ def keep_columns(mask: Tensor, logits_to_keep: int | Tensor) -> tuple[Tensor, Te
     Returns:
         Packed token indices [R] int64 whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
     """
+    if not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0:
+        return torch.arange(int(mask.sum())), mask
     if isinstance(logits_to_keep, Tensor):
         columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()]
     else:
-        columns = torch.arange(mask.shape[1])[-logits_to_keep if logits_to_keep else 0 :]
+        columns = torch.arange(mask.shape[1])[-logits_to_keep:]
     packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
     kept = mask[:, columns]
     return packed_index[:, columns][kept], kept

@@ -124,11 +124,12 @@ class StepBuffer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the memory, by the names of StepArrays."""
-        kinds: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
-        return {
-            name: self.bytes[start : start + length].view(kinds[dtype]).view(shape)
-            for name, (start, length, dtype, shape) in self._places.items()
-        }
+        whole = {np.int64: (self.bytes.view(torch.int64), 8), np.int32: (self.bytes.view(torch.int32), 4)}
+        found = {}
+        for name, (start, length, dtype, shape) in self._places.items():
+            memory, size = whole[dtype]
+            found[name] = memory[start // size : (start + length) // size].view(shape)
+        return found
 
     @functools.cached_property
     def _targets(self) -> list[tuple[NDArray[Any], int | None]]:

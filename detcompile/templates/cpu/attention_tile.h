@@ -167,7 +167,8 @@ struct Tile {
     return {first > 0 ? first : 0, min64(position(row) - block * kBlock + 1, kBlock)};
   }
 
-  // scores of one row, scaled, -inf where not visible, in place; returns their maximum, which a NaN may not be: it reaches p all the same
+  // Scores of one row, scaled, -inf where not visible, in place; returns their maximum, of which a NaN is not always part: it
+  // reaches p all the same
   float mask(float* score, const Keys& keys) const {
     Vec largest = splat(-INFINITY), scale = splat(h.scores.plain() ? h.scores.scale : 1.0f);
     for (int64_t j = 0; j < kBlock; j += kLanes) {

@@ -1,6 +1,7 @@
 """The passes in the order they run, and Inductor's settings under which they hold."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,25 @@ def pinned_codegen() -> Iterator[None]:
 
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
     with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch. And before torch
-    2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
+    2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept. SLEEF reduces the sines
+    and cosines of a whole vector in another way as soon as one lane is beyond 125, so that they would depend on the
+    elements beside them: each lane gets the scalar function.
     """
     with contextlib.ExitStack() as stack:
+        for name in ("cos", "sin"):
+            lanes = staticmethod(functools.partial(_lane_by_lane, name))
+            stack.enter_context(mock.patch.object(inductor_cpp.CppVecOverrides, name, lanes))
         stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
         # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
         if hasattr(inductor_cpp, "KernelOpStats"):
             ratio = mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf"))
             stack.enter_context(ratio)
         yield
+
+
+def _lane_by_lane(name: str, x: object) -> str:
+    """C++ of a vector: the scalar function of each lane."""
+    return f"{x}.map([](std::decay_t<decltype({x})>::value_type lane) {{ return std::{name}(lane); }})"
 
 
 def decompositions(kept: tuple[torch._ops.OpOverload, ...] = KEPT_WHOLE) -> dict[Any, Any]:

@@ -43,6 +43,19 @@ def test_an_element_ignores_its_place(function: Callable[[Tensor], Tensor], dtyp
         assert_bitwise_equal(compiled(rows[-count:].clone()), full[-count:], f"the last {count} rows")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("function", [torch.cos, torch.sin])
+def test_an_angle_ignores_large_ones_beside_it(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Rotary positions of several tokens lie in one vector, and each may be any number of turns."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: function(x), backend="detcompile", fullgraph=True)
+    small = torch.rand(4096, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 120
+    beside = small.clone()
+    beside[::16] = 50_000.0
+    kept = torch.arange(4096) % 16 != 0
+    assert_bitwise_equal(compiled(beside)[kept], compiled(small)[kept])
+
+
 def test_a_cast_is_kept_whatever_is_fused() -> None:
     """Four bf16 operations round four times, though one kernel holds them all."""
     torch._dynamo.reset()

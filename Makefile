@@ -31,9 +31,10 @@ help:
 demo: $(VENV)/.stamp-test
 	@$(VENV)/bin/detcompile demo
 
-# One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly.
+# One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly. Layouts are asserted, as they are not
+# where nobody asks for it.
 test: $(VENV)/.stamp-test
-	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	@$(VENV_PYTHON) -m ruff check $(LINTED)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from detcompile.end_tokens import pad_token, stop_tokens
 from detcompile.errors import InvalidInput
 from detcompile.fingerprints import fingerprint, fingerprint_parts
 from detcompile.numerics import Numerics
@@ -20,20 +21,19 @@ from detcompile.passes.layer_views import layers_of
 from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
 from detcompile.passes.parallel_modules import GatheredLinear
 from detcompile.runtime.block_pool import BLOCK_SIZE, BlockPool, whole_blocks
+from detcompile.runtime.dense_step import dense_step
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
+from detcompile.runtime.engine_setup import EngineModel, new_engine
 from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.kv_cache import KVShape
+from detcompile.runtime.kv_cache import KVCache, KVShape
 from detcompile.runtime.medusa_drafter import MedusaDrafter
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.padded_batch import check_batch, keep_columns, language_loss, repad, row_seeds, unpad
 from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling_params import NOTHING_DRAWN, SamplingParams
-from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
-from detcompile.runtime.step_builder import build_step
 from detcompile.weights import require_weights_at, weight_addresses
 
 __all__ = ["CompiledModel"]
@@ -148,7 +148,7 @@ class CompiledModel:
             max_context=self.max_context,
             num_token_ids=self.vocab_size,
             num_logits=self._num_logits,
-            eos_token_ids=self._stop_tokens(None),
+            eos_token_ids=stop_tokens(self.model, None),
             hidden_size=0 if head is None else head.weight.shape[1],
             forward_with_states=lambda: self._forward_with_states,
             state_shapes=self._state_shapes,
@@ -277,7 +277,17 @@ class CompiledModel:
         return self._parts[layers]
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int) -> Runner:
-        return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size, num_states), cuda_graphs)
+        cache = KVCache(
+            self._kv_shapes,
+            self._kv_groups,
+            dtype=self.dtype,
+            device=self.device,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            states=self._state_shapes,
+            num_state_slots=num_states,
+        )
+        return Runner(self.forward, cache, cuda_graphs)
 
     @torch.no_grad()
     def __call__(
@@ -307,15 +317,11 @@ class CompiledModel:
         if labels is not None and not (keeps_all and labels.shape == input_ids.shape):
             raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
         check_batch(batch, self.vocab_size, self.max_context)
-        sequences = [
-            Sequence(tokens, NOTHING_DRAWN, positions)
-            for tokens, positions in zip(batch.token_ids, batch.position_ids, strict=True)
-        ]
-        longest = sum(whole_blocks(len(s.token_ids)) for s in sequences)
-        runner, blocks = self.new_runner(longest, num_sequences=len(sequences))
-        arrays = build_step([(sequence, sequence.num_uncomputed) for sequence in sequences], blocks)
         rows, mask = keep_columns(batch.mask, logits_to_keep)
-        logits = repad(runner.run(arrays._replace(logits_to_keep=rows.numpy())), mask)
+        arrays, num_blocks = dense_step(batch, len(self._kv_groups), rows)
+        num_states = len(batch.lengths) if self._state_shapes else 0
+        runner = self._runner(num_blocks, BLOCK_SIZE, cuda_graphs=False, num_states=num_states)
+        logits = repad(runner.run(arrays), mask)
         loss = None if labels is None else language_loss(logits, labels, batch.mask)
         return CausalLMOutput(loss=loss, logits=logits)
 
@@ -350,9 +356,10 @@ class CompiledModel:
             [B, C + n] int64: the input as it was, then each row's new tokens, then padding.
         """
         batch = unpad(input_ids, attention_mask)
+        prompts = batch.rows()
         if self.ranks is not None and do_sample and seed is None:
             raise InvalidInput("ranks that share a model have to draw the same tokens: pass seed, the same to each")
-        stop = self._stop_tokens(eos_token_id)
+        stop = stop_tokens(self.model, eos_token_id)
         params = [
             SamplingParams(
                 max_tokens=max_new_tokens,
@@ -364,15 +371,15 @@ class CompiledModel:
                 ignore_eos=True,  # ``stop`` says what ends a row
                 stop_token_ids=stop,
             )
-            for row_seed in row_seeds(seed, len(batch.token_ids))
+            for row_seed in row_seeds(seed, len(prompts))
         ]
         check_batch(batch, self.vocab_size, self.max_context, max_new_tokens)
-        engine = self._generating_engine(batch.token_ids, max_new_tokens, cuda_graphs)
-        outputs = engine.generate(batch.token_ids, params, progress=False)
+        engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
+        outputs = engine.generate(prompts, params, progress=False)
         for output in outputs:
             if output.error is not None:
                 raise output.error
-        pad = self._pad_token(pad_token_id, stop)
+        pad = pad_token(self.model, pad_token_id, stop)
         generated = [output.outputs[0].token_ids for output in outputs]
         longest = max(len(tokens) for tokens in generated)
         new = [tokens + [pad] * (longest - len(tokens)) for tokens in generated]
@@ -389,12 +396,3 @@ class CompiledModel:
             config = EngineConfig(num_blocks=needed + 1, cuda_graphs=cuda_graphs, max_num_seqs=seats)
             self._generator = last = self.engine(config)
         return last
-
-    def _stop_tokens(self, given: int | SequenceOf[int] | None) -> tuple[int, ...]:
-        config = getattr(self.model, "generation_config", None)
-        chosen = getattr(config, "eos_token_id", None) if given is None else given
-        return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
-
-    def _pad_token(self, given: int | None, stop: tuple[int, ...]) -> int:
-        own = getattr(getattr(self.model, "generation_config", None), "pad_token_id", None)
-        return next(token for token in (given, own, *stop, 0) if token is not None)

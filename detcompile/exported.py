@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from detcompile import orders
 from detcompile.archive import EXTRA, Archive, library_folder
 from detcompile.compiled import CompiledModel
+from detcompile.end_tokens import stop_tokens
 from detcompile.errors import ArchiveError, InvalidInput
 from detcompile.fingerprints import source_digest
 from detcompile.machine import obstacle
@@ -109,7 +110,7 @@ class ExportedModel(CompiledModel):
             max_context=self.max_context,
             num_token_ids=self.vocab_size,
             num_logits=self._num_logits,
-            eos_token_ids=self._stop_tokens(None),
+            eos_token_ids=stop_tokens(self.model, None),
         )
 
     def head_weight(self) -> Tensor:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from detcompile.compiled import CompiledModel
 from detcompile.config import gpus_shared
+from detcompile.end_tokens import stop_tokens
 from detcompile.errors import InvalidInput
 from detcompile.numerics import Numerics
 from detcompile.parallel import rank_device
@@ -210,7 +211,7 @@ class RemoteModel(CompiledModel):
             max_context=facts.max_context,
             num_token_ids=facts.vocab_size,
             num_logits=facts.num_logits,
-            eos_token_ids=self._stop_tokens(None),
+            eos_token_ids=stop_tokens(self.model, None),
             hidden_size=facts.hidden_size,
         )
 

@@ -1,8 +1,10 @@
 """The tensors that hold keys and values, one block id space for all layers."""
 
+import functools
+import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,9 @@ from detcompile.step import KVGroup, StateShape
 from detcompile.templates.block_copies_triton import copy_blocks_cuda
 
 __all__ = ["KVCache", "KVShape"]
+
+Kind = tuple[int, int]  # heads, head_dim
+Place = tuple[Kind, int]  # which of the tensors of a kind
 
 
 class KVShape(NamedTuple):
@@ -60,20 +65,15 @@ class KVCache:
         self.block_size = block_size
         self.device = torch.device(device)
 
-        place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
-        widest = max(groups, key=lambda group: len(group.layers)).layers
-        shape = [shapes[layer] for layer in widest]
-        wanted = [(s.kv_heads, s.head_dim) for s in shape] + [(s.kv_heads, s.v_head_dim) for s in shape]
         # What a slot holds before it is written does not matter: attention selects by position, NaN or not.
+        counts, k_places, v_places = _places(tuple(shapes), self.groups)
         self._storages = {
             (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
-            for (heads, dim), count in Counter(wanted).items()
+            for (heads, dim), count in counts.items()
         }
-        free = {key: iter(storage) for key, storage in self._storages.items()}
-        caches = [next(free[key]) for key in wanted]
-        keys, values = caches[: len(widest)], caches[len(widest) :]
-        self.k_caches = tuple(keys[place[layer]] for layer in range(len(shapes)))
-        self.v_caches = tuple(values[place[layer]] for layer in range(len(shapes)))
+        layers = {key: storage.unbind() for key, storage in self._storages.items()}
+        self.k_caches = tuple(layers[key][index] for key, index in k_places)
+        self.v_caches = tuple(layers[key][index] for key, index in v_places)
         self.states = tuple(
             torch.empty(num_state_slots, *state.shape, dtype=_dtype(state, dtype), device=self.device)
             for state in states
@@ -103,6 +103,19 @@ class KVCache:
     def bytes_per_state(states: Sequence[StateShape], dtype: torch.dtype) -> int:
         """Memory that the states of one sequence take."""
         return sum(math.prod(state.shape) * _dtype(state, dtype).itemsize for state in states)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(shapes: tuple[KVShape, ...], groups: tuple[KVGroup, ...]) -> tuple[Counter[Kind], list[Place], list[Place]]:
+    """How many tensors of each kind there are, and which of them holds each layer's keys, and its values."""
+    place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+    widest = max(groups, key=lambda group: len(group.layers)).layers
+    shape = [shapes[layer] for layer in widest]
+    kinds = [(s.kv_heads, s.head_dim) for s in shape] + [(s.kv_heads, s.v_head_dim) for s in shape]
+    numbers: dict[Kind, Iterator[int]] = defaultdict(itertools.count)
+    places = [(kind, next(numbers[kind])) for kind in kinds]
+    of_layer = [place[layer] for layer in range(len(shapes))]
+    return Counter(kinds), [places[i] for i in of_layer], [places[len(widest) + i] for i in of_layer]
 
 
 def _copy_blocks(storage: Tensor, block_copies: Tensor) -> None:

@@ -6,7 +6,9 @@ Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary s
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -18,11 +20,16 @@ IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
 
 
 class UnpaddedBatch(NamedTuple):
-    """A padded batch without its padding."""
+    """A padded batch without its padding, on the host: the tokens of one row behind those of the row before."""
 
-    token_ids: list[list[int]]  # one list a row
-    position_ids: list[list[int]]  # the same lengths
-    mask: Tensor  # [B, C] bool, on the CPU: where the tokens stood
+    token_ids: NDArray[np.int64]  # [T]
+    position_ids: NDArray[np.int64]  # [T]
+    lengths: NDArray[np.int64]  # [B], from 1 up
+    mask: NDArray[np.bool_]  # [B, C]: where the tokens stood
+
+    def rows(self) -> list[list[int]]:
+        """The token ids, a list a row."""
+        return [tokens.tolist() for tokens in np.split(self.token_ids, self.lengths.cumsum()[:-1])]
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> UnpaddedBatch:
@@ -41,10 +48,12 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
             f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
         )
     mask = _checked_mask(attention_mask, input_ids)
-    positions = mask.long().cumsum(dim=1) - 1
-    if position_ids is not None:
+    if position_ids is None:
+        positions = mask.cumsum(axis=1) - 1
+    else:
         positions = _checked_positions(position_ids, mask)
-    return UnpaddedBatch(_kept(input_ids.cpu(), mask), _kept(positions, mask), mask)
+    token_ids = input_ids.cpu().numpy().astype(np.int64, copy=False)
+    return UnpaddedBatch(token_ids[mask], positions[mask], mask.sum(axis=1), mask)
 
 
 def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new_tokens: int = 0) -> None:
@@ -53,65 +62,66 @@ def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new
     Raises:
         InvalidInput: a token, a length or a position out of range.
     """
-    for row, (token_ids, positions) in enumerate(zip(batch.token_ids, batch.position_ids, strict=True)):
-        needed = len(token_ids) + max_new_tokens
-        if needed > max_context:
-            raise InvalidInput(
-                f"row {row} needs {needed} tokens, the model was compiled for {max_context}: shorten it, or compile"
-                " with a larger max_context"
-            )
-        bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-        if bad is not None:
-            raise InvalidInput(f"row {row} holds token {bad}; ids are 0 to {vocab_size - 1}")
-        if max(positions) >= max_context:
-            raise InvalidInput(
-                f"position {max(positions)}: the model was compiled for positions 0 to {max_context - 1}"
-            )
+    if batch.lengths.max() + max_new_tokens > max_context:
+        row = int(batch.lengths.argmax())
+        raise InvalidInput(
+            f"row {row} needs {batch.lengths[row] + max_new_tokens} tokens, the model was compiled for {max_context}:"
+            " shorten it, or compile with a larger max_context"
+        )
+    if batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size:
+        wrong = int(((batch.token_ids < 0) | (batch.token_ids >= vocab_size)).argmax())
+        row = int(batch.lengths.cumsum().searchsorted(wrong, side="right"))
+        raise InvalidInput(f"row {row} holds token {batch.token_ids[wrong]}; ids are 0 to {vocab_size - 1}")
+    if batch.position_ids.max() >= max_context:
+        raise InvalidInput(
+            f"position {batch.position_ids.max()}: the model was compiled for positions 0 to {max_context - 1}"
+        )
 
 
-def keep_columns(mask: Tensor, logits_to_keep: int | Tensor) -> tuple[Tensor, Tensor]:
+def keep_columns(mask: NDArray[np.bool_], logits_to_keep: int | Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Hugging Face's ``logits_to_keep`` of a padded batch, said of the packed tokens.
 
     Args:
-        mask: [B, C] bool, from ``unpad``.
+        mask: [B, C], from ``unpad``.
         logits_to_keep: the last so many columns; 0 keeps all; or a tensor [K] of column indices.
 
     Returns:
-        Packed token indices [R] int64 whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
+        Packed token indices [R] whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
     """
     if not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0:
-        return torch.arange(int(mask.sum())), mask
+        return np.arange(np.count_nonzero(mask)), mask
     if isinstance(logits_to_keep, Tensor):
-        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()]
+        columns = np.arange(mask.shape[1])[logits_to_keep.cpu().numpy()]
     else:
-        columns = torch.arange(mask.shape[1])[-logits_to_keep:]
-    packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
+        columns = np.arange(mask.shape[1])[-logits_to_keep:]
+    packed_index = (mask.cumsum() - 1).reshape(mask.shape)
     kept = mask[:, columns]
     return packed_index[:, columns][kept], kept
 
 
-def repad(logits: Tensor, mask: Tensor) -> Tensor:
+def repad(logits: Tensor, mask: NDArray[np.bool_]) -> Tensor:
     """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
-    if int(mask.sum()) != logits.shape[0]:
-        raise InvalidInput(f"{logits.shape[0]} rows of logits for {int(mask.sum())} tokens: give one a token")
-    if mask.all():
+    count = np.count_nonzero(mask)
+    if count != logits.shape[0]:
+        raise InvalidInput(f"{logits.shape[0]} rows of logits for {count} tokens: give one a token")
+    if count == mask.size:
         return logits.view(*mask.shape, logits.shape[-1])
     padded = logits.new_zeros(*mask.shape, logits.shape[-1])
-    padded[mask.to(logits.device)] = logits
+    padded[torch.from_numpy(mask).to(logits.device)] = logits
     return padded
 
 
-def language_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Tensor:
     """Mean cross entropy, fp32, of labels one column to the right; a sum over tokens, so it depends on the batch.
 
     Args:
-        logits: [B, C, V]. labels: [B, C], IGNORED_LABEL where none. mask: [B, C] bool, where there are tokens.
+        logits: [B, C, V]. labels: [B, C], IGNORED_LABEL where none. mask: [B, C], where there are tokens.
 
     Raises:
         InvalidInput: no label, or one out of the vocabulary.
     """
     wanted = labels[:, 1:].to(logits.device)
-    counted = (wanted != IGNORED_LABEL) & mask[:, :-1].to(logits.device)
+    counted = (wanted != IGNORED_LABEL) & torch.from_numpy(mask[:, :-1]).to(logits.device)
     if not counted.any():
         raise InvalidInput("no token has a label: every label is -100, padding, or in the first column")
     bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
@@ -139,46 +149,42 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
     return list(seeds)
 
 
-def _kept(numbers: Tensor, mask: Tensor) -> list[list[int]]:
-    """The entries of [B, C] at the true places of mask [B, C], row by row."""
-    rows: list[list[int]] = numbers.tolist() if mask.all() else [row[kept].tolist() for row, kept in zip(numbers, mask)]
-    return rows
-
-
-def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:
-    """[B, C] bool on the CPU, each row one run of tokens."""
+def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[np.bool_]:
+    """[B, C], each row one run of tokens."""
     if attention_mask is None:
-        return torch.ones(input_ids.shape, dtype=torch.bool)
+        return np.ones(input_ids.shape, np.bool_)
     if attention_mask.shape != input_ids.shape:
         raise InvalidInput(
             f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
             " masks of another kind are the model's business, not the caller's"
         )
-    numbers = attention_mask.cpu()
-    mask = numbers == 1
-    if not (mask | (numbers == 0)).all():
+    is_token = attention_mask == 1
+    if not (is_token | (attention_mask == 0)).all():
         raise InvalidInput("attention_mask must hold zeros (padding) and ones (tokens) only")
-    for row, is_token in enumerate(mask):
-        places = is_token.nonzero().flatten()
-        if len(places) == 0:
-            raise InvalidInput(f"row {row} of attention_mask is all padding: a row needs at least one token")
-        if int(places[-1] - places[0]) + 1 != len(places):
-            raise InvalidInput(
-                f"row {row} of attention_mask has padding between two tokens: remove those tokens from input_ids"
-                " and pad on the left or on the right"
-            )
+    mask: NDArray[np.bool_] = is_token.cpu().numpy()
+    lengths = mask.sum(axis=1)
+    if not lengths.all():
+        raise InvalidInput(
+            f"row {int(lengths.argmin())} of attention_mask is all padding: a row needs at least one token"
+        )
+    runs = mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(axis=1)
+    if runs.max() > 1:
+        raise InvalidInput(
+            f"row {int(runs.argmax())} of attention_mask has padding between two tokens: remove those tokens from"
+            " input_ids and pad on the left or on the right"
+        )
     return mask
 
 
-def _checked_positions(position_ids: Tensor, mask: Tensor) -> Tensor:
-    """[B, C] int64 on the CPU."""
+def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[B, C]."""
     batch_size, length = mask.shape
     if position_ids.is_floating_point() or position_ids.shape not in {(batch_size, length), (1, length)}:
         raise InvalidInput(
             f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
             f" got {position_ids.dtype} {list(position_ids.shape)}"
         )
-    positions = position_ids.cpu().long().expand(batch_size, length)
+    positions: NDArray[np.int64] = position_ids.cpu().long().expand(batch_size, length).numpy()
     if (positions[mask] < 0).any():
         raise InvalidInput("position_ids of tokens must not be negative")
     return positions

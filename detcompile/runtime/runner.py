@@ -17,7 +17,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache
 from detcompile.runtime.sampling import likeliest
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffer, StepBuffers, StepLayout
+from detcompile.runtime.step_layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
 from detcompile.step import NO_SLOT, StepInputs
 from detcompile.templates.next_tokens_triton import fill_pending_cuda
 from detcompile.templates.tuning import capture, for_graph
@@ -84,16 +84,8 @@ class Runner:
         Pending tokens are those of the launch before, by row of its logits: what ``keep`` was given after it, or else,
         if a graph was replayed, the likeliest.
         """
-        layout = self.layout(arrays)
-        graph = self._graph_for(layout)
-        if graph is None and self._worth_a_graph(layout):
-            graph = self._graphs[layout] = self._capture(arrays, layout)
-            self._widest = max(self._widest, layout.blocks)
-        buffers = self._buffers(layout) if graph is None else graph.buffers
-        uploaded = self._start_upload((arrays,), buffers)
-        found, drawn = (self._forward(buffers.steps[0]), None) if graph is None else graph.replay()
-        if uploaded is not None:
-            uploaded.record()  # behind the step, as the device shall begin it first
+        on_host = self.kv_cache.device.type == "cpu"
+        found, drawn = (self._forward(host_tensors(arrays)), None) if on_host else self._launch_on_gpu(arrays)
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
@@ -121,18 +113,29 @@ class Runner:
         graph = self._chains.get(layouts)
         if graph is None:
             buffers = self._buffers(*layouts)
-            self._upload([_without_states(arrays) for arrays in steps], buffers)
+            self._start_upload([_without_states(arrays) for arrays in steps], buffers).record()
             graph = self._chains[layouts] = _Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
         uploaded = self._start_upload(steps, graph.buffers)
         found: Tensor = graph.replay()
-        if uploaded is not None:
-            uploaded.record()
+        uploaded.record()
         return found
 
     def layout(self, arrays: StepArrays) -> StepLayout:
         """The padded layout that a step runs in."""
         exact = StepLayout.of(arrays)
         return exact.padded(self.kv_cache.block_size) if self.cuda_graphs else exact
+
+    def _launch_on_gpu(self, arrays: StepArrays) -> tuple[Any, Tensor | None]:
+        layout = self.layout(arrays)
+        graph = self._graph_for(layout)
+        if graph is None and self._worth_a_graph(layout):
+            graph = self._graphs[layout] = self._capture(arrays, layout)
+            self._widest = max(self._widest, layout.blocks)
+        buffers = self._buffers(layout) if graph is None else graph.buffers
+        uploaded = self._start_upload((arrays,), buffers)
+        found, drawn = (self._forward(buffers.steps[0].tensors()), None) if graph is None else graph.replay()
+        uploaded.record()  # behind the step, as the device shall begin it first
+        return found, drawn
 
     def _graph_for(self, layout: StepLayout) -> "_Graph | None":
         """The graph of this layout, or else of the same with wider tables: so that no step waits for a capture."""
@@ -157,9 +160,9 @@ class Runner:
         States are left as they are, as they would advance twice, and so are the tokens that the step before drew.
         """
         buffers = self._buffers(layout)
-        self._upload([_without_states(arrays)], buffers)
+        self._start_upload([_without_states(arrays)], buffers).record()
         drawn_before = self.sampled.clone()
-        graph = _Graph(lambda: self._drawing(buffers.steps[0]), buffers, self._memory_pool)
+        graph = _Graph(lambda: self._drawing(buffers.steps[0].tensors()), buffers, self._memory_pool)
         self.sampled.copy_(drawn_before)
         return graph
 
@@ -167,22 +170,22 @@ class Runner:
         return StepBuffers(layouts, self.kv_cache.device)
 
     def _chain(self, buffers: StepBuffers) -> Tensor:
-        found = [self._drawing(buffer)[1] for buffer in buffers.steps]
+        found = [self._drawing(buffer.tensors())[1] for buffer in buffers.steps]
         rows = min(map(len, found))
         return torch.stack([drawn[:rows] for drawn in found])
 
-    def _drawing(self, buffer: StepBuffer) -> tuple[Any, Tensor]:
+    def _drawing(self, tensors: dict[str, Tensor]) -> tuple[Any, Tensor]:
         """What the forward gives, and what is likeliest by it."""
-        found = self._forward(buffer)
+        found = self._forward(tensors)
         return found, self._draw(found[0] if isinstance(found, tuple) else found)
 
     def _draw(self, logits: Tensor) -> Tensor:
         return likeliest(logits, sampled=self.sampled)
 
     @torch.no_grad()
-    def _forward(self, buffer: StepBuffer) -> Any:
-        t = buffer.tensors()
-        if buffer.layout.copies > 1:
+    def _forward(self, t: dict[str, Tensor]) -> Any:
+        """The forward of a step whose arrays are these, by their names."""
+        if t["block_copies"].shape[1]:
             self.kv_cache.copy_blocks(t["block_copies"])
         input_ids = self._fill_pending(t["input_ids"], t["pending"])
         step = StepInputs(
@@ -201,18 +204,12 @@ class Runner:
         """[T], those that the step before drew in their places."""
         if input_ids.is_cuda:
             return fill_pending_cuda(input_ids, pending, self.sampled)
+        if (pending.numpy() == NOT_PENDING).all():
+            return input_ids
         return torch.where(pending == NOT_PENDING, input_ids, self.sampled[pending.clamp_min(0)])
 
-    def _upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> None:
-        uploaded = self._start_upload(steps, buffers)
-        if uploaded is not None:
-            uploaded.record()
-
-    def _start_upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> torch.cuda.Event | None:
-        """On a GPU returns an event that the caller records before the next upload, behind the copy or later."""
-        if self.kv_cache.device.type == "cpu":
-            buffers.fill(steps)
-            return None
+    def _start_upload(self, steps: SequenceOf[StepArrays], buffers: StepBuffers) -> torch.cuda.Event:
+        """Returns an event that the caller records before the next upload, behind the copy or later."""
         staging = self._staging.pop(0) if len(self._staging) == NUM_STAGING else _Staging()
         self._staging.append(staging)
         return staging.upload(steps, buffers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["NOTHING_DRAWN", "SamplingParams"]
+__all__ = ["SamplingParams"]
 
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
 MAX_PENALTY = 2.0  # of presence and frequency
@@ -152,7 +152,3 @@ class SamplingParams:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidInput(message)
-
-
-# Of sequences whose logits are all that is asked: to draw a seed for each takes longer than a step's smaller kernels.
-NOTHING_DRAWN = SamplingParams(seed=0)

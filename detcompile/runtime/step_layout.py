@@ -24,6 +24,7 @@ __all__ = [
     "StepBuffers",
     "StepLayout",
     "TOKEN_BUCKETS",
+    "host_tensors",
     "mixed_layouts",
     "table_widths",
 ]
@@ -74,6 +75,9 @@ class StepLayout(NamedTuple):
     def padded(self, block_size: int) -> "StepLayout":
         """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
         return _padded(self, block_size)
+
+
+DTYPES = {name: dtype for name, (dtype, _) in StepLayout(0, 0, 0, 0, 0).fields().items()}
 
 
 @functools.lru_cache(maxsize=512)
@@ -140,6 +144,15 @@ class StepBuffer:
             for name in StepArrays._fields
             for start, length, dtype, shape in [self._places[name]]
         ]
+
+
+def host_tensors(arrays: StepArrays) -> dict[str, Tensor]:
+    """The arrays of a step that runs on the host, by their names; memory is shared where it may be written."""
+    given: tuple[NDArray[Any], ...] = arrays
+    return {
+        name: torch.from_numpy(array.astype(DTYPES[name], order="C", copy=not array.flags.writeable))
+        for name, array in zip(StepArrays._fields, given)
+    }
 
 
 class StepBuffers:

@@ -14,8 +14,8 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv_cache import KVCache, KVShape
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import NOT_PENDING, StepEntry, build_arrays, build_step
-from detcompile.runtime.step_layout import StepBuffer, StepLayout
+from detcompile.runtime.step_builder import NOT_PENDING, StepArrays, StepEntry, build_arrays, build_step
+from detcompile.runtime.step_layout import StepBuffer, StepLayout, host_tensors
 from detcompile.step import PADDING_SLOT, KVGroup, kv_groups
 from tests.bits import assert_bitwise_equal
 from tests.runtime.runner_cases import BLOCK_SIZE, ONE_GROUP, VOCAB_SIZE, forward, make_blocks, make_cache
@@ -26,7 +26,7 @@ def run_in(layout, arrays, cache):
     runner = Runner(forward, cache, cuda_graphs=False)
     buffer = StepBuffer(layout, torch.device("cpu"))
     buffer.fill(arrays)
-    return runner._forward(buffer)
+    return runner._forward(buffer.tensors())
 
 
 @st.composite
@@ -116,7 +116,26 @@ def test_wrong_padding_is_seen(wrong):
         buffer.tensors()["slot_mappings"][0, 0, 3] = arrays.slot_mappings[0, 0, 0]
     else:
         buffer.tensors()["cu_seqlens"][1:] = 4
-    assert not torch.equal(runner._forward(buffer)[:3], expected)
+    assert not torch.equal(runner._forward(buffer.tensors())[:3], expected)
+
+
+@given(case=steps(), dtype=st.sampled_from([np.int32, np.int64]), writeable=st.booleans())
+def test_a_step_on_the_host_needs_no_buffer(case, dtype, writeable):
+    """Arrays of any integers, contiguous or not, to be written or not: the step is as in a buffer of its layout."""
+    cache, arrays = case
+    spread = [np.stack([array, array], axis=-1).astype(dtype)[..., 0] for array in arrays]
+    for array in spread:
+        array.setflags(write=writeable)
+    buffer = StepBuffer(StepLayout.of(arrays), torch.device("cpu"))
+    buffer.fill(arrays)
+    found, expected = host_tensors(StepArrays(*spread)), buffer.tensors()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.is_contiguous()
+        assert_bitwise_equal(tensor, expected[name], name)
+    assert_bitwise_equal(
+        Runner(forward, cache, cuda_graphs=False).run(StepArrays(*spread)), run_in(StepLayout.of(arrays), arrays, cache)
+    )
 
 
 def test_a_pending_token_is_read_where_the_last_step_drew_it():
@@ -139,9 +158,7 @@ def test_graphs_without_a_gpu_are_refused():
 
 def test_cache_shapes():
     shapes = [KVShape(2, 8, 4), KVShape(1, 6, 6)]
-    cache = KVCache(
-        shapes, [KVGroup((0, 1), 0)], dtype=torch.bfloat16, device="cpu", num_blocks=3, block_size=32
-    )
+    cache = KVCache(shapes, [KVGroup((0, 1), 0)], dtype=torch.bfloat16, device="cpu", num_blocks=3, block_size=32)
     assert [tuple(t.shape) for t in cache.k_caches] == [(3, 32, 2, 8), (3, 32, 1, 6)]
     assert [tuple(t.shape) for t in cache.v_caches] == [(3, 32, 2, 4), (3, 32, 1, 6)]
     assert {t.dtype for t in cache.k_caches + cache.v_caches} == {torch.bfloat16}
@@ -155,9 +172,7 @@ def test_groups_share_their_tensors_layer_by_layer():
     windows = [70, 70, 0, 70, 70, 70, 0]
     groups = kv_groups(windows, [(1, 2, 2)] * 7)
     assert groups == (KVGroup((0, 1), 70), KVGroup((3, 4), 70), KVGroup((5,), 70), KVGroup((2, 6), 0))
-    cache = KVCache(
-        [KVShape(1, 2, 2)] * 7, groups, dtype=torch.float32, device="cpu", num_blocks=4, block_size=16
-    )
+    cache = KVCache([KVShape(1, 2, 2)] * 7, groups, dtype=torch.float32, device="cpu", num_blocks=4, block_size=16)
     places = [tensor.data_ptr() for tensor in cache.k_caches]
     assert len(set(places)) == 2
     for group in groups:

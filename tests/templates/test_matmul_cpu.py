@@ -197,6 +197,18 @@ def test_the_signs_of_zeros_and_an_odd_k_are_those_of_the_order(isa):
     assert_bitwise_equal(ours, in_its_order(*leaves, (2,), isa), isa)
 
 
+@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_blocks_of_negative_zeros_add_to_one(isa, m, blocks):
+    """A chain from +0 gives -0 only where a product below all subnormals rounds to it; sums of such blocks are -0."""
+    x, w = torch.zeros(m, 128 * blocks), -torch.ones(5, 128 * blocks)
+    x[:, ::128], w[:, ::128] = 1e-30, -1e-30
+    expected = in_its_order(x, w, (), isa)
+    assert torch.signbit(expected).all() and not expected.any()
+    assert_bitwise_equal(matmul_cpu(x, w, None, None, (), isa=isa), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 9])
 def test_weights_may_change_in_place(dtype, m):

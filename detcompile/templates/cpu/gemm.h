@@ -16,21 +16,32 @@ constexpr int64_t kOverrun = 32;  // words that packing may write past the last 
 constexpr int kFewRows = 4;       // up to so many tokens, which are one tile, packing w would cost more than the product
 static_assert(kFewRows <= kMaxRows);
 
-// One link of a chain: c + a * b over the k of a word
+// One link of a chain: c + a * b over the k of a word. A chain that restarts is one for each block of words, which is added to
+// those before; any other goes on. What either begins with changes no sum: -0 + s is s.
 struct Fma {
-  static constexpr bool pairs = false;
+  static constexpr bool pairs = false, restarts = false;
   static Vec link(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 };
+struct BlockedFma : Fma {
+  static constexpr bool restarts = true;
+};
 struct FlushedFma {
-  static constexpr bool pairs = false;
+  static constexpr bool pairs = false, restarts = false;
   static Vec link(Vec a, Vec b, Vec c) { return fma_flushed(a, b, c); }
 };
 struct PairDot {
-  static constexpr bool pairs = true;
+  static constexpr bool pairs = true, restarts = false;
   static Vec link(Vec a, Vec b, Vec c) { return dot_pairs(a, b, c); }
 };
 
-enum class Chain { kStart, kContinue, kAdd };  // from zero; from c; from zero, and then added to c
+template <class Link>
+inline void begin_chains(float* c, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(c + i, splat(Link::restarts ? -0.0f : 0.0f));
+}
+template <class Link>
+inline Vec chain_start(const float* c) { return Link::restarts ? splat(0.0f) : load(c); }
+template <class Link>
+inline void chain_end(float* c, Vec sum) { store(c, Link::restarts ? load(c) + sum : sum); }
 
 // 32-bit units of sixteen rows -> words
 template <class T, bool Pairs, class Take>
@@ -70,34 +81,30 @@ inline void pack_columns(const T* const rows[kLanes], int64_t num_k, float* out,
   }
 }
 
-// c[i, n] = chain over ascending words. a lies as [word][Rows], b as [word][kPanelWidth], c as [Rows][kPanelWidth].
+// c[i, n] gets a block of words of its chain, ascending. a lies as [word][Rows], b as [word][kPanelWidth], c as [Rows][kPanelWidth].
 template <class Link, int Rows>
-inline void multiply_panel(const float* a, const float* b, int64_t words, float* c, Chain chain) {
-  Vec sum[Rows][kPanelVecs];
-  for (int i = 0; i < Rows; i++)
-    for (int j = 0; j < kPanelVecs; j++)
-      sum[i][j] = chain == Chain::kContinue ? load(c + i * kPanelWidth + j * kLanes) : splat(0.0f);
+inline void multiply_panel(const float* a, const float* b, int64_t words, float* c) {
+  Vec sum[Rows * kPanelVecs];  // in registers, if every loop around it is unrolled early
+#pragma GCC unroll 32
+  for (int i = 0; i < Rows * kPanelVecs; i++) sum[i] = chain_start<Link>(c + i * kLanes);
   for (int64_t word = 0; word < words; word++) {
     Vec b_word[kPanelVecs];
+#pragma GCC unroll 32
     for (int j = 0; j < kPanelVecs; j++) b_word[j] = load(b + word * kPanelWidth + j * kLanes);
-    for (int i = 0; i < Rows; i++) {
-      Vec a_word = splat(a[word * Rows + i]);
-      for (int j = 0; j < kPanelVecs; j++) sum[i][j] = Link::link(a_word, b_word[j], sum[i][j]);
-    }
+#pragma GCC unroll 32
+    for (int i = 0; i < Rows * kPanelVecs; i++)
+      sum[i] = Link::link(splat(a[word * Rows + i / kPanelVecs]), b_word[i % kPanelVecs], sum[i]);
   }
-  for (int i = 0; i < Rows; i++)
-    for (int j = 0; j < kPanelVecs; j++) {
-      float* target = c + i * kPanelWidth + j * kLanes;
-      store(target, chain == Chain::kAdd ? load(target) + sum[i][j] : sum[i][j]);
-    }
+#pragma GCC unroll 32
+  for (int i = 0; i < Rows * kPanelVecs; i++) chain_end<Link>(c + i * kLanes, sum[i]);
 }
 
 // The same for sixteen features, straight from elements [begin, begin + num_k) of their rows of w
 template <class T, class Link, int Rows>
-inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t begin, int64_t num_k, float* c, Chain chain) {
+inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t begin, int64_t num_k, float* c) {
   constexpr int64_t per_block = kLanes * 4 / sizeof(T), per_word = Link::pairs ? 2 : 1;
   Vec sum[Rows];
-  for (int i = 0; i < Rows; i++) sum[i] = chain == Chain::kContinue ? load(c + i * kPanelWidth) : splat(0.0f);
+  for (int i = 0; i < Rows; i++) sum[i] = chain_start<Link>(c + i * kPanelWidth);
   auto take = [&](Vec word) {
     for (int i = 0; i < Rows; i++) sum[i] = Link::link(splat(a[i]), word, sum[i]);
     a += Rows;
@@ -116,13 +123,13 @@ inline void multiply_rows(const float* a, const T* const rows[kLanes], int64_t b
     pack_columns<T, Link::pairs>(rest, end - k, tail, kLanes, T{0});
     for (int64_t word = 0; word * per_word < end - k; word++) take(load(tail + word * kLanes));
   }
-  for (int i = 0; i < Rows; i++) store(c + i * kPanelWidth, chain == Chain::kAdd ? load(c + i * kPanelWidth) + sum[i] : sum[i]);
+  for (int i = 0; i < Rows; i++) chain_end<Link>(c + i * kPanelWidth, sum[i]);
 }
 
 template <class Link>
-using MultiplyPanel = void (*)(const float*, const float*, int64_t, float*, Chain);
+using MultiplyPanel = void (*)(const float*, const float*, int64_t, float*);
 template <class T>
-using MultiplyRows = void (*)(const float*, const T* const*, int64_t, int64_t, float*, Chain);
+using MultiplyRows = void (*)(const float*, const T* const*, int64_t, int64_t, float*);
 
 template <class Link, int... I>
 inline MultiplyPanel<Link> panel_kernel(int64_t rows, std::integer_sequence<int, I...>) {

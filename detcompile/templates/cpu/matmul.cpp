@@ -93,16 +93,13 @@ struct Product {
   int64_t first_k(const Step& step, int64_t i) const { return (step.leaf + i) * p.leaf_k + step.word * per_word; }
   int64_t num_k(const Step& step) const { return min64(step.words * per_word, p.leaf_k - step.word * per_word); }
 
-  Chain chain(int64_t word) const {
-    return word == 0 ? Chain::kStart : p.dtype == kFloat32 ? Chain::kAdd : Chain::kContinue;
-  }
-
   // leaf i of the step, for one tile and one panel, added to the chain in `sum`
   void multiply(const Step& step, int64_t i, int64_t tile, const float* panel, float* sum) const {
     int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
     const float* a = packed_x + p.tile_offset(tile, row) + ((step.leaf + i) * p.leaf_words + step.word) * rows;
+    if (step.word == 0) begin_chains<Link>(sum, rows * kPanelWidth);
     FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);
-    panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum, chain(step.word));
+    panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum);
   }
 
   // The features of a panel straight from w, sixteen at a time along a whole leaf: of so many rows the CPU foresees the rest.
@@ -113,11 +110,12 @@ struct Product {
     for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
       FeatureRows<T> features(p, n, leaf * p.leaf_k);
       const float* a = packed_x + leaf * p.leaf_words * rows;
+      begin_chains<Link>(tree.leaf_sum(leaf), rows * kPanelWidth);
       for (int group = 0; group < kPanelVecs; group++) {
         FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // in the chains alone
         float* sum = tree.leaf_sum(leaf) + group * kLanes;
         for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
-          rows_kernel<T, Link>(rows)(a + word * rows, features.rows[group], k, min64(block, p.leaf_k - k), sum, chain(word));
+          rows_kernel<T, Link>(rows)(a + word * rows, features.rows[group], k, min64(block, p.leaf_k - k), sum);
       }
       tree.add_leaf(leaf);
     }
@@ -201,7 +199,7 @@ void add_panel(const Problem& p, int64_t row, int64_t rows, int64_t n, float* st
 }
 
 void multiply(const Call& call) {
-  if (call.dtype == kFloat32) run<float, Fma>(call, 0.0f);
+  if (call.dtype == kFloat32) run<float, BlockedFma>(call, 0.0f);
   else if (call.dtype == kFloat16) run<fp16, Fma>(call, fp16{0});
   else if (kHasTiles) run_tiles(call);
   else if (kHasPairs) run<bf16, PairDot>(call, bf16{0x8000});  // -0 * +0, added to a chain, leaves it as it is

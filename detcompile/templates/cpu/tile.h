@@ -53,19 +53,19 @@ inline void pack_rows(const T* const rows[kLanes], int64_t num_k, float* panel, 
 // a[i, k] lies at a[i * RowStride + k * KStride].
 template <int Rows, int Vecs, int RowStride, int KStride>
 inline void fma_block(const float* a, const float* b, int64_t b_stride, int64_t num_k, float* c, int64_t c_stride, bool fresh) {
-  Vec sum[Rows][Vecs];
-  for (int i = 0; i < Rows; i++)
-    for (int j = 0; j < Vecs; j++) sum[i][j] = fresh ? splat(0.0f) : load(c + i * c_stride + j * kLanes);
+  Vec sum[Rows * Vecs];  // in registers, if every loop around it is unrolled early
+#pragma GCC unroll 32
+  for (int i = 0; i < Rows * Vecs; i++) sum[i] = fresh ? splat(0.0f) : load(c + i / Vecs * c_stride + i % Vecs * kLanes);
   for (int64_t k = 0; k < num_k; k++) {
     Vec b_k[Vecs];
+#pragma GCC unroll 32
     for (int j = 0; j < Vecs; j++) b_k[j] = load(b + k * b_stride + j * kLanes);
-    for (int i = 0; i < Rows; i++) {
-      Vec a_ik = splat(a[i * RowStride + k * KStride]);
-      for (int j = 0; j < Vecs; j++) sum[i][j] = fma(a_ik, b_k[j], sum[i][j]);
-    }
+#pragma GCC unroll 32
+    for (int i = 0; i < Rows * Vecs; i++)
+      sum[i] = fma(splat(a[i / Vecs * RowStride + k * KStride]), b_k[i % Vecs], sum[i]);
   }
-  for (int i = 0; i < Rows; i++)
-    for (int j = 0; j < Vecs; j++) store(c + i * c_stride + j * kLanes, sum[i][j]);
+#pragma GCC unroll 32
+  for (int i = 0; i < Rows * Vecs; i++) store(c + i / Vecs * c_stride + i % Vecs * kLanes, sum[i]);
 }
 
 using BlockKernel = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);

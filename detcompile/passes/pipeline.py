@@ -13,6 +13,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
 
 from detcompile.passes.batched_products import pin_batched_products
 from detcompile.passes.canonicalize import canonicalize
@@ -44,6 +45,8 @@ def _setting(*names: str) -> str:
     """The one of an Inductor setting's names that this torch has."""
     return next(name for name in names if name in inductor_config._config)
 
+
+TRIGONOMETRY = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
 
 # Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
 ROUNDING: dict[str, Any] = {
@@ -98,9 +101,11 @@ def pinned_codegen() -> Iterator[None]:
     with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch. And before torch
     2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept. SLEEF reduces the sines
     and cosines of a whole vector in another way as soon as one lane is beyond 125, so that they would depend on the
-    elements beside them: each lane gets the scalar function.
+    elements beside them: each lane gets the scalar function. On a CPU these are computed once for all that reads them,
+    as Inductor does for exp: otherwise every head of every layer computes its rotary table anew.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(lowerings, {op: _once_on_cpu(lowerings[op]) for op in TRIGONOMETRY}))
         for name in ("cos", "sin"):
             lanes = staticmethod(functools.partial(_lane_by_lane, name))
             stack.enter_context(mock.patch.object(inductor_cpp.CppVecOverrides, name, lanes))
@@ -110,6 +115,18 @@ def pinned_codegen() -> Iterator[None]:
             ratio = mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf"))
             stack.enter_context(ratio)
         yield
+
+
+def _once_on_cpu(lower: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An operation's lowering whose result has a buffer of its own on a CPU."""
+
+    def realized(x: Any) -> Any:
+        found = lower(x)
+        if found.get_device().type == "cpu":
+            found.realize()
+        return found
+
+    return realized
 
 
 def _lane_by_lane(name: str, x: object) -> str:

@@ -81,7 +81,7 @@ inline void pack_columns(const T* const rows[kLanes], int64_t num_k, float* out,
   }
 }
 
-// c[i, n] gets a block of words of its chain, ascending. a lies as [word][Rows], b as [word][kPanelWidth], c as [Rows][kPanelWidth].
+// c[i, n] gets a block of words of its chain. a lies as [word][Rows], b as [word][kPanelWidth], c as [Rows][kPanelWidth].
 template <class Link, int Rows>
 inline void multiply_panel(const float* a, const float* b, int64_t words, float* c) {
   Vec sum[Rows * kPanelVecs];  // in registers, if every loop around it is unrolled early

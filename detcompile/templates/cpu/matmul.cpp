@@ -10,20 +10,18 @@
 
 namespace {
 
-constexpr int64_t kFloatBlock = 128;           // Blocked(K, 128) of float32
+constexpr int64_t kFloatBlock = 128;            // Blocked(K, 128) of float32
 constexpr int64_t kWordsPerStep = kFloatBlock;  // packed at a time: part of a leaf, or several leaves
-constexpr int64_t kRowsPerGroup = 256;         // w is packed once for each group
-constexpr int64_t kMostPanelsPerTask = 4;
+constexpr int64_t kRowsPerGroup = 512;          // w is packed once for each group
+constexpr int64_t kMostPanelsPerTask = 8;
 
-// x rows [first, first + rows) as [word][rows]
+// elements [k, k + num_k) of x rows [first, first + rows) as [word][rows]
 template <class T, bool Pairs>
-void pack_x(const Problem& p, int64_t first, int64_t rows, float* packed, T pad) {
+void pack_x(const Problem& p, int64_t first, int64_t rows, int64_t k, int64_t num_k, float* packed, T pad) {
   const T* pointers[kLanes];
-  for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
-    for (int64_t lane = 0; lane < kLanes; lane++)
-      pointers[lane] = reinterpret_cast<const T*>(p.x) + (first + min64(lane, rows - 1)) * p.x_stride + leaf * p.leaf_k;
-    pack_columns<T, Pairs>(pointers, p.leaf_k, packed + leaf * p.leaf_words * rows, rows, pad);
-  }
+  for (int64_t lane = 0; lane < kLanes; lane++)
+    pointers[lane] = reinterpret_cast<const T*>(p.x) + (first + min64(lane, rows - 1)) * p.x_stride + k;
+  pack_columns<T, Pairs>(pointers, num_k, packed, rows, pad);
 }
 
 // The rows of w of a panel, from k on; past the last feature they repeat it, and their sums go nowhere
@@ -81,14 +79,22 @@ struct Product {
 
   Product(const Problem& problem, int64_t begin, int64_t end)
       : p(problem), first_row(begin), tiles(end - begin),
-        packed_x(packed_x_scratch.floats(p.tile_offset(tiles.count, end - begin))),
+        packed_x(packed_x_scratch.floats((end - begin) * p.words() + kOverrun * kLanes)),
         few(end - begin <= kFewRows && p.w_k_stride == 1) {}
 
+  // [step][leaf of the step][tile][word][rows], so that a step reads its share in one go
   void pack(T pad) const {
-    for (int64_t tile = 0; tile < tiles.count; tile++) {
-      int64_t row = tiles.begin(tile);
-      pack_x<T, Link::pairs>(p, first_row + row, tiles.begin(tile + 1) - row, packed_x + p.tile_offset(tile, row), pad);
+    for (Step step = Step::first(p);; step = step.next(p)) {
+      for (int64_t i = 0; i < step.leaves; i++)
+        for (int64_t tile = 0; tile < tiles.count; tile++) {
+          int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
+          pack_x<T, Link::pairs>(p, first_row + row, rows, first_k(step, i), num_k(step), x_tile(step, i, row), pad);
+        }
+      if (step.is_last(p)) return;
     }
+  }
+  float* x_tile(const Step& step, int64_t i, int64_t row) const {
+    return packed_x + ((step.leaf + i) * p.leaf_words + step.word) * tiles.rows + row * step.words;
   }
   int64_t first_k(const Step& step, int64_t i) const { return (step.leaf + i) * p.leaf_k + step.word * per_word; }
   int64_t num_k(const Step& step) const { return min64(step.words * per_word, p.leaf_k - step.word * per_word); }
@@ -96,7 +102,7 @@ struct Product {
   // leaf i of the step, for one tile and one panel, added to the chain in `sum`
   void multiply(const Step& step, int64_t i, int64_t tile, const float* panel, float* sum) const {
     int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
-    const float* a = packed_x + p.tile_offset(tile, row) + ((step.leaf + i) * p.leaf_words + step.word) * rows;
+    const float* a = x_tile(step, i, row);
     if (step.word == 0) begin_chains<Link>(sum, rows * kPanelWidth);
     FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);
     panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum);
@@ -133,6 +139,15 @@ struct Product {
     }
   }
 
+  // Where a tile's last step will put its sums
+  [[gnu::always_inline]] void prefetch_out(int64_t row, int64_t rows, int64_t n) const {
+    int64_t item = item_size(p.out_dtype), bytes = min64(kPanelWidth, p.N - n) * item;
+    for (int64_t i = first_row + row; i < first_row + row + rows; i++) {
+      const char* target = static_cast<const char*>(p.out) + (i * p.N + n) * item;
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(target + byte, 1, 3);
+    }
+  }
+
   void run(int64_t panel_begin, int64_t panel_end) const {
     if (few) {
       for (int64_t panel = panel_begin; panel < panel_end; panel++) run_few(panel * kPanelWidth);
@@ -152,6 +167,7 @@ struct Product {
           int64_t row = tiles.begin(tile), rows = tiles.begin(tile + 1) - row;
           TreeSum tree{p, state, rows * kPanelWidth};
           if (!turns || !step.is_last(p)) prefetch(next_n, next_step, tile);
+          if (step.is_last(p)) prefetch_out(row, rows, n);
           for (int64_t leaf = step.leaf; leaf < step.leaf + step.leaves; leaf++) {
             multiply(step, leaf - step.leaf, tile, panel, tree.leaf_sum(leaf));
             if (step.ends_leaf(p)) tree.add_leaf(leaf);

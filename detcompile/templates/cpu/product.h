@@ -21,7 +21,6 @@ struct Problem : Call {
     if (M * N * K < kWorthThreads) num_threads = 1;
   }
   int64_t words() const { return leaves * leaf_words; }
-  int64_t tile_offset(int64_t tile, int64_t row) const { return row * words() + tile * kOverrun * kLanes; }
 };
 
 thread_local Scratch packed_x_scratch, task_scratch;

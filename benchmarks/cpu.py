@@ -8,6 +8,7 @@ Other work on the same cores disturbs a parallel kernel by whole time slices: th
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -86,9 +87,11 @@ FAMILIES = {"gemm": gemm_rows, "model": model_rows}
 
 
 def cpu_name() -> str:
+    """As the kernel has it, without trademarks."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    name = next((line.split(":")[1] for line in lines if line.startswith("model name")), "unknown")
+    return " ".join(re.sub(r"\(\w+\)|Processor", "", name).split())
 
 
 @torch.no_grad()

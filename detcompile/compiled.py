@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from detcompile.end_tokens import pad_token, stop_tokens
 from detcompile.errors import InvalidInput
 from detcompile.fingerprints import fingerprint, fingerprint_parts
 from detcompile.numerics import Numerics
@@ -22,6 +21,7 @@ from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
 from detcompile.passes.parallel_modules import GatheredLinear
 from detcompile.runtime.block_pool import BLOCK_SIZE, BlockPool, whole_blocks
 from detcompile.runtime.dense_step import dense_step
+from detcompile.runtime.end_tokens import pad_token, stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_engine

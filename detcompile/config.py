@@ -21,9 +21,9 @@ __all__ = [
     "cxx_compiler",
     "gpus_shared",
     "peer_memory_allowed",
-    "sizes_asserted",
     "settle_ptxas",
     "settle_symmetric_memory",
+    "sizes_asserted",
 ]
 
 

@@ -19,7 +19,6 @@ from torch.torch_version import TorchVersion
 from detcompile import orders
 from detcompile.archive import EXTRA, Archive, library_folder
 from detcompile.compiled import CompiledModel
-from detcompile.end_tokens import stop_tokens
 from detcompile.errors import ArchiveError, InvalidInput
 from detcompile.fingerprints import source_digest
 from detcompile.machine import obstacle
@@ -29,6 +28,7 @@ from detcompile.passes.cache_writes import require_kept
 from detcompile.passes.certificate import Certificate, Entry
 from detcompile.passes.example_step import example_step
 from detcompile.remote_model import load_in_workers
+from detcompile.runtime.end_tokens import stop_tokens
 from detcompile.runtime.engine_setup import EngineModel
 from detcompile.runtime.kv_cache import KVShape
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from detcompile.compiled import CompiledModel
 from detcompile.config import gpus_shared
-from detcompile.end_tokens import stop_tokens
 from detcompile.errors import InvalidInput
 from detcompile.numerics import Numerics
 from detcompile.parallel import rank_device
 from detcompile.passes.certificate import Certificate
 from detcompile.runtime.drafters import require_fitting
+from detcompile.runtime.end_tokens import stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over

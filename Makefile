@@ -43,7 +43,7 @@ check: $(VENV)/.stamp-dev
 # GPU machines bring a torch that matches their driver, so these two take the machine's own Python.
 gpu-test:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
-	@PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+	@PYTHONPATH=$(CURDIR) TORCHINDUCTOR_SIZE_ASSERTS=1 $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
 bench:
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks

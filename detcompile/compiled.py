@@ -277,7 +277,7 @@ class CompiledModel:
         return self._parts[layers]
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int) -> Runner:
-        cache = KVCache(
+        cache = KVCache(  # an EngineModel, for new_cache, would take as long to make
             self._kv_shapes,
             self._kv_groups,
             dtype=self.dtype,

@@ -6,7 +6,7 @@
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums and moves over ranks go by NCCL also where GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
-| TORCHINDUCTOR_SIZE_ASSERTS | 0 | 1: generated code asserts sizes and strides of its tensors |
+| TORCHINDUCTOR_SIZE_ASSERTS | 0 | 1: a compiled model asserts the sizes and strides of its tensors |
 | CXX | g++ | C++ compiler for the CPU templates |
 | TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |
 """
@@ -76,6 +76,6 @@ def peer_memory_allowed() -> bool:
 
 
 def sizes_asserted() -> bool:
-    """Whether generated code asserts sizes and strides. Inductor's own default is yes; a token's step on a CPU spends
-    a tenth of its time there, and `make test` has them."""
+    """Whether a compiled model asserts the sizes and strides of its tensors. Inductor's own default is yes, and costs a
+    tenth of a token's step on a CPU; all but a few tests have it."""
     return os.environ.get("TORCHINDUCTOR_SIZE_ASSERTS", "0") == "1"

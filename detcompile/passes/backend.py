@@ -13,7 +13,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from detcompile.config import sizes_asserted
 from detcompile.errors import DetcompileError, UncertifiedOp, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
@@ -88,7 +87,6 @@ class Backend:
         named: dict[str, Role] = {}
         settings = {
             **ROUNDING,
-            "size_asserts": sizes_asserted(),
             "joint_custom_pre_pass": GraphPass(self._rewrite, repr(self.numerics)),
             "post_grad_custom_post_pass": self._post_grad(named, example_inputs),
         }

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
+from detcompile.config import sizes_asserted
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
@@ -245,7 +247,8 @@ def _trace_packed(
     parameter = next(module.model.parameters())
     shapes = [call.shape for call in attention]
     example = example_step(shapes, len(groups), states, module.model.dtype, parameter.device)
-    _run(lambda: packed(*example), module.model)
+    with inductor_config.patch(size_asserts=sizes_asserted()):
+        _run(lambda: packed(*example), module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return program, certificate, example
 

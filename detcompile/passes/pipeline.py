@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,6 @@ def _setting(*names: str) -> str:
     """The one of an Inductor setting's names that this torch has."""
     return next(name for name in names if name in inductor_config._config)
 
-
-TRIGONOMETRY = (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
 
 # Rounding must not depend on what Inductor happens to fuse, nor sums on what it happens to split.
 ROUNDING: dict[str, Any] = {
@@ -101,14 +100,16 @@ def pinned_codegen() -> Iterator[None]:
     with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch. And before torch
     2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept. SLEEF reduces the sines
     and cosines of a whole vector in another way as soon as one lane is beyond 125, so that they would depend on the
-    elements beside them: each lane gets the scalar function. On a CPU these are computed once for all that reads them,
-    as Inductor does for exp: otherwise every head of every layer computes its rotary table anew.
+    elements beside them: each lane gets the scalar function. On a CPU these are computed once for all that read them,
+    as Inductor computes exp that several read: otherwise every head of every layer computes its rotary table anew.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(lowerings, {op: _once_on_cpu(lowerings[op]) for op in TRIGONOMETRY}))
         for name in ("cos", "sin"):
             lanes = staticmethod(functools.partial(_lane_by_lane, name))
             stack.enter_context(mock.patch.object(inductor_cpp.CppVecOverrides, name, lanes))
+            op = getattr(torch.ops.aten, name).default
+            stack.callback(operator.setitem, lowerings, op, lowerings[op])
+            lowerings[op] = _once_on_cpu(lowerings[op])
         stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
         # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
         if hasattr(inductor_cpp, "KernelOpStats"):

@@ -112,8 +112,7 @@ class KVBlocks:
 
         Args:
             num_tokens: counted from position 0.
-            reuse: False computes every token, for callers that want the logits of all. A sequence with its own
-                ``position_ids`` neither finds nor publishes content.
+            reuse: False computes every token, for callers that want the logits of all.
 
         Returns:
             The number of tokens hit; None if the blocks do not suffice, or no state is free, with nothing changed but
@@ -121,7 +120,7 @@ class KVBlocks:
         """
         assert sequence not in self._progress, "a sequence is admitted once, then released"
         assert sequence.num_computed == 0 and not any(sequence.block_tables), "a sequence that others gave blocks"
-        looks = self.prefix_caching and reuse and sequence.position_ids is None
+        looks = self.prefix_caching and reuse
         num_hit = self._longest_hit(sequence) if looks else 0
         first_held = [self._first_visible(group, num_hit * self.pool.block_size) for group in self.groups]
         hits = [
@@ -202,7 +201,7 @@ class KVBlocks:
         progress = self._progress[sequence]
         num_known = min(sequence.num_computed, len(sequence.token_ids))
         num_full = num_known // self.pool.block_size
-        if num_full > progress.num_published and self.prefix_caching and sequence.position_ids is None:
+        if num_full > progress.num_published and self.prefix_caching:
             for j in range(progress.num_published, num_full):
                 digest = self._digest(sequence, j)
                 for index, table in enumerate(sequence.block_tables):

@@ -58,6 +58,7 @@ class Runner:
         self.forward = forward
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
+        self._on_host = kv_cache.device.type == "cpu"
         self.states: Tensor | None = None
         self.drawn: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
@@ -84,8 +85,7 @@ class Runner:
         Pending tokens are those of the launch before, by row of its logits: what ``keep`` was given after it, or else,
         if a graph was replayed, the likeliest.
         """
-        on_host = self.kv_cache.device.type == "cpu"
-        found, drawn = (self._forward(host_tensors(arrays)), None) if on_host else self._launch_on_gpu(arrays)
+        found, drawn = (self._forward(host_tensors(arrays)), None) if self._on_host else self._launch_on_gpu(arrays)
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
@@ -121,7 +121,7 @@ class Runner:
         return found
 
     def layout(self, arrays: StepArrays) -> StepLayout:
-        """The padded layout that a step runs in."""
+        """The layout that a step runs in on a GPU, padded for a graph."""
         exact = StepLayout.of(arrays)
         return exact.padded(self.kv_cache.block_size) if self.cuda_graphs else exact
 

@@ -18,18 +18,15 @@ class Sequence:
 
     The first ``num_computed`` tokens have their keys and values in the cache, or in a step that was launched; group g's
     are in the blocks of ``block_tables[g]``. ``num_pending`` (0 or 1) tokens more than ``token_ids`` were drawn on the
-    device and not read back yet. ``position_ids`` overrides the positions 0, 1, 2… that the model sees (one an element
-    of ``token_ids``); the place in the cache is the index in ``token_ids`` all the same. ``sampling`` always has a
-    seed: one is drawn here if the caller gave none, and it stays readable in ``seed``, so that the request can be
-    repeated.
+    device and not read back yet. ``sampling`` always has a seed: one is drawn here if the caller gave none, and it
+    stays readable in ``seed``, so that the request can be repeated.
 
     Raises:
-        InvalidInput: no token, or not one position a token.
+        InvalidInput: no token.
     """
 
     token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    position_ids: list[int] | None = None
     sample_index: int = 0  # which of a request's n samples this is
     priority: int = 0  # lower is more urgent
     arrival: int = 0  # counts requests
@@ -47,10 +44,6 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise InvalidInput("a sequence needs at least one token: put the model's BOS token into an empty prompt")
-        if self.position_ids is not None and len(self.position_ids) != len(self.token_ids):
-            raise InvalidInput(
-                f"{len(self.position_ids)} position_ids for {len(self.token_ids)} tokens: give one a token, or none"
-            )
         self.sampling = self.sampling.seeded()
         self.num_prompt_tokens = len(self.token_ids)
 
@@ -88,11 +81,9 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int) -> None:
-        """Add a generated token; the position after the last one is its own. May set ``finish_reason``."""
+        """Add a generated token. May set ``finish_reason``."""
         assert self.finish_reason is None, f"a token for a sequence that has finished ({self.finish_reason})"
         self.token_ids.append(token_id)
-        if self.position_ids is not None:
-            self.position_ids.append(self.position_ids[-1] + 1)
         if token_id in self.sampling.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif len(self.token_ids) >= self.most_tokens:

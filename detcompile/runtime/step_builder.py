@@ -158,7 +158,7 @@ def build_arrays(
     input_ids, pending_rows = _input_ids(entries, cu_seqlens, pending)
     return StepArrays(
         input_ids=input_ids,
-        position_ids=_position_ids(entries, place),
+        position_ids=place,
         pending=pending_rows,
         logits_to_keep=cu_seqlens[1:] - 1,
         slot_mappings=slots[:, None],
@@ -258,16 +258,6 @@ def _input_ids(
             tokens.append(0)
         known += tokens
     return np.array(known, np.int64), rows
-
-
-def _position_ids(entries: SequenceOf[StepEntry], place: NDArray[np.int64]) -> NDArray[np.int64]:
-    if all(entry.sequence.position_ids is None for entry in entries):
-        return place
-    positions: list[int] = []
-    for sequence, start, n, held_from in entries:
-        known = sequence.position_ids
-        positions += range(start, start + n) if known is None else known[start - held_from : start - held_from + n]
-    return np.array(positions, np.int64)
 
 
 def _check_plan(sequences: SequenceOf[tuple[Sequence, int]]) -> None:

@@ -77,9 +77,6 @@ class StepLayout(NamedTuple):
         return _padded(self, block_size)
 
 
-DTYPES = {name: dtype for name, (dtype, _) in StepLayout(0, 0, 0, 0, 0).fields().items()}
-
-
 @functools.lru_cache(maxsize=512)
 def _padded(exact: StepLayout, block_size: int) -> StepLayout:
     blocks = 1 << (max(exact.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
@@ -150,9 +147,14 @@ def host_tensors(arrays: StepArrays) -> dict[str, Tensor]:
     """The arrays of a step that runs on the host, by their names; memory is shared where it may be written."""
     given: tuple[NDArray[Any], ...] = arrays
     return {
-        name: torch.from_numpy(array.astype(DTYPES[name], order="C", copy=not array.flags.writeable))
-        for name, array in zip(StepArrays._fields, given)
+        name: torch.from_numpy(array.astype(dtype, order="C", copy=not array.flags.writeable))
+        for (name, dtype), array in zip(_dtypes().items(), given)
     }
+
+
+@functools.cache
+def _dtypes() -> dict[str, type[np.generic]]:
+    return {name: dtype for name, (dtype, _) in StepLayout(0, 0, 0, 0, 0).fields().items()}
 
 
 class StepBuffers:

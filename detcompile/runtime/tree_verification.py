@@ -94,7 +94,7 @@ def _one_tree(tree: Verification, own: NDArray[np.int32], block_size: int) -> St
     tokens = [tree.sequence.token_ids[start], *tree.tree.tokens.values()]
     return StepArrays(
         input_ids=np.array(tokens, np.int64).take(layout.order),
-        position_ids=_positions([tree], layout.depths[None] + start).reshape(-1),
+        position_ids=layout.depths + start,
         slot_mappings=blocks * terms.scales + terms.offsets,
         seq_lens=layout.lengths + np.int32(start),
         block_tables=tables,
@@ -125,21 +125,13 @@ def _trees(
     tokens = [[tree.sequence.token_ids[tree.start], *tree.tree.tokens.values()] for tree in trees]
     return StepArrays(
         input_ids=np.array(tokens, np.int64).take(layout.order, axis=1).reshape(-1),
-        position_ids=_positions(trees, places).reshape(-1),
+        position_ids=places.reshape(-1),
         slot_mappings=slots.reshape(num_groups, len(layout.writes), -1),
         seq_lens=(layout.lengths + starts).astype(np.int32).reshape(-1),
         block_tables=tables.reshape(num_groups, -1, width),
         block_copies=copies.reshape(3, -1),
         **_fixed(layout.ends, len(trees)),
     )
-
-
-def _positions(trees: SequenceOf[Verification], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    known = [tree.sequence.position_ids for tree in trees]
-    if not any(known):
-        return places
-    more = [0 if own is None else own[tree.start] - tree.start for tree, own in zip(trees, known)]
-    return places + np.array(more)[:, None]
 
 
 class _SlotTerms(NamedTuple):

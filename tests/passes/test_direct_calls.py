@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import detcompile
 from detcompile.templates.direct_ops import OPS
@@ -37,3 +38,15 @@ def test_a_function_from_inductor_s_cache_calls_them_directly():
             results.append(call())
             assert functions_entered(call).isdisjoint(THROUGH_PYTHON)
     assert_bitwise_equal(*results)
+
+
+def test_layouts_are_asserted_where_the_environment_asks_for_it(monkeypatch):
+    ids, logits = torch.arange(6).view(2, 3), []
+    for asked in ("0", "1"):
+        monkeypatch.setenv("TORCHINDUCTOR_SIZE_ASSERTS", asked)
+        torch.manual_seed(0)
+        model, codes = run_and_get_code(lambda: detcompile.compile(tiny_model("qwen3")))
+        asserts = [line for line in "".join(codes).splitlines() if line.strip().startswith("assert_size_stride(")]
+        assert bool(asserts) == (asked == "1")
+        logits.append(model(ids).logits)
+    assert_bitwise_equal(*logits)

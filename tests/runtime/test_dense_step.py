@@ -30,12 +30,12 @@ def test_a_dense_step_is_what_build_arrays_packs(lengths, num_groups, own_positi
     input_ids, batch, positions = padded(lengths, own_positions)
     rows, _ = keep_columns(batch.mask, 0)
     arrays, num_blocks = dense_step(batch, num_groups, rows)
-    entries = []
-    for row, length in enumerate(lengths):
-        own = None if positions is None else positions[row, -length:].tolist()
-        sequence = Sequence(input_ids[row, -length:].tolist(), position_ids=own, state_slot=row)
-        entries.append(StepEntry(sequence, 0, length))
+    sequences = [Sequence(input_ids[row, -n:].tolist(), state_slot=row) for row, n in enumerate(lengths)]
+    entries = [StepEntry(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
     expected = build_arrays(entries, arrays.block_tables, BLOCK_SIZE, {})._replace(logits_to_keep=rows)
+    if positions is not None:
+        own = [positions[row, -n:].numpy() for row, n in enumerate(lengths)]
+        expected = expected._replace(position_ids=np.concatenate(own))
     for name, mine, theirs in zip(StepArrays._fields, arrays, expected):
         assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
     counts = [-(-length // BLOCK_SIZE) for length in lengths]

@@ -114,14 +114,11 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     shape=st.sampled_from([SHAPE, [(0,), (0, 0)], [(0,), (1,), (2,)]]),
-    positioned=st.booleans(),
 )
-def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape, positioned):
+def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape):
     groups = [KVGroup((0,), 0), KVGroup((1,), 20)]
     blocks = KVBlocks(BlockPool(200, 16, torch.Generator().manual_seed(0)), groups, prefix_caching=False)
     sequences = [Sequence(list(range(length)), max_length=100) for length in lengths]
-    if positioned:
-        sequences[-1].position_ids = list(range(7, 7 + lengths[-1]))
     for sequence in sequences:
         assert blocks.admit(sequence, sequence.num_tokens) == 0
         sequence.num_computed = sequence.num_tokens
@@ -134,8 +131,8 @@ def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape, posi
     tables = BlockTables(len(groups), len(sequences), 7)
     together = tree_arrays(trees, [tables.row(sequence, 7) for sequence in sequences], 16)._asdict()
     alone = joined([tree_arrays([tree], [tables.row(tree.sequence, 7)], 16) for tree in trees])._asdict()
-    roots = [tree.start + 7 * (positioned and tree is trees[-1]) for tree in trees]
-    assert together["position_ids"].tolist() == [root + depth for root in roots for depth in trees[0].layout.depths]
+    positions = [tree.start + depth for tree in trees for depth in tree.layout.depths]
+    assert together["position_ids"].tolist() == positions
     copies = [sorted(zip(*arrays.pop("block_copies").tolist())) for arrays in (together, alone)]
     assert copies[0] == copies[1], "in another order"
     assert not {target for _, target, _ in copies[0]} & {source for source, _, _ in copies[0]}

@@ -162,16 +162,6 @@ def test_a_sequence_that_wants_all_logits_finds_nothing_but_can_be_found():
     assert kv_blocks.admit(Sequence(list(range(40))), 40) == 32
 
 
-@pytest.mark.parametrize("num_with_positions", [0, 1])
-def test_own_positions_neither_find_nor_are_found(num_with_positions):
-    kv_blocks = make()
-    for index in range(2):
-        positions = list(range(5, 45)) if index == num_with_positions else None
-        sequence = Sequence(list(range(40)), position_ids=positions)
-        assert kv_blocks.admit(sequence, 40) == 0
-        compute(kv_blocks, sequence)
-
-
 def test_too_few_blocks_change_nothing():
     kv_blocks = make(num_usable=5)
     kv_blocks.release(serve(kv_blocks, range(33)))

@@ -29,7 +29,6 @@ class Row:
     sequence: Sequence
     script: list[int]
     content: list[list[tuple[int, int]]]  # [group][position]: what belongs into the slot
-    origin: int  # 0; another number for a row with positions of its own, whose contents nobody else has
     num_settled: int = 0  # blocks
 
     @property
@@ -63,7 +62,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def write_script(self, row, tokens):
         for token in tokens:
-            previous = row.content[0][-1][1] if row.script else -row.origin
+            previous = row.content[0][-1][1] if row.script else 0
             name = self.names.setdefault((previous, token), len(self.names) + 1)
             row.script.append(token)
             for index, content in enumerate(row.content):
@@ -84,7 +83,7 @@ class KVMachine(RuleBasedStateMachine):
         """The blocks of the longest hit, for each group, and its tokens; every length is tried."""
         digests = list(self.digests(sequence.token_ids))
         hits = range((len(sequence.token_ids) - 1) // self.size * self.size, 0, -self.size)
-        for hit in hits if self.caching and reuse and sequence.position_ids is None else []:
+        for hit in hits if self.caching and reuse else []:
             tables = [
                 [self.pool.lookup((index, digests[j])) for j in self.visible_blocks(window, hit)]
                 for index, window in enumerate(self.windows)
@@ -101,7 +100,6 @@ class KVMachine(RuleBasedStateMachine):
         getattr(self, action)(data)
 
     def arrive(self, data):
-        with_positions = data.draw(st.sampled_from([False] * 7 + [True]))
         old = data.draw(st.sampled_from([*self.prompts[-1:-6:-1], []]))
         kept = data.draw(st.sampled_from([len(old), len(old) // self.size * self.size]) | st.integers(0, len(old)))
         lengths = st.sampled_from([2 * self.size + 1, self.size, 1]) | st.integers(0 if kept else 1, 2 * self.size)
@@ -109,9 +107,7 @@ class KVMachine(RuleBasedStateMachine):
         prompt = old[:kept][: MAX_BLOCKS * self.size // 2] + [next(self.fresh) for _ in range(num_fresh)]
         if data.draw(st.sampled_from([False] * 5 + [True])):
             prompt[0] = next(self.fresh)  # the same blocks of tokens, after another beginning
-        positions = [7 * t for t in range(len(prompt))] if with_positions else None
-        sequence = Sequence(list(prompt), position_ids=positions)
-        row = Row(sequence, [], [[] for _ in self.windows], next(self.fresh) if with_positions else 0)
+        row = Row(Sequence(list(prompt)), [], [[] for _ in self.windows])
         self.write_script(row, prompt)
         self.prompts.append(prompt)
         self.waiting.append(row)
@@ -140,7 +136,7 @@ class KVMachine(RuleBasedStateMachine):
             held = table[: hit // self.size]
             assert held == [NULL_BLOCK] * (len(held) - len(expected)) + expected
             assert len(table) == max(hit // self.size, self.pool.blocks_for(num_tokens))
-        self.num_queried += len(sequence.token_ids) if self.caching and reuse and not sequence.position_ids else 0
+        self.num_queried += len(sequence.token_ids) if self.caching and reuse else 0
         self.num_hit += hit
         row.num_settled = hit // self.size
         self.waiting.remove(row)
@@ -194,8 +190,6 @@ class KVMachine(RuleBasedStateMachine):
         stop = min(known + count, sequence.num_computed + 1, MAX_BLOCKS * self.size)
         self.write_script(row, [next(self.fresh) for _ in range(stop - len(row.script))])
         sequence.token_ids += row.script[known:stop]
-        if sequence.position_ids is not None:
-            sequence.position_ids += range(known, stop)
 
     def reject(self, data):
         """Tokens computed ahead turn out to be others."""
@@ -220,7 +214,7 @@ class KVMachine(RuleBasedStateMachine):
             assert [block == NULL_BLOCK for block in table] == [j < first for j in range(len(table))]
             ahead = len(table) * size - row.num_known
             assert not window or len(table) - table.count(NULL_BLOCK) <= -(-(window + ahead) // size) + 1
-        if self.caching and row.sequence.position_ids is None:
+        if self.caching:
             for j, digest in enumerate(self.digests(row.script[: row.num_known])):
                 for index, content in enumerate(row.content):
                     self.published[index, digest] = content[j * size : (j + 1) * size]

@@ -119,19 +119,25 @@ def test_wrong_padding_is_seen(wrong):
     assert not torch.equal(runner._forward(buffer.tensors())[:3], expected)
 
 
-@given(case=steps(), dtype=st.sampled_from([np.int32, np.int64]), writeable=st.booleans())
-def test_a_step_on_the_host_needs_no_buffer(case, dtype, writeable):
+@given(
+    case=steps(), kinds=st.tuples(*[st.tuples(st.booleans(), st.booleans(), st.booleans())] * len(StepArrays._fields))
+)
+def test_a_step_on_the_host_needs_no_buffer(case, kinds):
     """Arrays of any integers, contiguous or not, to be written or not: the step is as in a buffer of its layout."""
     cache, arrays = case
-    spread = [np.stack([array, array], axis=-1).astype(dtype)[..., 0] for array in arrays]
-    for array in spread:
-        array.setflags(write=writeable)
+    spread = []
+    for array, (wide, apart, writeable) in zip(arrays, kinds):
+        array = array.astype(np.int64) if wide else array.copy()
+        spread.append(np.stack([array, array], axis=-1)[..., 0] if apart else array)
+        spread[-1].setflags(write=writeable)
     buffer = StepBuffer(StepLayout.of(arrays), torch.device("cpu"))
     buffer.fill(arrays)
     found, expected = host_tensors(StepArrays(*spread)), buffer.tensors()
     assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    for (name, tensor), array in zip(found.items(), spread):
         assert tensor.is_contiguous()
+        as_it_is = array.flags.c_contiguous and array.flags.writeable and array.dtype == tensor.numpy().dtype
+        assert not array.size or np.shares_memory(tensor.numpy(), array) == as_it_is
         assert_bitwise_equal(tensor, expected[name], name)
     assert_bitwise_equal(
         Runner(forward, cache, cuda_graphs=False).run(StepArrays(*spread)), run_in(StepLayout.of(arrays), arrays, cache)

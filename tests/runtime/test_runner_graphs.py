@@ -1,5 +1,6 @@
 """Replayed graphs give what plain steps give, wait for nothing, and keep no memory; staging memory and block copies."""
 
+import contextlib
 import itertools
 from unittest import mock
 
@@ -79,6 +80,20 @@ class EagerGraph:
         forward()
 
 
+class EagerStaging:
+    """Stands for pinned memory where there is no GPU."""
+
+    def upload(self, steps, buffers):
+        buffers.fill(steps)
+        return mock.Mock()
+
+
+def with_eager_graphs(device):
+    """A CPU's runner goes the way of a GPU's, if it has CUDA graphs."""
+    stand_ins = {} if device == "cuda" else {"_Graph": EagerGraph, "_Staging": EagerStaging}
+    return mock.patch.multiple(runner_module, **stand_ins) if stand_ins else contextlib.nullcontext()
+
+
 def test_a_captured_step_reads_what_the_last_one_drew_and_leaves_what_it_draws(device):
     results = []
     for cuda_graphs in (False, True):
@@ -86,12 +101,12 @@ def test_a_captured_step_reads_what_the_last_one_drew_and_leaves_what_it_draws(d
             runner = cuda_runner(cuda_graphs)
         else:
             runner = Runner(forward, make_cache(0.0), False)
-            runner.cuda_graphs = cuda_graphs
+            runner.cuda_graphs, runner._on_host = cuda_graphs, not cuda_graphs
         runner.sampled[:2] = torch.tensor([9, 4])
         sequences = [Sequence([5, 6], num_computed=2, num_pending=1), Sequence([7], num_computed=1, num_pending=1)]
         entries = [StepEntry(sequence, sequence.num_computed, 1) for sequence in sequences]
         tables = np.array([[[2], [3]]], np.int32)
-        with mock.patch.object(runner_module, "_Graph", runner_module._Graph if device == "cuda" else EagerGraph):
+        with with_eager_graphs(device):
             results.append(runner.run(build_arrays(entries, tables, BLOCK_SIZE, {sequences[0]: 1, sequences[1]: 0})))
         if cuda_graphs:
             assert_bitwise_equal(runner.drawn, likeliest(results[0]))
@@ -111,7 +126,7 @@ def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
         if device == "cuda":
             return cuda_runner(cuda_graphs)
         runner = Runner(forward, make_cache(0.0), False)
-        runner.cuda_graphs = cuda_graphs
+        runner.cuda_graphs, runner._on_host = cuda_graphs, not cuda_graphs
         return runner
 
     runner, tokens, computed, expected = new_runner(False), [list(own) for own in starts], [0, 0], []
@@ -126,7 +141,7 @@ def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
     steps = [first, *pending_arrays(lengths + np.arange(num_steps - 1)[:, None], [0, 1], tables, BLOCK_SIZE)]
     for cuda_graphs in (False, True):
         runner = new_runner(cuda_graphs)
-        with mock.patch.object(runner_module, "_Graph", runner_module._Graph if device == "cuda" else EagerGraph):
+        with with_eager_graphs(device):
             for _ in range(2):  # captured, then replayed
                 found = runner.launch_chain(steps)[:, :2]
                 assert_bitwise_equal(found, torch.stack(expected))

@@ -29,13 +29,6 @@ def test_a_stop_token_in_the_prompt_stops_nothing():
     assert Sequence([9, 9], SamplingParams(stop_token_ids=(9,))).finish_reason is None
 
 
-def test_positions_go_on_after_the_last_one():
-    sequence = Sequence([5, 6], position_ids=[3, 10])
-    sequence.append(7)
-    assert sequence.position_ids == [3, 10, 11]
-    assert sequence.num_uncomputed == 3
-
-
 def test_requests_that_share_params_without_a_seed_get_seeds_of_their_own():
     params = SamplingParams()
     seeds = {Sequence([1], params).seed for _ in range(20)}
@@ -47,5 +40,3 @@ def test_requests_that_share_params_without_a_seed_get_seeds_of_their_own():
 def test_what_cannot_be_a_sequence_is_refused():
     with pytest.raises(InvalidInput, match="at least one token"):
         Sequence([])
-    with pytest.raises(InvalidInput, match="1 position_ids for 2 tokens"):
-        Sequence([1, 2], position_ids=[0])

@@ -40,10 +40,13 @@ def test_a_row_ignores_its_neighbours(dtype, m, start, k, n):
 
 
 def test_a_row_ignores_its_neighbours_beyond_a_group():
-    x, w = normal((1100, 48), torch.float32), normal((40, 48), torch.float32)
-    together = matmul_cpu(x, w, None, None, ())
-    for row in (0, 90, 183, 184, 191, 192, 1023, 1024, 1099):
-        assert_bitwise_equal(matmul_cpu(x[row : row + 1], w, None, None, ()), together[row : row + 1])
+    x, w = normal((1100, 300), torch.float32), normal((40, 300), torch.float32)
+    for radices in ((), (2, 2)):
+        together = matmul_cpu(x, w, None, None, radices)
+        for row in (0, 90, 183, 184, 191, 192, 511, 512, 1023, 1024, 1099):
+            alone = matmul_cpu(x[row : row + 1], w, None, None, radices)
+            assert_bitwise_equal(alone, together[row : row + 1])
+            assert_bitwise_equal(alone, in_its_order(x[row : row + 1], w, radices))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

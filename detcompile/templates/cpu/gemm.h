@@ -16,8 +16,8 @@ constexpr int64_t kOverrun = 32;  // words that packing may write past the last 
 constexpr int kFewRows = 4;       // up to so many tokens, which are one tile, packing w would cost more than the product
 static_assert(kFewRows <= kMaxRows);
 
-// One link of a chain: c + a * b over the k of a word. A chain that restarts is one for each block of words, which is added to
-// those before; any other goes on. What either begins with changes no sum: -0 + s is s.
+// One link of a chain: c + a * b over the k of a word. Where chains restart, each block of words has one, from +0, and is added
+// to those before, which begin with -0, as -0 + s is s. Any other chain goes on, from +0.
 struct Fma {
   static constexpr bool pairs = false, restarts = false;
   static Vec link(Vec a, Vec b, Vec c) { return fma(a, b, c); }

@@ -14,7 +14,7 @@ constexpr int64_t kFloatBlock = 128;            // Blocked(K, 128) of float32
 constexpr int64_t kWordsPerStep = kFloatBlock;  // packed at a time: part of a leaf, or several leaves
 constexpr int64_t kRowsPerGroup = 512;          // w is packed once for each group, and every thread packs its x
 constexpr int64_t kManyWords = 8192;            // of x in a row: half as many rows then, lest their copies take much memory
-constexpr int64_t kMostPanelsPerTask = 8;
+constexpr int64_t kRowsPerPanel = 64;           // of a task: few rows read w best in one go, many read x for several panels
 
 // elements [k, k + num_k) of x rows [first, first + rows) as [word][rows]
 template <class T, bool Pairs>
@@ -187,8 +187,8 @@ void run(const Call& call, T pad) {
   int64_t panels = (p.N + kPanelWidth - 1) / kPanelWidth;
   bool small = p.words() > kManyWords || panels < p.num_threads;
   int64_t rows = small ? kRowsPerGroup / 2 : kRowsPerGroup, groups = (p.M + rows - 1) / rows;
-  int64_t wanted = panels * groups / (kTasksPerThread * p.num_threads);
-  int64_t width = wanted < 1 ? 1 : min64(wanted, kMostPanelsPerTask), blocks = (panels + width - 1) / width;
+  int64_t wanted = min64(panels * groups / (kTasksPerThread * p.num_threads), p.M / groups / kRowsPerPanel);
+  int64_t width = wanted < 1 ? 1 : wanted, blocks = (panels + width - 1) / width;
 #pragma omp parallel num_threads(p.num_threads) if (p.num_threads > 1)
   {
     int64_t packed_group = -1;

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kFloatBlock = 128;            // Blocked(K, 128) of float32
 constexpr int64_t kWordsPerStep = kFloatBlock;  // packed at a time: part of a leaf, or several leaves
 constexpr int64_t kRowsPerGroup = 512;          // w is packed once for each group, and every thread packs its x
-constexpr int64_t kManyWords = 8192;            // of x in a row: half as many rows then, lest their copies take much memory
+constexpr int64_t kManyWords = 2048;            // of x in a row: half as many rows then, or their copies outgrow the caches
 constexpr int64_t kRowsPerPanel = 64;           // of a task: few rows read w best in one go, many read x for several panels
 
 // elements [k, k + num_k) of x rows [first, first + rows) as [word][rows]

@@ -31,8 +31,8 @@ help:
 demo: $(VENV)/.stamp-test
 	@$(VENV)/bin/detcompile demo
 
-# One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly. Layouts are asserted, as they are not
-# where nobody asks for it.
+# One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly. Generated code asserts layouts
+# here; elsewhere it does so on request.
 test: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -24,9 +24,9 @@ from detcompile.runtime.dense_step import dense_step
 from detcompile.runtime.end_tokens import pad_token, stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, new_engine
+from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
 from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.medusa_drafter import MedusaDrafter
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
@@ -138,7 +138,6 @@ class CompiledModel:
     @property
     def engine_model(self) -> EngineModel:
         """What an engine has to know of this model."""
-        head = self.model.get_output_embeddings()
         return EngineModel(
             forward=self.forward,
             kv_shapes=self._kv_shapes,
@@ -149,7 +148,7 @@ class CompiledModel:
             num_token_ids=self.vocab_size,
             num_logits=self._num_logits,
             eos_token_ids=stop_tokens(self.model, None),
-            hidden_size=0 if head is None else head.weight.shape[1],
+            hidden_size=self._hidden_size,
             forward_with_states=lambda: self._forward_with_states,
             state_shapes=self._state_shapes,
         )
@@ -265,6 +264,11 @@ class CompiledModel:
         return head.whole_weight() if isinstance(head, GatheredLinear) else head.weight.detach()
 
     @cached_property
+    def _hidden_size(self) -> int:
+        head = self.model.get_output_embeddings()
+        return 0 if head is None else head.weight.shape[1]
+
+    @cached_property
     def _forward_with_states(self) -> Any:
         return lower_with_states(self.model, self.numerics, self.certificate)
 
@@ -277,17 +281,7 @@ class CompiledModel:
         return self._parts[layers]
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int) -> Runner:
-        cache = KVCache(  # an EngineModel, for new_cache, would take as long to make
-            self._kv_shapes,
-            self._kv_groups,
-            dtype=self.dtype,
-            device=self.device,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            states=self._state_shapes,
-            num_state_slots=num_states,
-        )
-        return Runner(self.forward, cache, cuda_graphs)
+        return Runner(self.forward, new_cache(self.engine_model, num_blocks, block_size, num_states), cuda_graphs)
 
     @torch.no_grad()
     def __call__(

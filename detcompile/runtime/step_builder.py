@@ -29,6 +29,7 @@ __all__ = [
     "joined",
     "pending_arrays",
     "read_only",
+    "token_places",
 ]
 
 NOT_PENDING = -1  # a token that the host knows
@@ -150,11 +151,7 @@ def build_arrays(
     """
     starts = np.array([entry.start for entry in entries], np.int64)
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
-    cu_seqlens = np.zeros(len(entries) + 1, np.int64)
-    np.cumsum(counts, out=cu_seqlens[1:])
-    row = np.repeat(np.arange(len(entries)), counts)
-    place = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row]  # index in its own sequence
-    slots = tables[:, row, place // block_size].astype(np.int64) * block_size + place % block_size
+    cu_seqlens, place, slots = token_places(starts, counts, tables, block_size)
     input_ids, pending_rows = _input_ids(entries, cu_seqlens, pending)
     return StepArrays(
         input_ids=input_ids,
@@ -167,6 +164,22 @@ def build_arrays(
         block_tables=tables,
         state_slots=np.array([entry.sequence.state_slot for entry in entries], np.int32),
     )
+
+
+def token_places(
+    starts: NDArray[np.int64], counts: NDArray[np.int64], tables: NDArray[np.int32], block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Where a step's tokens stand: the next ``counts`` [S] of sequences that have ``starts`` [S] before them.
+
+    Returns:
+        cu_seqlens [S + 1]; each token's index in its own sequence [T]; its slot in each group [G, T].
+    """
+    cu_seqlens = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    row = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row]
+    slots = tables[:, row, place // block_size].astype(np.int64) * block_size + place % block_size
+    return cu_seqlens, place, slots
 
 
 def joined(parts: SequenceOf[StepArrays]) -> StepArrays:

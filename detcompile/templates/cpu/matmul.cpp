@@ -140,7 +140,7 @@ struct Product {
     }
   }
 
-  // Where a tile's last step will put its sums
+  // Where a tile's last step will put its sums. Inlined for the same reason.
   [[gnu::always_inline]] void prefetch_out(int64_t row, int64_t rows, int64_t n) const {
     int64_t item = item_size(p.out_dtype), bytes = min64(kPanelWidth, p.N - n) * item;
     for (int64_t i = first_row + row; i < first_row + row + rows; i++) {

@@ -52,6 +52,49 @@ void pack_panel(const Problem& p, int64_t n, int64_t k, int64_t num_k, float* pa
   }
 }
 
+template <int Rows>
+void interleave(const float* x, int64_t stride, int64_t K, float* out) {
+  for (int64_t k = 0; k < K; k++)
+    for (int row = 0; row < Rows; row++) out[k * Rows + row] = x[row * stride + k];
+}
+
+// Few rows of x as [leaf][word][rows]: one row of float32 is that already, and more of them need no turning
+template <class T, class Link>
+const float* pack_few(const Problem& p, T pad) {
+  float* packed = packed_x_scratch.floats(p.M * p.words() + kOverrun * kLanes);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    static_assert(kFewRows == 4);
+    const float* x = reinterpret_cast<const float*>(p.x);
+    if (p.M == 1) return x;
+    (p.M == 2 ? interleave<2> : p.M == 3 ? interleave<3> : interleave<4>)(x, p.x_stride, p.K, packed);
+    return packed;
+  }
+  for (int64_t leaf = 0; leaf < p.leaves; leaf++)
+    pack_x<T, Link::pairs>(p, 0, p.M, leaf * p.leaf_k, p.leaf_k, packed + leaf * p.leaf_words * p.M, pad);
+  return packed;
+}
+
+// The features of a panel straight from w, sixteen at a time along a whole leaf: of so many rows the CPU foresees the rest.
+template <class T, class Link>
+void multiply_few(const Problem& p, const float* packed_x, int64_t n) {
+  int64_t block = kWordsPerStep * (Link::pairs ? 2 : 1);
+  float* state = task_scratch.floats(TreeSum::floats(p, p.M * kPanelWidth));
+  TreeSum tree{p, state, p.M * kPanelWidth};
+  for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
+    FeatureRows<T> features(p, n, leaf * p.leaf_k);
+    const float* a = packed_x + leaf * p.leaf_words * p.M;
+    begin_chains<Link>(tree.leaf_sum(leaf), p.M * kPanelWidth);
+    for (int group = 0; group < kPanelVecs; group++) {
+      FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // in the chains alone
+      float* sum = tree.leaf_sum(leaf) + group * kLanes;
+      for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
+        rows_kernel<T, Link>(p.M)(a + word * p.M, features.rows[group], k, min64(block, p.leaf_k - k), sum);
+    }
+    tree.add_leaf(leaf);
+  }
+  finish(p, 0, p.M, n, state);
+}
+
 // What is packed at a time: words [word, word + words) of each leaf in [leaf, leaf + leaves)
 struct Step {
   int64_t leaf, leaves, word, words;
@@ -76,12 +119,10 @@ struct Product {
   int64_t first_row;
   RowTiles tiles;
   float* packed_x;
-  bool few;  // too few tokens to pack w
 
   Product(const Problem& problem, int64_t begin, int64_t end)
       : p(problem), first_row(begin), tiles(end - begin),
-        packed_x(packed_x_scratch.floats((end - begin) * p.words() + kOverrun * kLanes)),
-        few(end - begin <= kFewRows && p.w_k_stride == 1) {}
+        packed_x(packed_x_scratch.floats((end - begin) * p.words() + kOverrun * kLanes)) {}
 
   // [step][leaf of the step][tile][word][rows], so that a step reads its share in one go
   void pack(T pad) const {
@@ -109,26 +150,6 @@ struct Product {
     panel_kernel<Link>(rows)(a, panel + i * step.words * kPanelWidth, step.words, sum);
   }
 
-  // The features of a panel straight from w, sixteen at a time along a whole leaf: of so many rows the CPU foresees the rest.
-  void run_few(int64_t n) const {
-    int64_t rows = tiles.begin(1), block = kWordsPerStep * per_word;
-    float* state = task_scratch.floats(TreeSum::floats(p, rows * kPanelWidth));
-    TreeSum tree{p, state, rows * kPanelWidth};
-    for (int64_t leaf = 0; leaf < p.leaves; leaf++) {
-      FeatureRows<T> features(p, n, leaf * p.leaf_k);
-      const float* a = packed_x + leaf * p.leaf_words * rows;
-      begin_chains<Link>(tree.leaf_sum(leaf), rows * kPanelWidth);
-      for (int group = 0; group < kPanelVecs; group++) {
-        FlushSubnormals flush(p.dtype == kBFloat16 && !Link::pairs);  // in the chains alone
-        float* sum = tree.leaf_sum(leaf) + group * kLanes;
-        for (int64_t word = 0, k = 0; word == 0 || word < p.leaf_words; word += kWordsPerStep, k += block)
-          rows_kernel<T, Link>(rows)(a + word * rows, features.rows[group], k, min64(block, p.leaf_k - k), sum);
-      }
-      tree.add_leaf(leaf);
-    }
-    finish(p, first_row, rows, n, state);
-  }
-
   // A tile's share of what the panel at n takes from w in a step. Inlined, because GCC drops calls that only prefetch.
   // One tile alone is multiplied before anything arrives.
   [[gnu::always_inline]] void prefetch(int64_t n, const Step& step, int64_t tile) const {
@@ -150,10 +171,6 @@ struct Product {
   }
 
   void run(int64_t panel_begin, int64_t panel_end) const {
-    if (few) {
-      for (int64_t panel = panel_begin; panel < panel_end; panel++) run_few(panel * kPanelWidth);
-      return;
-    }
     int64_t state_floats = TreeSum::floats(p, kMaxRows * kPanelWidth), panel_floats = (kWordsPerStep + kOverrun) * kPanelWidth;
     float* panel = task_scratch.floats(panel_floats + tiles.count * (panel_end - panel_begin) * state_floats);
     for (Step step = Step::first(p);; step = step.next(p)) {
@@ -182,8 +199,20 @@ struct Product {
 };
 
 template <class T, class Link>
+void run_few(const Problem& p, T pad) {
+  int64_t panels = (p.N + kPanelWidth - 1) / kPanelWidth;
+#pragma omp parallel num_threads(p.num_threads) if (p.num_threads > 1)
+  {
+    const float* packed_x = pack_few<T, Link>(p, pad);
+#pragma omp for schedule(static) nowait
+    for (int64_t panel = 0; panel < panels; panel++) multiply_few<T, Link>(p, packed_x, panel * kPanelWidth);
+  }
+}
+
+template <class T, class Link>
 void run(const Call& call, T pad) {
   Problem p(call, Link::pairs);
+  if (p.M <= kFewRows && p.w_k_stride == 1) return run_few<T, Link>(p, pad);
   int64_t panels = (p.N + kPanelWidth - 1) / kPanelWidth;
   bool small = p.words() > kManyWords || panels < p.num_threads;
   int64_t rows = small ? kRowsPerGroup / 2 : kRowsPerGroup, groups = (p.M + rows - 1) / rows;

@@ -30,6 +30,7 @@ from detcompile.templates.collectives_memory import BOX, CHANNELS, LANES, PeerMe
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import close_leaf, root_of
 from detcompile.templates.matmul_launch import tree_options
+from detcompile.templates.widening_triton import widened
 
 __all__ = [
     "LEVELS",
@@ -278,5 +279,5 @@ def finish(
     if HAS_RESIDUAL:
         row = (element // N).to(tl.int64) * residual_stride
         residual = tl.load(residual_ptr + row + element % N, mask=inside, other=0.0)
-        y = (residual.to(tl.float32) + y.to(tl.float32)).to(DTYPE)
+        y = (widened(residual, DTYPE) + y.to(tl.float32)).to(DTYPE)
     return y

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.matmul_kernels import close_leaf, grouped, root_of, store_tile
+from detcompile.templates.widening_triton import widened
 
 __all__ = ["NARROW_BFLOAT16", "NARROW_FLOAT16", "NARROW_REGISTERS", "dequant_kernel", "expand_kernel"]
 
@@ -66,7 +67,7 @@ def _scale_at(
     if NARROW:
         offset = (zero + (128.0 if scale.dtype == tl.bfloat16 else 1024.0)).to(scale.dtype)
     else:
-        scale = scale.to(tl.float32)
+        scale = widened(scale, tl.float16)  # whatever the weights are rounded to
         offset = zero + (_MAGIC + 128 if KIND == _BYTES else _MAGIC)
     return scale, offset
 

@@ -27,6 +27,7 @@ from detcompile.templates.dependent_launch import (
     launch_options,
 )
 from detcompile.templates.dequant_kernels import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
+from detcompile.templates.widening_triton import widened
 
 __all__ = ["launch", "warps_kernel"]
 
@@ -212,7 +213,7 @@ def _store(
     y = acc.to(out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + m * residual_stride + n, mask=inside, other=0.0)
-        y = (residual.to(gl.float32) + y.to(gl.float32)).to(out_ptr.dtype.element_ty)
+        y = (widened(residual, y.dtype) + y.to(gl.float32)).to(y.dtype)
     gl.store(out_ptr + m * N + n, y, mask=inside)
 
 

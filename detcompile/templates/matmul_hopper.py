@@ -38,6 +38,7 @@ from detcompile.templates.dependent_launch import (
     launch_options,
 )
 from detcompile.templates.gates_triton import LOG2_E
+from detcompile.templates.widening_triton import widened
 
 __all__ = ["hopper_matmul_kernel", "launch", "supports"]
 
@@ -289,7 +290,7 @@ def _finish(
     inside = (m < M) & (n < N)
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + m.to(gl.int64) * residual_stride + n, mask=inside, other=0.0)
-        y = (residual.to(gl.float32) + y.to(gl.float32)).to(out_ptr.dtype.element_ty)
+        y = (widened(residual, y.dtype) + y.to(gl.float32)).to(y.dtype)
     if STORED:
         tma.store_wait(0)
         tile.store(y)

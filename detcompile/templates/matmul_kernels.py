@@ -22,6 +22,7 @@ import triton.language as tl
 
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.gates_triton import silu_mul
+from detcompile.templates.widening_triton import widened
 
 __all__ = [
     "close_leaf",
@@ -50,7 +51,7 @@ def store_tile(
     y = acc.to(out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + m * residual_stride + n, mask=inside, other=0.0)
-        y = (residual.to(tl.float32) + y.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        y = (widened(residual, y.dtype) + y.to(tl.float32)).to(y.dtype)
     tl.store(out_ptr + m * N + n, y, mask=inside)
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.numerics import Row
+from detcompile.templates.widening_triton import widened
 
 __all__ = [
     "CALLERS",
@@ -92,8 +93,8 @@ def load_rows(
 
 
 @triton.jit
-def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr):
-    """A vector [R] to go with every row of a tile, in fp32, [ROWS or 1, F, C].
+def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """A vector [R] to go with every row of a tile of DTYPE, in fp32, [ROWS or 1, F, C].
 
     Loaded as a tile it is where it is needed at once. But a tile is laid out for the widest load of its shape, which
     must remain that of the rows: a vector that could be loaded in wider pieces is loaded once, and handed around.
@@ -104,7 +105,7 @@ def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr):
         x = tl.load(pointers, mask=(column < R)[None, :, :], other=0.0)
     else:
         x = tl.load(pointer + column, mask=column < R, other=0.0)[None, :, :]
-    return x.to(tl.float32)
+    return widened(x, DTYPE)
 
 
 @triton.jit

@@ -120,7 +120,8 @@ def _rms_norm_kernel(
     row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
-        weight = load_columns(weight_ptr, row, column, R, VECTOR)  # in flight while the row is summed
+        # in flight while the row is summed
+        weight = load_columns(weight_ptr, row, column, R, VECTOR, out_ptr.dtype.element_ty)
     if CHUNKS == 1:
         squares = tile_total(x * x, ROWS, LANES, VECTOR, SHUFFLE)
     else:
@@ -146,9 +147,9 @@ def _layer_norm_kernel(
     row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
     if HAS_WEIGHT:
-        weight = load_columns(weight_ptr, row, column, R, VECTOR)
+        weight = load_columns(weight_ptr, row, column, R, VECTOR, out_ptr.dtype.element_ty)
     if HAS_BIAS:
-        bias = load_columns(bias_ptr, row, column, R, VECTOR)
+        bias = load_columns(bias_ptr, row, column, R, VECTOR, out_ptr.dtype.element_ty)
     if CHUNKS == 1:
         mean = row_mean(tile_total(x, ROWS, LANES, VECTOR, SHUFFLE), R)
         squares = tile_total(_centered_squares(x, mean, column, R), ROWS, LANES, VECTOR, SHUFFLE)

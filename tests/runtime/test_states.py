@@ -34,13 +34,14 @@ def model_of(name: str, device: str) -> CompiledModel:
 
 @NAMES
 def test_logits_are_those_of_hugging_face(name: str, device: str) -> None:
-    """Past a chunk of its own scans, and of our attention."""
+    """Past a chunk of its own scans, and of our attention; in bfloat16 as near to float32 as Hugging Face's own."""
     model = model_of(name, device)
     ids = torch.randint(0, VOCAB_SIZE, (2, 577), generator=torch.Generator().manual_seed(5)).to(device)
     with torch.no_grad():
         expected = random_model(name, torch.float32, device)(ids, use_cache=False).logits
-    error = (model(ids).logits.float() - expected).norm() / expected.norm()
-    assert error < (1e-5 if model.dtype is torch.float32 else 3e-2)
+        theirs = random_model(name, model.dtype, device)(ids, use_cache=False).logits
+    error, own = ((logits.float() - expected).norm() / expected.norm() for logits in (model(ids).logits, theirs))
+    assert error <= max(1e-5, 1.05 * own), f"{name}: {error:.3e}, Hugging Face's {own:.3e}"
 
 
 @NAMES

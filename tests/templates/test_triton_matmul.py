@@ -66,6 +66,17 @@ def test_float32_has_the_bytes_of_its_order(k: int, radices: tuple[int, ...]) ->
             assert_bitwise_equal(out, residual + (exact + bias), f"{order} {schedule} with its epilogue")
 
 
+def test_a_residual_outside_the_range_of_the_output_counts_whole() -> None:
+    """A bfloat16 one beside float16 outputs; LLVM would round it to float16 (widening_triton.py)."""
+    x, w = heavy_tailed(5, 64), heavy_tailed(40, 64, seed=1)
+    w[::2] *= 1e-6
+    residual = (1.25 * 2.0 ** torch.arange(-30, 10, device=DEVICE)).bfloat16().expand(5, 40)
+    for schedule in SMALL:
+        y = run_schedule(schedule, x, w, out_dtype=torch.float16)
+        found = run_schedule(schedule, x, w, None, residual, out_dtype=torch.float16)
+        assert_bitwise_equal(found, (residual.float() + y.float()).half(), str(schedule))
+
+
 @pytest.mark.parametrize(("k", "levels"), [(144, 3), (200, 1), (96, 5), (320, 2)])
 def test_leaves_side_by_side_have_the_bytes_of_their_tree(k: int, levels: int) -> None:
     x, w = heavy_tailed(19, k), heavy_tailed(40, k, seed=1)

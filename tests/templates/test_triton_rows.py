@@ -57,6 +57,14 @@ def test_variance_and_mean_have_the_bytes_of_their_order(length: int) -> None:
     assert_bitwise_equal(var.nan_to_num(), expected.nan_to_num())
 
 
+def test_weights_outside_the_range_of_the_rows_count_whole() -> None:
+    """bfloat16 ones beside float16 rows; LLVM would round them to float16 (widening_triton.py)."""
+    x = heavy_tailed(5, 130, dtype=torch.float16)
+    weight = 1.25 * 2.0 ** torch.arange(-65, 65, device=DEVICE).bfloat16()
+    plain = rms_norm_cuda(x, None, 1e-6, True)
+    assert_bitwise_equal(rms_norm_cuda(x, weight, 1e-6, True), (plain.float() * weight.float()).half())
+
+
 @pytest.mark.parametrize("radices", [(2, 2, 2), (3, 2), (8,)])
 @pytest.mark.parametrize("length", [7, 1000, 4097])
 def test_logsumexp_over_sharded_leaves_has_the_bytes_of_its_order(length: int, radices: tuple[int, ...]) -> None:

@@ -7,9 +7,10 @@ The scores of SCALED rows: see attention_scores.
 
 A tile's rows are BQ tokens x HEADS query heads of one KV head. Per chunk a row has a maximum m, a sum l and an output
 o; chunks meet ascending. Sums over keys go through ``tl.dot`` (with columns of ones for l): ``tl.sum`` would take an
-order that depends on how many warps share a row. A block in which a row sees no key leaves its bits alone, so that
-tiles may skip it or not. A row that sees a value that is not finite gets NaN in that column; a row that does not see
-it gets none of it, though both share a tile. A sink joins a row last, after its last chunk.
+order that depends on how many warps share a row. In float32 each block has sums of its own, which join those before by
+one fma: a chain through a whole chunk lost twice as much as they do. A block in which a row sees no key leaves its bits
+alone, so that tiles may skip it or not. A row that sees a value that is not finite gets NaN in that column; a row that
+does not see it gets none of it, though both share a tile. A sink joins a row last, after its last chunk.
 """
 
 import triton
@@ -129,15 +130,21 @@ def _attend_block(
     alpha = tl.exp2((m - safe) * c)
     v = tl.load(v_ptr + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
     p = tl.exp2((s - safe[:, None]) * c).to(v.dtype)
-    o = o * alpha[:, None]
+    if v.dtype != tl.float32:
+        o = o * alpha[:, None]
     if PARTIAL:
         finite = tl.abs(v) < float("inf")
         strange = tl.where(finite, 0.0, 1.0).to(v.dtype)
         v = tl.where(finite, v, 0.0).to(v.dtype)
         seen = tl.dot(tl.where(visible, 1.0, 0.0).to(v.dtype), strange, input_precision="ieee")
         o = tl.where(seen > 0.0, float("nan"), o)
-    o = tl.dot(p, v, o, input_precision="ieee")
-    l = tl.dot(p, tl.full((KEYS, 16), 1.0, v.dtype), l * alpha[:, None], input_precision="ieee")
+    ones = tl.full((KEYS, 16), 1.0, v.dtype)
+    if v.dtype == tl.float32:
+        o = tl.fma(o, alpha[:, None], tl.dot(p, v, input_precision="ieee"))
+        l = tl.fma(l, alpha[:, None], tl.dot(p, ones, input_precision="ieee"))
+    else:
+        o = tl.dot(p, v, o, input_precision="ieee")
+        l = tl.dot(p, ones, l * alpha[:, None], input_precision="ieee")
     return top, l, o
 
 

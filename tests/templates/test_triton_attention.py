@@ -141,6 +141,23 @@ def test_empty_and_refused_inputs() -> None:
         dense(Sequence(s.q[:, :3], s.k, s.v))
 
 
+@pytest.mark.parametrize("spread", [0.2, 1.0])
+def test_a_chunk_of_float32_loses_no_more_than_plain_attention(spread: float) -> None:
+    """Flat scores and steep ones. A chain through all keys of a chunk would lose up to twice as much."""
+    s = sequence(577, 2, 1, 20, 20, torch.float32)
+    q, k, v = (t[None].transpose(1, 2) for t in (s.q * spread, s.k, s.v))
+    later = torch.ones(577, 577, dtype=torch.bool, device=DEVICE).triu(1)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(2, 3) * 20**-0.5).masked_fill(later, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    exact = plain(q.double(), k.double(), v.double())
+    ours, torchs = dense_attention_cuda(q, k, v, 20**-0.5, 0, 512), plain(q, k, v)
+    errors = [((out.double() - exact).norm() / exact.norm()).item() for out in (ours, torchs)]
+    assert errors[0] <= 1.05 * errors[1], f"{errors[0]:.3e}, plain {errors[1]:.3e}"
+
+
 class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 

@@ -283,8 +283,8 @@ class KV(SumOrder):
         """The query at `position`, q [D], over k [keys, D] and v [keys, Dv] -> [Dv] float32.
 
         Key p is visible iff position - window < p <= position; window 0 shows every key up to `position`. This is the
-        reference of the order of blocks and chunks, not of a template's bits: the exponential is numpy's, and the
-        sums inside a block are Sequential where a template uses its own lanes.
+        reference of the order of blocks and chunks, not of a template's bits: the exponential is numpy's, and one
+        chain runs through the blocks of a chunk, where a template uses its own lanes and may sum each block by itself.
 
         Raises:
             InvalidInput: the order is symbolic, or k or v end before `position`.

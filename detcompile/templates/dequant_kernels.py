@@ -67,7 +67,7 @@ def _scale_at(
     if NARROW:
         offset = (zero + (128.0 if scale.dtype == tl.bfloat16 else 1024.0)).to(scale.dtype)
     else:
-        scale = widened(scale, tl.float16)  # whatever the weights are rounded to
+        scale = widened(scale, tl.float16)  # the only dtype that LLVM would shrink to
         offset = zero + (_MAGIC + 128 if KIND == _BYTES else _MAGIC)
     return scale, offset
 

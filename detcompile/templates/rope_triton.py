@@ -17,6 +17,7 @@ from detcompile.numerics import row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.row_sums import row_total
 from detcompile.templates.row_tiles import aligned, rms_scale, row_plan
+from detcompile.templates.widening_triton import widened
 
 __all__ = ["MOST_FEATURES", "rope_cache_cuda"]
 
@@ -40,7 +41,7 @@ def _normed(
     if ROUND_FIRST:
         y = y.to(DTYPE).to(tl.float32)
     if HAS_WEIGHT:
-        y = y * tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        y = y * widened(tl.load(weight_ptr + column, mask=column < D, other=0.0), DTYPE)[None, :]
     return y.to(DTYPE).to(tl.float32)
 
 

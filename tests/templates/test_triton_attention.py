@@ -143,7 +143,7 @@ def test_empty_and_refused_inputs() -> None:
 
 @pytest.mark.parametrize("spread", [0.2, 1.0])
 def test_a_chunk_of_float32_loses_no_more_than_plain_attention(spread: float) -> None:
-    """Flat scores and steep ones. A chain through all keys of a chunk would lose up to twice as much."""
+    """Flat scores and steep ones. A chain through all keys of a chunk loses 1.3 to 1.5 times as much as plain."""
     s = sequence(577, 2, 1, 20, 20, torch.float32)
     q, k, v = (t[None].transpose(1, 2) for t in (s.q * spread, s.k, s.v))
     later = torch.ones(577, 577, dtype=torch.bool, device=DEVICE).triu(1)

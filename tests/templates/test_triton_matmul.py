@@ -69,8 +69,9 @@ def test_float32_has_the_bytes_of_its_order(k: int, radices: tuple[int, ...]) ->
 def test_a_residual_outside_the_range_of_the_output_counts_whole() -> None:
     """A bfloat16 one beside float16 outputs; LLVM would round it to float16 (widening_triton.py)."""
     x, w = heavy_tailed(5, 64), heavy_tailed(40, 64, seed=1)
-    w[::2] *= 1e-6
-    residual = (1.25 * 2.0 ** torch.arange(-30, 10, device=DEVICE)).bfloat16().expand(5, 40)
+    w[:20] *= 1e-8  # outputs among float16's subnormals, beside a residual halfway between two of them
+    w[20:] *= 400  # and outputs that bring one beyond float16's range back into it
+    residual = torch.tensor([2.5 * 2.0**-24] * 20 + [7e4] * 20, device=DEVICE).bfloat16().expand(5, 40)
     for schedule in SMALL:
         y = run_schedule(schedule, x, w, out_dtype=torch.float16)
         found = run_schedule(schedule, x, w, None, residual, out_dtype=torch.float16)

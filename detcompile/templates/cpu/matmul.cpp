@@ -58,19 +58,20 @@ void interleave(const float* x, int64_t stride, int64_t K, float* out) {
     for (int row = 0; row < Rows; row++) out[k * Rows + row] = x[row * stride + k];
 }
 
-// Few rows of x as [leaf][word][rows]: one row of float32 is that already, and more of them need no turning
+// Few rows of x as [leaf][word][rows]. One row of float32 lies so already; more are interleaved, which beats transposing.
 template <class T, class Link>
 const float* pack_few(const Problem& p, T pad) {
+  constexpr bool floats = sizeof(T) == sizeof(float);
+  const float* x = reinterpret_cast<const float*>(p.x);
+  if (floats && p.M == 1) return x;
   float* packed = packed_x_scratch.floats(p.M * p.words() + kOverrun * kLanes);
-  if constexpr (sizeof(T) == sizeof(float)) {
+  if constexpr (floats) {
     static_assert(kFewRows == 4);
-    const float* x = reinterpret_cast<const float*>(p.x);
-    if (p.M == 1) return x;
     (p.M == 2 ? interleave<2> : p.M == 3 ? interleave<3> : interleave<4>)(x, p.x_stride, p.K, packed);
-    return packed;
+  } else {
+    for (int64_t leaf = 0; leaf < p.leaves; leaf++)
+      pack_x<T, Link::pairs>(p, 0, p.M, leaf * p.leaf_k, p.leaf_k, packed + leaf * p.leaf_words * p.M, pad);
   }
-  for (int64_t leaf = 0; leaf < p.leaves; leaf++)
-    pack_x<T, Link::pairs>(p, 0, p.M, leaf * p.leaf_k, p.leaf_k, packed + leaf * p.leaf_words * p.M, pad);
   return packed;
 }
 

@@ -88,6 +88,7 @@ inline void multiply_panel(const float* a, const float* b, int64_t words, float*
 #pragma GCC unroll 32
   for (int i = 0; i < Rows * kPanelVecs; i++) sum[i] = chain_start<Link>(c + i * kLanes);
   for (int64_t word = 0; word < words; word++) {
+    __builtin_prefetch(a + (words + word) * Rows);  // the next tile's: it lies behind this one
     Vec b_word[kPanelVecs];
 #pragma GCC unroll 32
     for (int j = 0; j < kPanelVecs; j++) b_word[j] = load(b + word * kPanelWidth + j * kLanes);

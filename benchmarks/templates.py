@@ -41,7 +41,10 @@ GEMMS = {  # name: N, K, whether it is row-parallel, so that a tree may be decla
 }
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TREES = {"Sequential": (), "Tree(1,2,4,8)": (2, 2, 2)}
-DECODES = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (32, 1024), (32, 8192), (64, 512), (256, 512), (256, 2048))
+DECODES = (  # sequences, keys
+    *((1, n) for n in (96, 1024, 8192, 32768)), (8, 512), (8, 1024), (8, 8192), (16, 1024), (32, 1024), (32, 8192),
+    (64, 512), (256, 96), (256, 512), (256, 1024), (256, 2048),
+)  # fmt: skip
 GROUPS = ((1, 64), (128, 512), (1024, 8192))  # token counts over which a geometric mean is taken
 
 
@@ -169,34 +172,38 @@ def attention_rows() -> Iterator[dict]:
             row |= {f"{name}_us": peer_us, f"ratio to {name}": peer_us / us}
         yield row
     for batch, n in DECODES:
-        yield _decode(batch, n, heads, kv_heads, d, 16)
+        yield _decode(batch, n, heads, kv_heads, d, 64)
 
 
 def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) -> dict:
-    """One token a sequence against n keys, beside SDPA over contiguous keys and a copy of the cache."""
-    pages = batch * n // page
+    """One token a sequence against n keys, which are in the cache, beside SDPA over contiguous keys and a copy."""
+    pages = -(-n // page)
     rotated = copies(2 * 2 * batch * n * kv_heads * d)
     caches = [
-        tuple(torch.randn(pages, page, kv_heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        tuple(torch.randn(batch * pages, page, kv_heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         for _ in range(rotated)
     ]
-    table = torch.randperm(pages, device=DEVICE).view(batch, -1).int()
-    last = table[:, -1].long() * page + page - 1
+    table = torch.randperm(batch * pages, device=DEVICE).view(batch, pages).int()
     cu = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
     lens = torch.full((batch,), n, device=DEVICE, dtype=torch.int32)
-    q, k, v = (torch.randn(batch, h, d, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    q = torch.randn(batch, heads, d, device=DEVICE, dtype=torch.bfloat16)
 
     def ours(k_cache, v_cache):  # type: ignore[no-untyped-def]
-        return attention_triton.paged_attention_cuda(q, k, v, k_cache, v_cache, last, cu, lens, table, d**-0.5, 0, 512)
+        metadata = (cu, cu, lens, table)  # no slots, as nothing is written
+        return attention_triton.paged_attention_cuda(q, None, None, k_cache, v_cache, *metadata, d**-0.5, 0, 512)
 
     def peer(k_cache, v_cache):  # type: ignore[no-untyped-def]
-        keys, values = (t.view(batch, n, kv_heads, d).transpose(1, 2) for t in (k_cache, v_cache))
+        keys, values = (t.view(batch, pages * page, kv_heads, d)[:, :n].transpose(1, 2) for t in (k_cache, v_cache))
         return sdpa(q[:, :, None], keys, values, enable_gqa=True)
 
-    us, peer_us = measure(caches, ours), measure(caches, peer)
-    moved = sum(t.numel() * t.element_size() for t in caches[0])
-    copy_us = measure(caches, lambda a, b: a.copy_(b))  # reads and writes as many bytes as decoding reads
-    row = {"kernel": "attention decode", "batch": batch, "keys": n, "us": us, "TB/s": moved / us * 1e-6}
+    count = batch * n * kv_heads * d
+
+    def copy(k_cache, v_cache):  # type: ignore[no-untyped-def]
+        return k_cache.view(-1)[:count].copy_(v_cache.view(-1)[:count])  # reads and writes as much as decoding reads
+
+    us, peer_us, copy_us = _in_turns(caches, ours, peer, copy)
+    moved = 2 * 2 * count
+    row = {"kernel": "attention decode", "batch": batch, "keys": n, "page": page, "us": us, "TB/s": moved / us * 1e-6}
     return row | {
         "copy_us": copy_us,
         "of_copy": copy_us / us,

@@ -110,15 +110,15 @@ def descriptor(t: Tensor, piece: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def sequence_of(tile, cu_ptr, S, BQ: gl.constexpr, WARPS: gl.constexpr):
-    """Largest s in 0..S with cu[s] // BQ + s <= tile: each sequence may end inside a tile. S is the padding."""
+def sequence_of(index, cu_ptr, S, BQ: gl.constexpr, PER_SEQUENCE: gl.constexpr, WARPS: gl.constexpr):
+    """attention_kernels.sequence_of."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     low = 0
     high = S + 1
     while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
         step = (high - low + 31) // 32
         place = low + (1 + lane) * step
-        before = gl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place <= tile
+        before = gl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place * PER_SEQUENCE <= index
         low += gl.sum(((place < high) & before).to(gl.int32), 0) * step
         high = gl.minimum(low + step, high)
     return low
@@ -177,7 +177,7 @@ def _task(
         length = T
         past = T * 0
     else:
-        sequence = sequence_of(tile, cu_ptr, S, BQ, WARPS)
+        sequence = sequence_of(tile, cu_ptr, S, BQ, 1, WARPS)
         start = gl.load(cu_ptr + sequence)
         local = (tile - (start // BQ + sequence)) * BQ
         length = gl.load(cu_ptr + sequence + 1, mask=sequence < S, other=T) - start

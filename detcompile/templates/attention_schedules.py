@@ -33,7 +33,7 @@ class AttentionProblem:
     """All that a choice of schedule may depend on.
 
     page 0 means dense; few: mostly one token a sequence; split: tiles alone leave multiprocessors idle; hopper:
-    attention_hopper can read the keys and values.
+    attention_hopper can read the keys and values; stages: blocks that attention_turned should have on their way.
     """
 
     dtype: str
@@ -47,6 +47,7 @@ class AttentionProblem:
     few: bool
     split: bool
     hopper: bool = False
+    stages: int = 3
     scaled: bool = False  # these four: see attention_scores
     capped: bool = False
     alibi: bool = False
@@ -61,6 +62,8 @@ class AttentionProblem:
         heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
         flags = ("hopper", "scaled", "capped", "alibi", "sinks", "chunked", "relative")
         words = [flag for flag in flags if getattr(self, flag)]
+        if self.few and self.hopper:
+            words.append(f"stages={self.stages}")
         return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
 
 
@@ -83,6 +86,6 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
         return tuple(plain)
     rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
     hopper = [AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows]
-    stages = (3, 2, 1) if problem.split else (2, 3, 1)  # without split many tiles are to share a multiprocessor
+    stages = sorted((2, 3, 4), key=lambda count: (count != problem.stages, count))
     turned = [AttentionSchedule(attention_turned.COLUMNS, 4, count, problem.split, turned=True) for count in stages]
     return tuple((turned if problem.few and problem.page else []) + hopper + plain)

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _AHEAD = 16  # partials of chunks that are read before the first is merged
+_AT_ONCE = 4  # chunks that a merge reads without looking up which of them there are
 _MOST_PARTIAL_BYTES = 1 << 28  # of fp32 chunk outputs
 
 
@@ -93,7 +94,7 @@ def paged_attention_cuda(
     S, page = seq_lens.shape[0], k_cache.shape[1]
     chunks = triton.cdiv(block_table.shape[1] * page, kv_chunk)
     problem = _problem(q, k_cache, v_cache, page, kv_chunk, seen, scores, few=T <= 2 * S)
-    problem = _with_split(problem, q.device, T, S, chunks)
+    problem = _for_step(problem, q.device, T, S, block_table.shape[1] * page)
     _attend(
         schedule or _schedule(problem, q.device), problem, _unit_rows(q)[None], k_cache, v_cache, out[None],
         (cu_seqlens, seq_lens, block_table), T, S, chunks, scores, seen,
@@ -255,12 +256,21 @@ def _problem(
     )  # fmt: skip
 
 
-def _with_split(problem: AttentionProblem, device: torch.device, T: int, S: int, chunks: int) -> AttentionProblem:
-    """Chunks get programs of their own where tiles alone leave multiprocessors idle."""
-    tiles = _tiles(T, S, 16 if problem.few else 64, problem.heads // problem.kv_heads) * problem.kv_heads
+def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, keys: int) -> AttentionProblem:
+    """The problem of T tokens of S sequences whose tables have room for so many keys each.
+
+    Chunks get programs of their own where tiles alone leave multiprocessors idle. Two chunks one after the other take
+    little longer than one beside the other, so there one tile a multiprocessor is enough.
+    """
+    chunks, group = triton.cdiv(keys, problem.chunk), problem.heads // problem.kv_heads
+    tiles = _tiles(T, S, 16 if problem.few else 64, group) * problem.kv_heads
+    enough = multiprocessors(device) * (1 if problem.few and chunks == 2 else 8)
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
-    split = chunks > 1 and tiles < 8 * multiprocessors(device) and partial_bytes <= _MOST_PARTIAL_BYTES
-    return replace(problem, split=split)
+    split = chunks > 1 and tiles < enough and partial_bytes <= _MOST_PARTIAL_BYTES
+    # A program that has a multiprocessor for itself may fill it; otherwise several wait for memory in turns.
+    programs = T * problem.kv_heads * (chunks if split else 1)
+    stages = 2 if keys <= 2 * attention_kernels.KEYS.value else 4 if 2 * programs <= multiprocessors(device) else 3
+    return replace(problem, split=split, stages=stages)
 
 
 def _attend(
@@ -307,10 +317,10 @@ def _attend(
         attention_hopper.launch(q, k, v, target, stat, (cu, lens, table), numbers, strides, constants)
     elif schedule.turned:
         assert metadata is not None and problem.hopper, f"{schedule} reads pages through descriptors"
-        numbers = {"c": scores.c, "window": window, "T": T, "S": S, "H": problem.heads, "chunks": chunks}
-        constants = {"G": group, "HEADS": heads, "D": problem.d, "PAGE": problem.page, "CHUNK": problem.chunk}
+        numbers = {"c": scores.c, "window": window, "S": S, "H": problem.heads, "chunks": chunks}
+        constants = {"G": group, "D": problem.d, "PAGE": problem.page, "CHUNK": problem.chunk}
         constants |= {"WINDOWED": problem.windowed, "SPLIT": split, "BM": schedule.block_m, "STAGES": schedule.stages}
-        attention_turned.launch(q[0], k, v, target, stat, (cu, lens, table), numbers, tiles, strides[1:], constants)
+        attention_turned.launch(q[0], k, v, target, stat, (cu, lens, table), numbers, strides[1:], constants)
     else:
         grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
         attention_kernels.attention_kernel[grid](
@@ -322,7 +332,12 @@ def _attend(
             CAPPED=problem.capped, ALIBI=problem.alibi, RELATIVE=problem.relative,
             num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False, **shared,
         )  # fmt: skip
-    if split:
+    if split and schedule.turned and chunks <= _AT_ONCE:
+        attention_kernels.merge_at_once_kernel[(T, problem.heads)](
+            target, stat, out, scores.c, *strides[1:], CHUNKS=chunks, DV=problem.dv, DVP=padded["DVP"], num_warps=1,
+            enable_fp_fusion=False, **launch_options(q.device),
+        )  # fmt: skip
+    elif split:
         attention_kernels.merge_kernel[(T, problem.heads)](
             target, stat, out, cu, lens, sinks, scores.c, scores.inner, window, S, chunks, *strides[1:],
             AHEAD=min(_AHEAD, triton.next_power_of_2(chunks)), num_warps=1, enable_fp_fusion=False, **shared,

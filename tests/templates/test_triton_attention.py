@@ -1,6 +1,7 @@
 """Attention kernels: decode, any prefill, any page, split or not, dense or paged have the same bytes."""
 
 import functools
+import itertools
 import math
 from unittest import mock
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
-from detcompile.templates import attention_triton
+from detcompile.templates import attention_kernels, attention_triton
 from detcompile.templates.attention_triton import (
     AttentionProblem,
     AttentionSchedule,
@@ -23,6 +24,7 @@ from detcompile.templates.attention_triton import (
     require_32_bits,
     tuner,
 )
+from detcompile.templates.dependent_launch import launch_options
 from detcompile.templates.tuning import Tuner
 from tests.bits import assert_bitwise_equal
 from tests.templates.attention_cases import (
@@ -44,7 +46,7 @@ HOPPER_SCHEDULES = [
     AttentionSchedule(64, 4, 2, hopper=True),
     AttentionSchedule(64, 4, 3, split=True, hopper=True),
     AttentionSchedule(8, 4, 2, turned=True),
-    AttentionSchedule(8, 4, 1, split=True, turned=True),
+    AttentionSchedule(8, 4, 4, split=True, turned=True),
     AttentionSchedule(8, 4, 3, split=True, turned=True),
 ]
 
@@ -84,6 +86,32 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
     with mock.patch.object(attention_triton, "_AHEAD", ahead):
         found = paged([(s, n - 1, n)], 48, 0, AttentionSchedule(16, 4, 1, split=True))[0]
     assert_bitwise_equal(found, dense(s)[n - 1 :], f"five chunks, {ahead} at a time")
+
+
+def test_a_merge_at_once_gives_the_bytes_of_a_merge() -> None:
+    """Tokens that see one chunk, two, three and four, the first of them hidden by a window, and padding."""
+    heads, chunks, width, chunk = 3, 4, 24, 64
+    generator = torch.Generator().manual_seed(3)
+    part = torch.randn(6, heads, chunks, width, generator=generator)
+    stat = torch.randn(6, heads, chunks, 2, generator=generator).abs()
+    seen = torch.tensor([[0, 1], [0, 2], [1, 3], [0, 3], [0, 4], [0, 0]])
+    hidden = (torch.arange(chunks) < seen[:, :1]) | (torch.arange(chunks) >= seen[:, 1:])
+    part[hidden.nonzero(as_tuple=True)[0], :, hidden.nonzero(as_tuple=True)[1]] = math.nan
+    stat[hidden.nonzero(as_tuple=True)[0], :, hidden.nonzero(as_tuple=True)[1]] = torch.tensor([-math.inf, 0.0])
+    part, stat = part.to(DEVICE), stat.to(DEVICE)
+    shape = {"DV": width, "DVP": 32, **launch_options(part.device)}
+    found = torch.full((6, heads, width), math.nan, device=DEVICE)
+    attention_kernels.merge_at_once_kernel[(6, heads)](part, stat, found, 0.3, *found.stride()[:2], CHUNKS=4, **shape)
+    assert not found[5].any()
+    for token, (first, end) in enumerate(seen[:5].tolist()):
+        cu, lens = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 1], [chunk * end]))
+        out = torch.empty(1, heads, width, device=DEVICE)
+        attention_kernels.merge_kernel[(1, heads)](
+            part[token : token + 1], stat[token : token + 1], out, cu, lens, out, 0.3, 1.0, chunk * (end - first), 1, 4,
+            *out.stride()[:2], CHUNK=chunk, WINDOWED=first > 0, CHUNKED=False, SCALED=False, SINKS=False, AHEAD=4,
+            **shape,
+        )  # fmt: skip
+        assert_bitwise_equal(found[token], out[0], f"chunks {first} to {end}")
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -207,6 +235,22 @@ class TestOnTheGpu:
                 _, second, last = paged(parts, page, window, schedule, padding=70, seed=1)
                 assert_bitwise_equal(second, whole[cut : n - 1], f"rest of the prefill, pages of {page}")
                 assert_bitwise_equal(last, whole[n - 1 :], f"decode, pages of {page}")
+
+    @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+    @pytest.mark.parametrize("heads, kv_heads", [(8, 2), (7, 1), (24, 1)])
+    @pytest.mark.parametrize("chunks", [2, 4, 5, 7])
+    def test_tokens_of_many_lengths_decode_by_keys_as_rows(self, chunks: int, heads: int, kv_heads: int) -> None:
+        """Tables are as wide as the longest sequence asks: the others see a part of their chunks, some one key."""
+        n = chunks * CHUNK - 7
+        s = sequence(n, heads, kv_heads, 128, 128, torch.bfloat16)
+        whole = dense(s)
+        lengths = [n, 1, 64, 65, CHUNK, CHUNK + 1, n - CHUNK, n - 64]
+        for stages, split in itertools.product((2, 4), (False, True)):
+            schedule = AttentionSchedule(8, 4, stages, split, turned=True)
+            for page in (16, 64):
+                found = paged([(s, end - 1, end) for end in lengths], page, 0, schedule, padding=3)
+                for end, out in zip(lengths, found):
+                    assert_bitwise_equal(out, whole[end - 1 : end], f"{schedule}, {end} keys, pages of {page}")
 
     @pytest.mark.parametrize("n", [1024, 200])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -45,17 +45,15 @@ def in_turns(ours: Callable[[], object], peer: Callable[[], object], seconds: fl
 
 
 def gemm_rows(isa: str | None, seconds: float) -> Iterator[dict]:
-    if isa:
-        ours = partial(matmul_cpu, bias=None, residual=None, radices=[], isa=isa)
-    else:  # as a compiled graph calls it
-        ours = partial(direct_ops()[torch.ops.detcompile.matmul.default], bias=None, residual=None, radices=[])
+    direct = direct_ops()[torch.ops.detcompile.matmul.default]  # as a compiled graph calls it
+    ours = partial(matmul_cpu, isa=isa) if isa else direct
     for dtype in DTYPES:
         for n, k in SHAPES:
             w = (torch.randn(n, k) * 0.02).to(dtype)
             for m in TOKENS:
                 x = torch.randn(m, k).to(dtype)
                 row = {"kernel": "matmul", "dtype": str(dtype)[6:], "M": m, "N": n, "K": k, "peer": "linear"}
-                row |= in_turns(partial(ours, x, w), partial(torch.nn.functional.linear, x, w), seconds)
+                row |= in_turns(partial(ours, x, w, None, None, []), partial(torch.nn.functional.linear, x, w), seconds)
                 yield row | {"gflops": 2e-3 * m * n * k / row["us"], "peer_gflops": 2e-3 * m * n * k / row["peer_us"]}
         yield _error_row(dtype)
 

@@ -269,7 +269,10 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
     split = chunks > 1 and tiles < enough and partial_bytes <= _MOST_PARTIAL_BYTES
     # A program that has a multiprocessor for itself may fill it; otherwise several wait for memory in turns.
     programs = T * problem.kv_heads * (chunks if split else 1)
-    stages = 2 if keys <= 2 * attention_kernels.KEYS.value else 4 if 2 * programs <= multiprocessors(device) else 3
+    if 2 * programs <= multiprocessors(device):
+        stages = 4
+    else:
+        stages = 2 if keys <= 2 * attention_kernels.KEYS.value else 3
     return replace(problem, split=split, stages=stages)
 
 

@@ -88,6 +88,30 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
     assert_bitwise_equal(found, dense(s)[n - 1 :], f"five chunks, {ahead} at a time")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "keys", "split", "stages"),
+    [
+        (1, 128, False, 4),  # eight programs
+        (1, 1024, True, 4),
+        (1, 8192, True, 3),  # 128 programs
+        (8, 512, False, 4),
+        (8, 1024, True, 3),
+        (32, 1024, False, 3),  # 256 programs without a split
+        (32, 8192, True, 3),  # one sequence may be as long as its table
+        (256, 128, False, 2),  # two blocks
+        (256, 8192, False, 3),
+    ],
+)
+def test_a_decode_step_is_spread_over_the_multiprocessors(tokens: int, keys: int, split: bool, stages: int) -> None:
+    kind = {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "d": 128, "dv": 128, "page": 64, "chunk": 512}
+    problem = AttentionProblem(**kind, windowed=False, few=True, split=False, hopper=True)
+    with mock.patch.object(attention_triton, "multiprocessors", lambda _: 132):
+        found = attention_triton._for_step(problem, torch.device("cuda"), tokens, tokens, keys)
+    assert (found.split, found.stages) == (split, stages)
+    first = attention_candidates(found)[0]
+    assert first == AttentionSchedule(8, 4, stages, split, turned=True)
+
+
 def test_a_merge_at_once_gives_the_bytes_of_a_merge() -> None:
     """Tokens that see one chunk, two, three and four, the first of them hidden by a window, and padding."""
     heads, chunks, width, chunk = 3, 4, 24, 64

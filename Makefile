@@ -23,7 +23,7 @@ help:
 	@echo "make test      every test that needs no GPU"
 	@echo "make check     ruff and mypy"
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
-	@echo "make bench     benchmarks, under $(PYTHON) and its own packages"
+	@echo "make bench     benchmarks, under $(PYTHON) and its own packages; BENCHMARKS='templates model' for some"
 	@echo "make census    regenerate docs/census.md from the pinned transformers"
 	@echo "make models    examine every architecture (hours on two cores) and regenerate docs/models.md; MODELS_ARGS=-h"
 	@echo "make clean     remove caches and .venv"
@@ -46,7 +46,7 @@ gpu-test:
 	@PYTHONPATH=$(CURDIR) TORCHINDUCTOR_SIZE_ASSERTS=1 $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
 bench:
-	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks
+	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks $(BENCHMARKS)
 
 census: $(VENV)/.stamp-test
 	@$(VENV_PYTHON) -m docs.generate_census

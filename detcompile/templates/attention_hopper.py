@@ -56,11 +56,12 @@ def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
 
 
 def _has_rows(t: Tensor) -> bool:
-    """Whether t is rows of one stride, a head's D values contiguous in each; descriptors want multiples of 16 bytes."""
+    """Whether t is rows of one stride, a head's D values contiguous in each; descriptors want multiples of 16 bytes,
+    and those of whole blocks heads that begin at multiples of 64 columns."""
     batch, token, head, inner = t.stride()
     if inner != 1 or token == 0 or t.data_ptr() % 16 or token * t.element_size() % 16:
         return False
-    return batch % token == 0 and (head % token == 0 or head < token)
+    return batch % token == 0 and (head % token == 0 if head >= token else head % 64 == 0)
 
 
 def row_steps(t: Tensor) -> tuple[int, int, int]:

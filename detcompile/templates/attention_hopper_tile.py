@@ -105,8 +105,9 @@ def attend_tile(
         gl.store(out_ptr + partial[:, None] * D + dim[None, :], o, mask=(out_ok & (last > first))[:, None])
     else:
         M, L, O = _merge(M, L, totals.index(W).load(O_L), m, l_row, o, c, O_ROW)
-        # attention_kernels._quotient. Rows of the padding have seen no key: they get zeros.
-        inverse = gl.where(L == 0.0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
+        # attention_kernels._quotient. Padding, of no sequence and so of length 0, gets zeros. A token whose weights are
+        # all zero does not.
+        inverse = gl.where(pos < 0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
         y = O * gl.convert_layout(inverse, O_ROW)[:, None] + 0.0
         narrow = y.to(out_ptr.dtype.element_ty)
         narrow = gl.where(gl.abs(y) < float("inf"), narrow, gl.full([64, D], float("nan"), narrow.dtype, O_L))

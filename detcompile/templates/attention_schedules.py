@@ -33,7 +33,8 @@ class AttentionProblem:
     """All that a choice of schedule may depend on.
 
     page 0 means dense; few: mostly one token a sequence; split: tiles alone leave multiprocessors idle; hopper:
-    attention_hopper can read the keys and values; stages: blocks that attention_turned should have on their way.
+    attention_hopper can read the keys and values; stages: blocks that attention_turned should have on their way, 0
+    where it does not serve.
     """
 
     dtype: str
@@ -47,13 +48,23 @@ class AttentionProblem:
     few: bool
     split: bool
     hopper: bool = False
-    stages: int = 3
+    stages: int = 0
     scaled: bool = False  # these four: see attention_scores
     capped: bool = False
     alibi: bool = False
     sinks: bool = False
     chunked: bool = False  # what is windowed are chunks of tokens
     relative: bool = False  # biases by distance
+
+    @property
+    def fast(self) -> bool:
+        """Whether attention_hopper serves."""
+        return self.hopper and not (self.scaled or self.sinks or self.chunked)
+
+    @property
+    def turned(self) -> bool:
+        """Whether attention_turned serves."""
+        return self.fast and self.few and self.page > 0
 
     def __str__(self) -> str:
         kind = f"page={self.page}" if self.page else "dense"
@@ -62,8 +73,7 @@ class AttentionProblem:
         heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
         flags = ("hopper", "scaled", "capped", "alibi", "sinks", "chunked", "relative")
         words = [flag for flag in flags if getattr(self, flag)]
-        if self.few and self.hopper:
-            words.append(f"stages={self.stages}")
+        words += [f"stages={self.stages}"] if self.stages else []
         return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
 
 
@@ -82,10 +92,10 @@ def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, 
     else:
         rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
     plain = [AttentionSchedule(*row, split=problem.split) for row in rows]
-    if not problem.hopper or problem.scaled or problem.sinks or problem.chunked:
+    if not problem.fast:
         return tuple(plain)
     rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
     hopper = [AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows]
     stages = sorted((2, 3, 4), key=lambda count: (count != problem.stages, count))
     turned = [AttentionSchedule(attention_turned.COLUMNS, 4, count, problem.split, turned=True) for count in stages]
-    return tuple((turned if problem.few and problem.page else []) + hopper + plain)
+    return tuple((turned if problem.turned else []) + hopper + plain)

@@ -259,21 +259,26 @@ def _problem(
 def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, keys: int) -> AttentionProblem:
     """The problem of T tokens of S sequences whose tables have room for so many keys each.
 
-    Chunks get programs of their own where tiles alone leave multiprocessors idle. Two chunks one after the other take
-    little longer than one beside the other, so there one tile a multiprocessor is enough.
+    Chunks get programs of their own where tiles alone leave multiprocessors idle. By attention_turned, and in pages
+    that it fetches in whole blocks, two chunks one after the other take little longer than side by side: one tile a
+    multiprocessor is enough then.
     """
     chunks, group = triton.cdiv(keys, problem.chunk), problem.heads // problem.kv_heads
     tiles = _tiles(T, S, 16 if problem.few else 64, group) * problem.kv_heads
-    enough = multiprocessors(device) * (1 if problem.few and chunks == 2 else 8)
+    enough = multiprocessors(device) * (1 if problem.turned and problem.page >= 64 and chunks == 2 else 8)
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
     split = chunks > 1 and tiles < enough and partial_bytes <= _MOST_PARTIAL_BYTES
-    # A program that has a multiprocessor for itself may fill it; otherwise several wait for memory in turns.
-    programs = T * problem.kv_heads * (chunks if split else 1)
+    problem = replace(problem, split=split)
+    if not problem.turned:
+        return problem
+    programs = T * problem.kv_heads * triton.cdiv(group, attention_turned.COLUMNS) * (chunks if split else 1)
     if 2 * programs <= multiprocessors(device):
-        stages = 4
+        stages = 4  # a program may fill its multiprocessor
+    elif programs > 16 * multiprocessors(device) and keys <= 512:
+        stages = 2  # many that are soon done: as many of them side by side as there is room for
     else:
-        stages = 2 if keys <= 2 * attention_kernels.KEYS.value else 3
-    return replace(problem, split=split, stages=stages)
+        stages = 3
+    return replace(problem, stages=stages)
 
 
 def _attend(

@@ -34,7 +34,7 @@ from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wa
 __all__ = ["launch", "turned_attention_kernel"]
 
 _BLOCKS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 COLUMNS = 8  # the least that a warpgroup MMA takes
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and later, 3.6
 
@@ -74,6 +74,24 @@ def _whole_blocks(t: Tensor) -> TensorDescriptor:
     of_rows = descriptor(t, 64)
     rows, columns = of_rows.shape
     return TensorDescriptor(t, [columns // 64, rows, 64], [64, t.stride(1), 1], [t.shape[3] // 64, 64, 64], _BLOCKS)
+
+
+@gluon.jit
+def _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, S, PAGE: gl.constexpr):
+    """Sequence of token t (S: padding), the end of its tokens in the step, its length, and the page of key `first`."""
+    # Where every sequence has one token, token t is sequence t's, and nobody has to search.
+    sequence = t
+    start = gl.load(cu_ptr + t, mask=t < S, other=0)
+    end = gl.load(cu_ptr + t + 1, mask=t < S, other=0)
+    length = gl.load(lens_ptr + t, mask=t < S, other=0)
+    page = gl.load(table_ptr + t.to(gl.int64) * table_row + first // PAGE, mask=t < S, other=0)
+    if (t < start) | (t >= end):
+        sequence = sequence_of(t, cu_ptr, S, 1, 0, 4)
+        listed = sequence < S
+        end = gl.load(cu_ptr + sequence + 1, mask=listed, other=0)
+        length = gl.load(lens_ptr + sequence, mask=listed, other=0)
+        page = gl.load(table_ptr + sequence.to(gl.int64) * table_row + first // PAGE, mask=listed, other=0)
+    return sequence, end, length, page
 
 
 @gluon.jit
@@ -226,17 +244,18 @@ def turned_attention_kernel(
     SPLIT: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, KV_HEADS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens, then KV heads x groups of BM heads, the fastest; axis 1: chunks if SPLIT. Results as in
-    attention_kernels.attention_kernel; if SPLIT also the stat -inf, 0 of a chunk of which the token sees no key."""
+    attention_kernels.attention_kernel; if SPLIT also a sum of -1 for a chunk of which the token sees no key."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     GROUPS: gl.constexpr = (G + BM - 1) // BM
+    gl.static_assert(STAGES > 1, "the next block's keys are waited for before this one's stage is free")
     gluon_let_next_start(PDL)
     dtype: gl.constexpr = k_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], TILES)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], TILES)
-    q_tile = gl.allocate_shared_memory(dtype, [BM, D], TILES)
-    p_tile = gl.allocate_shared_memory(dtype, [BM, 64], TILES)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], _TILES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], _TILES)
+    q_tile = gl.allocate_shared_memory(dtype, [BM, D], _TILES)
+    p_tile = gl.allocate_shared_memory(dtype, [BM, 64], _TILES)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ring = (k_desc, v_desc, k_tiles, v_tiles, k_full, v_full)
@@ -258,18 +277,7 @@ def turned_attention_kernel(
     q_at = t.to(gl.int64) * q_token + (kv_head * G + q_member) * q_head
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_L))
     q = gl.load(q_ptr + q_at[:, None] + dim[None, :], mask=(q_member < G)[:, None], other=0.0)
-    # Where every sequence has one token, token t is sequence t's, and nobody has to search.
-    sequence = t
-    start = gl.load(cu_ptr + t, mask=t < S, other=0)
-    end = gl.load(cu_ptr + t + 1, mask=t < S, other=0)
-    length = gl.load(lens_ptr + t, mask=t < S, other=0)
-    page = gl.load(table_ptr + t.to(gl.int64) * table_row + first // PAGE, mask=t < S, other=0)
-    if (t < start) | (t >= end):
-        sequence = sequence_of(t, cu_ptr, S, 1, 0, 4)
-        listed = sequence < S
-        end = gl.load(cu_ptr + sequence + 1, mask=listed, other=0)
-        length = gl.load(lens_ptr + sequence, mask=listed, other=0)
-        page = gl.load(table_ptr + sequence.to(gl.int64) * table_row + first // PAGE, mask=listed, other=0)
+    sequence, end, length, page = _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, S, PAGE)
     pages = (table_ptr + sequence.to(gl.int64) * table_row, width, kv_head * head_rows, page_rows)
     pos = length - end + t
     last = pos + 1
@@ -315,7 +323,6 @@ def turned_attention_kernel(
             gl.store(out_ptr + place, narrow, mask=(member < G)[None, :])
     else:  # the token sees none of the chunk's keys, or is padding
         if SPLIT:
-            gl.store(stat_ptr + part * 2, gl.full([BM], -float("inf"), gl.float32, ROW), mask=member < G)
-            gl.store(stat_ptr + part * 2 + 1, gl.zeros([BM], gl.float32, ROW), mask=member < G)
+            gl.store(stat_ptr + part * 2 + 1, gl.full([BM], -1.0, gl.float32, ROW), mask=member < G)
         else:
             gl.store(out_ptr + place, gl.zeros([D, BM], out_ptr.dtype.element_ty, S_L), mask=(member < G)[None, :])

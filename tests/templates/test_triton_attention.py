@@ -12,7 +12,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
-from detcompile.templates import attention_kernels, attention_triton
+from detcompile.templates import attention_hopper, attention_kernels, attention_triton
 from detcompile.templates.attention_triton import (
     AttentionProblem,
     AttentionSchedule,
@@ -98,8 +98,9 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
         (8, 1024, True, 3),
         (32, 1024, False, 3),  # 256 programs without a split
         (32, 8192, True, 3),  # one sequence may be as long as its table
-        (256, 128, False, 2),  # two blocks
-        (256, 8192, False, 3),
+        (256, 512, False, 3),
+        (1000, 512, False, 2),  # 8000 programs of eight blocks at most
+        (1000, 1024, False, 3),
     ],
 )
 def test_a_decode_step_is_spread_over_the_multiprocessors(tokens: int, keys: int, split: bool, stages: int) -> None:
@@ -113,17 +114,21 @@ def test_a_decode_step_is_spread_over_the_multiprocessors(tokens: int, keys: int
 
 
 def test_a_merge_at_once_gives_the_bytes_of_a_merge() -> None:
-    """Tokens that see one chunk, two, three and four, the first of them hidden by a window, and padding."""
+    """Tokens that see one chunk, two, three and four, the first of them hidden by a window, and padding. A chunk that
+    is seen may have no weight, or sums that are no numbers."""
     heads, chunks, width, chunk = 3, 4, 24, 64
     generator = torch.Generator().manual_seed(3)
     part = torch.randn(6, heads, chunks, width, generator=generator)
     stat = torch.randn(6, heads, chunks, 2, generator=generator).abs()
     seen = torch.tensor([[0, 1], [0, 2], [1, 3], [0, 3], [0, 4], [0, 0]])
     hidden = (torch.arange(chunks) < seen[:, :1]) | (torch.arange(chunks) >= seen[:, 1:])
-    part[hidden.nonzero(as_tuple=True)[0], :, hidden.nonzero(as_tuple=True)[1]] = math.nan
-    stat[hidden.nonzero(as_tuple=True)[0], :, hidden.nonzero(as_tuple=True)[1]] = torch.tensor([-math.inf, 0.0])
+    stat[0, 0, 0], stat[3, 1, 1] = torch.tensor([[-math.inf, 0.0]] * 2)  # alone, and beside others
+    stat[4, 0, 2], part[4, 1, 0, 3], part[3, 1, 1, 5] = math.nan, math.inf, math.nan
+    tokens, places = hidden.nonzero(as_tuple=True)
+    part[tokens, :, places] = math.nan
+    stat[tokens, :, places] = torch.tensor([math.nan, -1.0])
     part, stat = part.to(DEVICE), stat.to(DEVICE)
-    shape = {"DV": width, "DVP": 32, **launch_options(part.device)}
+    shape = {"DV": width, "DVP": 32, "num_warps": 1, "enable_fp_fusion": False, **launch_options(part.device)}
     found = torch.full((6, heads, width), math.nan, device=DEVICE)
     attention_kernels.merge_at_once_kernel[(6, heads)](part, stat, found, 0.3, *found.stride()[:2], CHUNKS=4, **shape)
     assert not found[5].any()
@@ -182,6 +187,27 @@ def test_a_poisoned_token_is_invisible_to_earlier_ones(poison: float, window: in
         for first in (at - 1, at, at + 20):
             decoded = paged([(poisoned, first, first + 1)], 16, window, schedule)[0]
             assert_bitwise_equal(decoded, whole[first : first + 1], f"{schedule} decode of token {first}")
+
+
+def test_a_token_without_a_finite_score_is_not_taken_for_padding() -> None:
+    n = CHUNK + 3
+    s = sequence(n, 4, 2, 16, 16, DOT_DTYPES[0])
+    k = s.k.clone()
+    k[0] = -math.inf
+    s = Sequence(s.q.abs(), k, s.v)
+    whole = dense(s)
+    assert whole[0].isnan().all() and whole[1:].isfinite().all()
+    for schedule in SCHEDULES:
+        for token in (0, 1, n - 1):
+            found = paged([(s, token, token + 1)], 16, 0, schedule)[0]
+            assert_bitwise_equal(found, whole[token : token + 1], f"{schedule} decode of token {token}")
+
+
+def test_heads_where_no_block_can_begin_are_left_to_the_plain_kernel() -> None:
+    cache = torch.empty(4, 64, 2, 136, dtype=torch.bfloat16)
+    assert attention_hopper._has_rows(cache[..., :128].contiguous())
+    assert attention_hopper._has_rows(cache[..., :128].transpose(1, 2).contiguous().transpose(1, 2))
+    assert not attention_hopper._has_rows(cache[..., :128])
 
 
 def test_empty_and_refused_inputs() -> None:
@@ -245,9 +271,10 @@ class TestOnTheGpu:
         """Prefill, its continuation, decode and padding; then all of it with values that are not finite."""
         n, cut = 2 * CHUNK + 9, CHUNK - 1
         a, b = sequence(n, 8, 2, d, d, torch.bfloat16), sequence(CHUNK // 2, 8, 2, d, d, torch.bfloat16, seed=1)
-        v = a.v.clone()
+        k, v = a.k.clone(), a.v.clone()
         v[cut - 3, 0, 5], v[n - 2, 1, 7] = torch.nan, torch.inf
-        for s in (a, Sequence(a.q, a.k, v)):
+        k[0] = -torch.inf  # all that the first token sees
+        for s in (a, Sequence(a.q, a.k, v), Sequence(a.q.abs(), k, a.v)):
             whole = dense(s, window)
             if not schedule.turned:  # which is for pages
                 assert_bitwise_equal(dense(s, window, schedule), whole, "dense")
@@ -264,14 +291,14 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("heads, kv_heads", [(8, 2), (7, 1), (24, 1)])
     @pytest.mark.parametrize("chunks", [2, 4, 5, 7])
     def test_tokens_of_many_lengths_decode_by_keys_as_rows(self, chunks: int, heads: int, kv_heads: int) -> None:
-        """Tables are as wide as the longest sequence asks: the others see a part of their chunks, some one key."""
-        n = chunks * CHUNK - 7
+        """Tables have room for so many chunks: the longest sequence sees them all, the others some, or one key."""
+        n = chunks * CHUNK - 263  # `paged` adds a page
         s = sequence(n, heads, kv_heads, 128, 128, torch.bfloat16)
         whole = dense(s)
         lengths = [n, 1, 64, 65, CHUNK, CHUNK + 1, n - CHUNK, n - 64]
         for stages, split in itertools.product((2, 4), (False, True)):
             schedule = AttentionSchedule(8, 4, stages, split, turned=True)
-            for page in (16, 64):
+            for page in (16, 64, 256):
                 found = paged([(s, end - 1, end) for end in lengths], page, 0, schedule, padding=3)
                 for end, out in zip(lengths, found):
                     assert_bitwise_equal(out, whole[end - 1 : end], f"{schedule}, {end} keys, pages of {page}")

@@ -298,7 +298,7 @@ class KV(SumOrder):
             visible = slice(max(start, first), min(start + self.chunk, position + 1))
             m_chunk, l_chunk, o_chunk = self._chunk_partial(q, k, v, visible, scale)
             m_new = np.maximum(m, m_chunk)
-            old, new = np.exp2(m - m_new), np.exp2(m_chunk - m_new)
+            old, new = np.exp2(m - _finite(m_new)), np.exp2(m_chunk - _finite(m_new))
             m, l, o = m_new, l * old + l_chunk * new, o * old + o_chunk * new
         return o / l + np.float32(0)
 
@@ -312,8 +312,8 @@ class KV(SumOrder):
             keys = slice(max(start, visible.start), min(start + self.block, visible.stop))
             scores = Sequential(len(q)).evaluate(k[keys], q[None])[:, 0] * log2_scale
             m_new = np.maximum(m, scores.max())
-            p = np.exp2(scores - m_new)
-            alpha = np.exp2(m - m_new)
+            p = np.exp2(scores - _finite(m_new))
+            alpha = np.exp2(m - _finite(m_new))
             m, l, o = m_new, l * alpha, o * alpha
             for p_key, v_key in zip(p, np.asarray(v[keys], np.float32)):
                 l, o = l + p_key, fma_float32(p_key, v_key, o)
@@ -338,6 +338,11 @@ class Experts(SumOrder):
 
 def _nothing_seen(head_dim: int) -> tuple[np.float32, np.float32, np.ndarray]:
     return np.float32(-np.inf), np.float32(0), np.zeros(head_dim, np.float32)
+
+
+def _finite(maximum: np.float32) -> np.float32:
+    """What scores are taken against: 0 while none of them is above -inf, so that keys without weight leave no NaN."""
+    return np.float32(0) if maximum == -np.inf else maximum
 
 
 def _by(radices: tuple[Size, ...]) -> str:

@@ -299,6 +299,17 @@ def test_kv_is_attention_over_the_visible_keys(seed, position, window):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(v).max())
 
 
+@given(SEEDS, POSITIONS, st.sampled_from([1, 64, 130, 200]))
+def test_kv_passes_over_keys_that_weigh_nothing(seed, position, lost):
+    q, k, v = attention_inputs(seed, 301)
+    q, k[:lost] = np.abs(q), -np.inf
+    actual = KV(128).evaluate(q, k, v, position, 0, 0.3)
+    scores = k[lost : position + 1].astype(np.float64) @ q * 0.3
+    p = np.exp(scores - scores.max(initial=-np.inf))
+    expected = p @ v[lost : position + 1] / p.sum() if position >= lost else np.full(v.shape[-1], np.nan)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(v).max())
+
+
 @given(SEEDS, POSITIONS, st.sampled_from([0, 1, 64, 100]))
 def test_kv_never_reads_an_invisible_key(seed, position, window):
     q, k, v = attention_inputs(seed, 301)

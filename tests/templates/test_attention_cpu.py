@@ -120,6 +120,23 @@ def test_a_later_token_does_not_matter_even_as_nan(dtype, future, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("lost", [1, 64, 70, 130])
+def test_tokens_without_a_finite_score_are_alike_in_prefill_and_decode(dtype, window, lost):
+    shape = (140, 4, 2, 24, 24)
+    q, k, v = _qkv(shape, dtype)
+    q = q.abs()
+    k[:lost] = -torch.inf
+    whole = _dense(q, k, v, 0.2, window, 64)
+    assert whole[:lost].isnan().all() and whole[lost:].isfinite().all()
+    for step in (1, 37):
+        found = _cache(shape, 16, dtype).attend(
+            paged_attention_cpu, q, k, v, _cuts(range(0, 140, step), 140), 0.2, window, 64
+        )
+        assert_bitwise_equal(found, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_threads_and_strides_do_not_matter(dtype, isa):
     threads = torch.get_num_threads()

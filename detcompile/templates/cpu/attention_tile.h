@@ -3,7 +3,8 @@
 // Keys are taken in blocks of 64 at absolute positions. For each row (a query of one head) and block:
 //   s_j = (chains of fma(q_d, k_jd) over ascending d, 128 each, added ascending) * (scale * log2(e)), -inf where j is
 //         not visible; Scores.shape takes the place of the product where there is a soft cap, ALiBi or a bias
-//   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32 (shaped scores: times c inside exp2)
+//   m'  = max(m, s); alpha = exp2(m - m'); p_j = exp2(s_j - m'), float32 (shaped scores: times c inside exp2); 0 for both
+//         while m' is -inf
 //   l   = l * alpha + (p summed as Row(64, lanes=64))
 //   o   = fma(o, alpha, chain of fma(p_j, v_j) over ascending j)
 // (m, l, o) start afresh in each chunk; chunks are merged ascending, a sink last; out = o / l + 0.0. A block without a visible key is
@@ -251,7 +252,7 @@ struct Tile {
       // Step by step for all rows, so that one does not wait for another, and one exp2 gives every alpha
       static_assert(kMaxRows <= kLanes);
       Keys keys[kMaxRows];
-      float m_old[kLanes] = {}, m_new[kLanes] = {}, sum[kLanes], alpha[kLanes];
+      float m_old[kLanes] = {}, m_new[kLanes] = {}, base[kLanes] = {}, sum[kLanes], alpha[kLanes];
       for (int64_t i = 0; i < rows; i++) {
         keys[i] = seen(row + i, block);
         if (keys[i].none()) continue;
@@ -260,10 +261,11 @@ struct Tile {
         float largest = mask(score, keys[i]);
         m_old[i] = m[row + i];
         m_new[i] = m_old[i] > largest ? m_old[i] : largest;
+        base[i] = m_new[i] == -INFINITY ? 0.0f : m_new[i];  // of keys that weigh nothing, though they are visible
       }
       for (int64_t i = 0; i < rows; i++)
-        if (!keys[i].none()) sum[i] = soften(scores + i * kBlock, m_new[i]);
-      store(alpha, exp2(h.scores.in_log2(load(m_old) - load(m_new))));
+        if (!keys[i].none()) sum[i] = soften(scores + i * kBlock, base[i]);
+      store(alpha, exp2(h.scores.in_log2(load(m_old) - load(base))));
       for (int64_t i = 0; i < rows; i++) {
         if (keys[i].none()) continue;
         m[row + i] = m_new[i];
@@ -275,7 +277,7 @@ struct Tile {
 
   void merge_chunk() const {
     for (int64_t row = 0; row < row_tiles.rows; row++) {
-      if (l[row] == 0.0f) continue;  // nothing visible: a visible maximum contributes 1
+      if (l[row] == 0.0f) continue;  // nothing visible, or nothing that weighs: a finite maximum contributes 1
       float m_new = m_total[row] > m[row] ? m_total[row] : m[row];
       float before = power(m_total[row] - m_new), now = power(m[row] - m_new);
       l_total[row] = l_total[row] * before + l[row] * now;

@@ -214,7 +214,8 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
 
 
 def row_rows() -> Iterator[dict]:
-    for t, r in ((1, 4096), (64, 4096), (4096, 4096), (131072, 128), (1, 151936), (8, 151936), (256, 151936)):
+    short = ((131072, 64), (131072, 128), (65536, 256), (32768, 512))
+    for t, r in ((1, 4096), (64, 4096), (4096, 4096), *short, (1, 151936), (8, 151936), (256, 151936)):
         xs = [(torch.randn(t, r, device=DEVICE, dtype=torch.bfloat16),) for _ in range(copies(4 * t * r))]
         weight = torch.randn(r, device=DEVICE, dtype=torch.bfloat16)
         cases = {

@@ -268,17 +268,16 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
     enough = multiprocessors(device) * (1 if problem.turned and problem.page >= 64 and chunks == 2 else 8)
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
     split = chunks > 1 and tiles < enough and partial_bytes <= _MOST_PARTIAL_BYTES
-    problem = replace(problem, split=split)
-    if not problem.turned:
-        return problem
     programs = T * problem.kv_heads * triton.cdiv(group, attention_turned.COLUMNS) * (chunks if split else 1)
-    if 2 * programs <= multiprocessors(device):
+    if not problem.turned:
+        stages = 0
+    elif 2 * programs <= multiprocessors(device):
         stages = 4  # a program may fill its multiprocessor
     elif programs > 16 * multiprocessors(device) and keys <= 512:
         stages = 2  # many that are soon done: as many of them side by side as there is room for
     else:
         stages = 3
-    return replace(problem, stages=stages)
+    return replace(problem, split=split, stages=stages)
 
 
 def _attend(

@@ -129,6 +129,12 @@ def test_tokens_without_a_finite_score_are_alike_in_prefill_and_decode(dtype, wi
     k[:lost] = -torch.inf
     whole = _dense(q, k, v, 0.2, window, 64)
     assert whole[:lost].isnan().all() and whole[lost:].isfinite().all()
+    assert not _dense(q, k, v, 0.2, window, 64, 0.0, torch.zeros(4))[:lost].any()  # all weight is the sink's
+    if not window:
+        v[0, 0, 3], v[lost - 1, 1, 5] = torch.inf, torch.nan  # which no weight of zero takes back
+        whole = _dense(q, k, v, 0.2, window, 64)
+        assert whole[lost:, :2, 3].isnan().all() and whole[lost:, 2:, 5].isnan().all()
+        assert (whole[lost:].isnan().sum((1, 2)) == 4).all()
     for step in (1, 37):
         found = _cache(shape, 16, dtype).attend(
             paged_attention_cpu, q, k, v, _cuts(range(0, 140, step), 140), 0.2, window, 64

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -89,28 +90,33 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "keys", "split", "stages"),
+    ("tokens", "keys", "split", "stages", "other"),
     [
-        (1, 128, False, 4),  # eight programs
-        (1, 1024, True, 4),
-        (1, 8192, True, 3),  # 128 programs
-        (8, 512, False, 4),
-        (8, 1024, True, 3),
-        (32, 1024, False, 3),  # 256 programs without a split
-        (32, 8192, True, 3),  # one sequence may be as long as its table
-        (256, 512, False, 3),
-        (1000, 512, False, 2),  # 8000 programs of eight blocks at most
-        (1000, 1024, False, 3),
+        (1, 128, False, 4, {}),  # eight programs
+        (1, 1024, True, 4, {}),
+        (1, 8192, True, 3, {}),  # 128 programs
+        (8, 512, False, 4, {}),
+        (4, 512, False, 3, {"heads": 192}),  # 96 programs, of 8 heads each
+        (8, 1024, True, 3, {}),
+        (32, 1024, False, 3, {}),  # 256 programs without a split
+        (32, 1024, True, 3, {"page": 16}),  # whose blocks come in pieces
+        (32, 8192, True, 3, {}),  # one sequence may be as long as its table
+        (256, 512, False, 3, {}),
+        (1000, 512, False, 2, {}),  # 8000 programs of eight blocks at most
+        (1000, 1024, False, 3, {}),
     ],
 )
-def test_a_decode_step_is_spread_over_the_multiprocessors(tokens: int, keys: int, split: bool, stages: int) -> None:
-    kind = {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "d": 128, "dv": 128, "page": 64, "chunk": 512}
+def test_a_decode_step_is_spread_over_the_multiprocessors(
+    tokens: int, keys: int, split: bool, stages: int, other: dict[str, int]
+) -> None:
+    kind = {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "d": 128, "dv": 128, "page": 64, "chunk": 512} | other
     problem = AttentionProblem(**kind, windowed=False, few=True, split=False, hopper=True)
     with mock.patch.object(attention_triton, "multiprocessors", lambda _: 132):
         found = attention_triton._for_step(problem, torch.device("cuda"), tokens, tokens, keys)
+        plain = attention_triton._for_step(replace(problem, sinks=True), torch.device("cuda"), tokens, tokens, keys)
     assert (found.split, found.stages) == (split, stages)
-    first = attention_candidates(found)[0]
-    assert first == AttentionSchedule(8, 4, stages, split, turned=True)
+    assert attention_candidates(found)[0] == AttentionSchedule(8, 4, stages, split, turned=True)
+    assert f"stages={stages}" in str(found) and "stages" not in str(plain)
 
 
 def test_a_merge_at_once_gives_the_bytes_of_a_merge() -> None:
@@ -190,15 +196,16 @@ def test_a_poisoned_token_is_invisible_to_earlier_ones(poison: float, window: in
 
 
 def test_a_token_without_a_finite_score_is_not_taken_for_padding() -> None:
-    n = CHUNK + 3
+    n, lost = CHUNK + 3, CHUNK  # a whole chunk
     s = sequence(n, 4, 2, 16, 16, DOT_DTYPES[0])
-    k = s.k.clone()
-    k[0] = -math.inf
-    s = Sequence(s.q.abs(), k, s.v)
+    k, v = s.k.clone(), s.v.clone()
+    k[:lost], v[2, 0, 3] = -math.inf, math.nan
+    s = Sequence(s.q.abs(), k, v)
     whole = dense(s)
-    assert whole[0].isnan().all() and whole[1:].isfinite().all()
+    assert whole[:lost].isnan().all() and whole[lost:, :2, 3].isnan().all()
+    assert whole[lost:, 2:].isfinite().all() and whole[lost:, :, :3].isfinite().all()
     for schedule in SCHEDULES:
-        for token in (0, 1, n - 1):
+        for token in (0, lost - 1, lost, n - 1):
             found = paged([(s, token, token + 1)], 16, 0, schedule)[0]
             assert_bitwise_equal(found, whole[token : token + 1], f"{schedule} decode of token {token}")
 
@@ -273,7 +280,7 @@ class TestOnTheGpu:
         a, b = sequence(n, 8, 2, d, d, torch.bfloat16), sequence(CHUNK // 2, 8, 2, d, d, torch.bfloat16, seed=1)
         k, v = a.k.clone(), a.v.clone()
         v[cut - 3, 0, 5], v[n - 2, 1, 7] = torch.nan, torch.inf
-        k[0] = -torch.inf  # all that the first token sees
+        k[:CHUNK] = -torch.inf  # all that these tokens see, and a chunk without weight for the others
         for s in (a, Sequence(a.q, a.k, v), Sequence(a.q.abs(), k, a.v)):
             whole = dense(s, window)
             if not schedule.turned:  # which is for pages

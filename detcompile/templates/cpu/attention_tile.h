@@ -275,11 +275,12 @@ struct Tile {
     }
   }
 
-  void merge_chunk() const {
+  // what blocks [begin, end) left
+  void merge_chunk(int64_t begin, int64_t end) const {
     for (int64_t row = 0; row < row_tiles.rows; row++) {
-      if (l[row] == 0.0f) continue;  // nothing visible, or nothing that weighs: a finite maximum contributes 1
-      float m_new = m_total[row] > m[row] ? m_total[row] : m[row];
-      float before = power(m_total[row] - m_new), now = power(m[row] - m_new);
+      if (position(row) < begin * kBlock || h.visible.first(position(row)) >= end * kBlock) continue;  // nothing visible
+      float m_new = m_total[row] > m[row] ? m_total[row] : m[row], base = m_new == -INFINITY ? 0.0f : m_new;
+      float before = power(m_total[row] - base), now = power(m[row] - base);
       l_total[row] = l_total[row] * before + l[row] * now;
       m_total[row] = m_new;
       float *total = o_total + row * Dv_padded, *chunk = o + row * Dv_padded;
@@ -291,10 +292,10 @@ struct Tile {
   void run() const {
     int64_t blocks_per_chunk = h.chunk / kBlock, last_block = last_key / kBlock;
     for (int64_t block = first_key / kBlock; block <= last_block;) {
-      int64_t chunk_end = (block / blocks_per_chunk + 1) * blocks_per_chunk;
+      int64_t begin = block, chunk_end = (block / blocks_per_chunk + 1) * blocks_per_chunk;
       clear(m, l, o);
       for (; block < chunk_end && block <= last_block; block++) attend_block(block);
-      merge_chunk();
+      merge_chunk(begin, block);
     }
     for (int64_t row = 0; row < row_tiles.rows; row++) {
       // a sink is one more key, without a value; where it dwarfs all others, infinity makes a row of zeros

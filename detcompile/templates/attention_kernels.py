@@ -19,7 +19,7 @@ import triton.language as tl
 from detcompile.templates.attention_scores import join_sink, related, shaped
 from detcompile.templates.dependent_launch import let_next_start, wait_for_earlier
 
-__all__ = ["KEYS", "attention_kernel", "merge_at_once_kernel", "merge_kernel", "sequence_of", "write_kv_kernel"]
+__all__ = ["KEYS", "attention_kernel", "merge_kernel", "sequence_of", "write_kv_kernel"]
 
 KEYS = tl.constexpr(64)  # keys of a block
 
@@ -318,36 +318,6 @@ def merge_kernel(
         sink = tl.load(sinks_ptr + head + one).to(tl.float32)
         L = join_sink(M, L, sink, inner, SCALED)
     tl.store(out_row + dv[None, :], _quotient(O, L, out_ptr.dtype.element_ty), mask=(dv < DV)[None, :])
-
-
-@triton.jit
-def merge_at_once_kernel(
-    part_ptr, stat_ptr, out_ptr, c, out_token, out_head,
-    CHUNKS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """merge_kernel where every chunk has stats, with a sum of -1 if the token sees none of its keys: so no length is
-    looked up. A token that sees no key at all is padding."""
-    let_next_start(PDL)
-    wait_for_earlier(PDL)
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dv = tl.arange(0, DVP)
-    one = tl.arange(0, 1)
-    M = tl.full((1,), -float("inf"), tl.float32)
-    L = tl.zeros((1,), tl.float32)
-    O = tl.zeros((1, DVP), tl.float32)
-    padding = one == 0
-    for chunk in tl.static_range(CHUNKS):
-        part = (t * tl.num_programs(1) + head) * CHUNKS + chunk
-        m = tl.load(stat_ptr + part * 2 + one)
-        l = tl.load(stat_ptr + part * 2 + 1 + one)
-        o = tl.load(part_ptr + part * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-        unseen = l == -1.0
-        padding = padding & unseen
-        m = tl.where(unseen, -float("inf"), m)
-        M, L, O = _merge(M, L, O, m, tl.where(unseen, 0.0, l), tl.where(unseen[:, None], 0.0, o), c)
-    y = tl.where(padding[:, None], 0.0, _quotient(O, L, out_ptr.dtype.element_ty))
-    tl.store(out_ptr + t * out_token + head * out_head + dv[None, :], y, mask=(dv < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])

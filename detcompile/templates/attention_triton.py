@@ -18,6 +18,7 @@ from detcompile.templates import (
     attention_hopper,
     attention_hopper_tile,
     attention_kernels,
+    attention_merge,
     attention_scores,
     attention_turned,
     dependent_launch,
@@ -44,7 +45,6 @@ __all__ = [
 ]
 
 _AHEAD = 16  # partials of chunks that are read before the first is merged
-_AT_ONCE = 4  # chunks that a merge reads without looking up which of them there are
 _MOST_PARTIAL_BYTES = 1 << 28  # of fp32 chunk outputs
 
 
@@ -147,7 +147,7 @@ def require_32_bits(T: int, H: int, D: int) -> None:
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of attention schedules on this device."""
-    kernels = (attention_kernels, attention_hopper, attention_hopper_tile, attention_turned)
+    kernels = (attention_kernels, attention_merge, attention_hopper, attention_hopper_tile, attention_turned)
     sources = (*kernels, attention_scores, dependent_launch)
     return template_tuner("attention", (*(module.__file__ for module in sources), __file__), device)
 
@@ -339,11 +339,8 @@ def _attend(
             CAPPED=problem.capped, ALIBI=problem.alibi, RELATIVE=problem.relative,
             num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False, **shared,
         )  # fmt: skip
-    if split and schedule.turned and chunks <= _AT_ONCE:
-        attention_kernels.merge_at_once_kernel[(T, problem.heads)](
-            target, stat, out, scores.c, *strides[1:], CHUNKS=chunks, DV=problem.dv, DVP=padded["DVP"], num_warps=1,
-            enable_fp_fusion=False, **launch_options(q.device),
-        )  # fmt: skip
+    if split and schedule.turned:
+        attention_merge.launch(target, stat, out[0], scores.c)
     elif split:
         attention_kernels.merge_kernel[(T, problem.heads)](
             target, stat, out, cu, lens, sinks, scores.c, scores.inner, window, S, chunks, *strides[1:],

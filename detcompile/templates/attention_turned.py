@@ -184,7 +184,7 @@ def _attend(
     BM: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
 ):  # fmt: skip
     """Keys first..last of a token at pos, which sees the blocks from lower on whole, but for its own: what
-    attention_kernels merges, (M, L, O) of all chunks but the last and (m, l, o) of that one."""
+    attention_kernels merges, (M, L, O) of all chunks but the last and (m, l, o) of that one, l in each of 64 rows."""
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     k_desc, _, k_tiles, v_tiles, k_full, v_full = ring
     M = gl.full([BM], -float("inf"), gl.float32, ROW)
@@ -233,7 +233,7 @@ def _attend(
         barrier()
         if following < last:
             _fetch(ring, stage, rows, column, PAGE, D)
-    return M, L, O, m, gl.max(l, 0), o  # the rows of l are equal
+    return M, L, O, m, l, o
 
 
 @gluon.jit(do_not_specialize=["window", "S", "H", "chunks", "width"])
@@ -312,10 +312,12 @@ def turned_attention_kernel(
         )  # fmt: skip
         if SPLIT:
             gl.store(stat_ptr + part * 2, m, mask=member < G)
-            gl.store(stat_ptr + part * 2 + 1, l, mask=member < G)
+            row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_L))
+            sums = (stat_ptr + part * 2 + 1)[None, :] + 0 * row[:, None]
+            gl.store(sums, l, mask=(row == 0)[:, None] & (member < G)[None, :])
             gl.store(out_ptr + part[None, :] * D + d[:, None], o, mask=(member < G)[None, :])
         else:
-            M, L, O = _merge(M, L, O, m, l, o, c)
+            M, L, O = _merge(M, L, O, m, gl.max(l, 0), o, c)
             inverse = gl.div_rn(gl.full([BM], 1.0, gl.float32, ROW), L)  # as in attention_kernels._quotient
             y = O * inverse[None, :] + 0.0
             narrow = y.to(out_ptr.dtype.element_ty)

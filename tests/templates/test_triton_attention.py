@@ -13,7 +13,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
-from detcompile.templates import attention_hopper, attention_kernels, attention_triton
+from detcompile.templates import attention_hopper, attention_kernels, attention_merge, attention_triton
 from detcompile.templates.attention_triton import (
     AttentionProblem,
     AttentionSchedule,
@@ -117,36 +117,6 @@ def test_a_decode_step_is_spread_over_the_multiprocessors(
     assert (found.split, found.stages) == (split, stages)
     assert attention_candidates(found)[0] == AttentionSchedule(8, 4, stages, split, turned=True)
     assert f"stages={stages}" in str(found) and "stages" not in str(plain)
-
-
-def test_a_merge_at_once_gives_the_bytes_of_a_merge() -> None:
-    """Tokens that see one chunk, two, three and four, the first of them hidden by a window, and padding. A chunk that
-    is seen may have no weight, or sums that are no numbers."""
-    heads, chunks, width, chunk = 3, 4, 24, 64
-    generator = torch.Generator().manual_seed(3)
-    part = torch.randn(6, heads, chunks, width, generator=generator)
-    stat = torch.randn(6, heads, chunks, 2, generator=generator).abs()
-    seen = torch.tensor([[0, 1], [0, 2], [1, 3], [0, 3], [0, 4], [0, 0]])
-    hidden = (torch.arange(chunks) < seen[:, :1]) | (torch.arange(chunks) >= seen[:, 1:])
-    stat[0, 0, 0], stat[3, 1, 1] = torch.tensor([[-math.inf, 0.0]] * 2)  # alone, and beside others
-    stat[4, 0, 2], part[4, 1, 0, 3], part[3, 1, 1, 5] = math.nan, math.inf, math.nan
-    tokens, places = hidden.nonzero(as_tuple=True)
-    part[tokens, :, places] = math.nan
-    stat[tokens, :, places] = torch.tensor([math.nan, -1.0])
-    part, stat = part.to(DEVICE), stat.to(DEVICE)
-    shape = {"DV": width, "DVP": 32, "num_warps": 1, "enable_fp_fusion": False, **launch_options(part.device)}
-    found = torch.full((6, heads, width), math.nan, device=DEVICE)
-    attention_kernels.merge_at_once_kernel[(6, heads)](part, stat, found, 0.3, *found.stride()[:2], CHUNKS=4, **shape)
-    assert not found[5].any()
-    for token, (first, end) in enumerate(seen[:5].tolist()):
-        cu, lens = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 1], [chunk * end]))
-        out = torch.empty(1, heads, width, device=DEVICE)
-        attention_kernels.merge_kernel[(1, heads)](
-            part[token : token + 1], stat[token : token + 1], out, cu, lens, out, 0.3, 1.0, chunk * (end - first), 1, 4,
-            *out.stride()[:2], CHUNK=chunk, WINDOWED=first > 0, CHUNKED=False, SCALED=False, SINKS=False, AHEAD=4,
-            **shape,
-        )  # fmt: skip
-        assert_bitwise_equal(found[token], out[0], f"chunks {first} to {end}")
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -309,6 +279,38 @@ class TestOnTheGpu:
                 found = paged([(s, end - 1, end) for end in lengths], page, 0, schedule, padding=3)
                 for end, out in zip(lengths, found):
                     assert_bitwise_equal(out, whole[end - 1 : end], f"{schedule}, {end} keys, pages of {page}")
+
+    @pytest.mark.skipif(not HOPPER, reason="the kernel follows one that is made of a Hopper GPU's instructions")
+    @pytest.mark.parametrize("d", [64, 128])
+    @pytest.mark.parametrize("heads", [3, 40])  # few programs, and many
+    @pytest.mark.parametrize("chunks", [3, 16, 40, 70, 150])  # a batch of them, two and more
+    def test_a_merge_by_marks_gives_the_bytes_of_a_merge_by_lengths(self, chunks: int, heads: int, d: int) -> None:
+        """Tokens that see one chunk and several, the first of them hidden by a window, and padding. A chunk that is
+        seen may have no weight, or sums that are no numbers; what is not seen may hold anything."""
+        generator = torch.Generator().manual_seed(3)
+        part = torch.randn(6, heads, chunks, d, generator=generator)
+        stat = torch.randn(6, heads, chunks, 2, generator=generator).abs()
+        seen = torch.tensor([[0, 1], [0, 2], [1, chunks], [chunks // 2, chunks - 1], [0, chunks], [0, 0]])
+        hidden = (torch.arange(chunks) < seen[:, :1]) | (torch.arange(chunks) >= seen[:, 1:])
+        stat[0, 0, 0], stat[4, 1, 1] = torch.tensor([[-math.inf, 0.0]] * 2)  # alone, and beside others
+        stat[4, 0, 2], part[4, 1, 0, 3], part[4, 1, 1, 5] = math.nan, math.inf, math.nan
+        tokens, places = hidden.nonzero(as_tuple=True)
+        part[tokens, :, places] = math.nan
+        stat[tokens, :, places] = torch.tensor([math.nan, -1.0])
+        part, stat = part.to(DEVICE), stat.to(DEVICE)
+        found = torch.full((6, heads, d), math.nan, dtype=torch.bfloat16, device=DEVICE)
+        attention_merge.launch(part, stat, found, 0.3)
+        assert not found[5].any()
+        shape = {"DV": d, "DVP": d, "CHUNK": 64, "AHEAD": 4, "num_warps": 1, "enable_fp_fusion": False}
+        shape |= {"CHUNKED": False, "SCALED": False, "SINKS": False, **launch_options(part.device)}
+        for token, (first, end) in enumerate(seen[:5].tolist()):
+            cu, lens = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 1], [64 * end]))
+            one, out = slice(token, token + 1), torch.empty_like(found[:1])
+            attention_kernels.merge_kernel[(1, heads)](
+                part[one], stat[one], out, cu, lens, out, 0.3, 1.0, 64 * (end - first), 1, chunks, *out.stride()[:2],
+                WINDOWED=first > 0, **shape,
+            )  # fmt: skip
+            assert_bitwise_equal(found[one], out, f"chunks {first} to {end}")
 
     @pytest.mark.parametrize("n", [1024, 200])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -283,7 +283,7 @@ def _partial(part_ptr, stat_ptr, partial, chunk, last, dv, DV: tl.constexpr):
     return m, l, o
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks"])
+@triton.jit(do_not_specialize=["S", "chunks"])
 def merge_kernel(
     part_ptr, stat_ptr, out_ptr, cu_ptr, lens_ptr, sinks_ptr, c, inner, window, S, chunks, out_token, out_head,
     DV: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,

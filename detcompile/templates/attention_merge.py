@@ -5,7 +5,7 @@ so far, c: what a score is multiplied by inside exp2.
 
 The outputs of a batch of chunks are copied into shared memory while the batch before is merged. All that the chain of
 chunks needs besides is found first, a chunk a lane: the maximum up to each, and what the sums before it and its own
-are scaled by. A link of the chain is then, in each column, two multiplications and an addition.
+are scaled by. A link of the chain is then multiplications and additions alone, of the output and of the sum.
 """
 
 import triton
@@ -18,7 +18,7 @@ from detcompile.templates.attention_turned import barrier
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.tuning import multiprocessors
 
-__all__ = ["launch", "merge_marked_kernel"]
+__all__ = ["launch", "marked_merge_kernel"]
 
 _EAGER_BYTES = 1 << 22  # so few are copied whether a token sees their chunks or not, and nobody waits to know
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
@@ -26,13 +26,18 @@ _TILES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, o
 
 
 def launch(part: Tensor, stat: Tensor, out: Tensor, c: float) -> None:
-    """part [T, H, chunks, D] and stat [T, H, chunks, 2], contiguous fp32, as attention_turned leaves them ->
-    out [T, H, D]."""
+    """part [T, H, chunks, D] and stat [T, H, chunks, 2], contiguous fp32, as attention_turned leaves them -> out
+    [T, H, D], 16 bits, of unit stride along D = 64 or 128.
+
+    The kernel's variant follows from T, H and chunks, so the gate does not see them all: the tests of marks compare
+    each with attention_kernels.merge_kernel.
+    """
     T, heads, chunks, d = part.shape
-    # Where programs are few, each merges its long chain in several warps.
-    most, warps = (64, d // 32) if T * heads <= multiprocessors(part.device) else (32, 1)
-    batch = min(most, triton.next_power_of_2(chunks))
-    merge_marked_kernel[(T, heads)](
+    assert d in (64, 128) and part.is_contiguous() and stat.is_contiguous() and out.stride(2) == 1
+    # A warp and 32 chunks at a time, or, where programs are few, a warp for 32 columns each and 64 chunks.
+    longest, warps = (64, d // 32) if T * heads <= multiprocessors(part.device) else (32, 1)
+    batch = min(longest, triton.next_power_of_2(chunks))
+    marked_merge_kernel[(T, heads)](
         part, stat, out, c, chunks, out.stride(0), out.stride(1), D=d, BATCH=batch, BUFFERS=1 if chunks <= batch else 2,
         EAGER=part.numel() * part.element_size() <= _EAGER_BYTES, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
         **launch_options(part.device),
@@ -64,7 +69,7 @@ def _copy(
     place = chunk + gl.arange(0, BATCH, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     wanted = place < chunks
-    if not EAGER:
+    if not EAGER:  # read once more, where a thread's copies want them
         _, l = _stats(stat_ptr, first, place, chunks)
         wanted = l != -1.0
     pointers = part_ptr + (first + place)[:, None] * D + column[None, :]
@@ -73,7 +78,7 @@ def _copy(
 
 
 @gluon.jit(do_not_specialize=["chunks"])
-def merge_marked_kernel(
+def marked_merge_kernel(
     part_ptr, stat_ptr, out_ptr, c, chunks, out_token, out_head,
     D: gl.constexpr, BATCH: gl.constexpr, BUFFERS: gl.constexpr, EAGER: gl.constexpr, WARPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -81,8 +86,8 @@ def merge_marked_kernel(
     """Axis 0: tokens, axis 1: heads. A chunk of which the token sees no key has the sum -1; a token that sees no key
     at all is padding. BUFFERS: 1 if a batch takes all chunks, otherwise 2. EAGER: copy before it is known what is seen.
     """
-    COLUMNS: gl.constexpr = gl.BlockedLayout([D // (32 * WARPS)], [32], [WARPS], [0])
-    CHUNKS: gl.constexpr = gl.BlockedLayout([(BATCH + 31) // 32], [32], [WARPS], [0])
+    BY_COLUMN: gl.constexpr = gl.BlockedLayout([D // (32 * WARPS)], [32], [WARPS], [0])
+    BY_CHUNK: gl.constexpr = gl.BlockedLayout([(BATCH + 31) // 32], [32], [WARPS], [0])
     gluon_let_next_start(PDL)
     tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS, BATCH, D], _TILES)
     olds = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
@@ -92,12 +97,12 @@ def merge_marked_kernel(
     t = gl.program_id(0).to(gl.int64)
     head = gl.program_id(1)
     first = (t * gl.num_programs(1) + head) * chunks
-    lane = gl.arange(0, BATCH, layout=CHUNKS)
+    lane = gl.arange(0, BATCH, layout=BY_CHUNK)
     m, l = _stats(stat_ptr, first, lane, chunks)
     _copy(tiles.index(0), part_ptr, stat_ptr, first, 0, chunks, D, BATCH, EAGER, WARPS)
     M = -float("inf")
-    L = gl.zeros([D], gl.float32, COLUMNS)
-    O = gl.zeros([D], gl.float32, COLUMNS)
+    L = gl.zeros([D], gl.float32, BY_COLUMN)
+    O = gl.zeros([D], gl.float32, BY_COLUMN)
     seen = 0
     for chunk in range(0, chunks, BATCH):
         m_next, l_next = _stats(stat_ptr, first, chunk + BATCH + lane, chunks)
@@ -120,18 +125,18 @@ def merge_marked_kernel(
         barrier()
         outputs = tiles.index(chunk // BATCH % BUFFERS)._reinterpret(gl.float32, [BATCH, D], _ROWS)
         for i in gl.static_range(BATCH):
-            old = olds.index(i).load(COLUMNS)
-            of_chunk = sums.index(i).load(COLUMNS)
+            old = olds.index(i).load(BY_COLUMN)
+            of_chunk = sums.index(i).load(BY_COLUMN)
             hidden = of_chunk == -1.0  # a sum that is seen is no less than 0; what is not may hold anything
             L = L * old + gl.where(hidden, 0.0, of_chunk)
-            O = O * old + gl.where(hidden, 0.0, outputs.index(i).load(COLUMNS)) * news.index(i).load(COLUMNS)
+            O = O * old + gl.where(hidden, 0.0, outputs.index(i).load(BY_COLUMN)) * news.index(i).load(BY_COLUMN)
         barrier()
         m = m_next
         l = l_next
-    inverse = gl.div_rn(gl.full([D], 1.0, gl.float32, COLUMNS), L)  # as in attention_kernels._quotient
+    inverse = gl.div_rn(gl.full([D], 1.0, gl.float32, BY_COLUMN), L)  # as in attention_kernels._quotient
     y = O * inverse + 0.0
     narrow = y.to(out_ptr.dtype.element_ty)
-    narrow = gl.where(gl.abs(y) < float("inf"), narrow, gl.full([D], float("nan"), narrow.dtype, COLUMNS))
-    narrow = gl.where(seen == 0, gl.zeros([D], narrow.dtype, COLUMNS), narrow)
-    column = gl.arange(0, D, layout=COLUMNS)
+    narrow = gl.where(gl.abs(y) < float("inf"), narrow, gl.full([D], float("nan"), narrow.dtype, BY_COLUMN))
+    narrow = gl.where(seen == 0, gl.zeros([D], narrow.dtype, BY_COLUMN), narrow)
+    column = gl.arange(0, D, layout=BY_COLUMN)
     gl.store(out_ptr + t * out_token + head * out_head + column, narrow)

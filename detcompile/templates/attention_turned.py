@@ -31,7 +31,7 @@ from detcompile.templates.attention_hopper import descriptor, fetch_tile, row_of
 from detcompile.templates.attention_hopper_tile import KEYS, LANES
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 
-__all__ = ["launch", "turned_attention_kernel"]
+__all__ = ["barrier", "launch", "turned_attention_kernel"]
 
 _BLOCKS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -184,7 +184,8 @@ def _attend(
     BM: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
 ):  # fmt: skip
     """Keys first..last of a token at pos, which sees the blocks from lower on whole, but for its own: what
-    attention_kernels merges, (M, L, O) of all chunks but the last and (m, l, o) of that one, l in each of 64 rows."""
+    attention_kernels and attention_merge merge, (M, L, O) of all chunks but the last and (m, l, o) of that one, l in
+    each of 64 rows."""
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     k_desc, _, k_tiles, v_tiles, k_full, v_full = ring
     M = gl.full([BM], -float("inf"), gl.float32, ROW)
@@ -312,9 +313,10 @@ def turned_attention_kernel(
         )  # fmt: skip
         if SPLIT:
             gl.store(stat_ptr + part * 2, m, mask=member < G)
-            row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_L))
-            sums = (stat_ptr + part * 2 + 1)[None, :] + 0 * row[:, None]
-            gl.store(sums, l, mask=(row == 0)[:, None] & (member < G)[None, :])
+            # One row of l, which are equal: a maximum of them would have the warps wait for each other.
+            of_64 = gl.arange(0, 64, layout=gl.SliceLayout(1, S_L))
+            sums = (stat_ptr + part * 2 + 1)[None, :] + 0 * of_64[:, None]
+            gl.store(sums, l, mask=(of_64 == 0)[:, None] & (member < G)[None, :])
             gl.store(out_ptr + part[None, :] * D + d[:, None], o, mask=(member < G)[None, :])
         else:
             M, L, O = _merge(M, L, O, m, gl.max(l, 0), o, c)

@@ -283,8 +283,11 @@ class TestOnTheGpu:
     @pytest.mark.skipif(not HOPPER, reason="the kernel follows one that is made of a Hopper GPU's instructions")
     @pytest.mark.parametrize("d", [64, 128])
     @pytest.mark.parametrize("heads", [3, 40])  # few programs, and many
-    @pytest.mark.parametrize("chunks", [3, 16, 40, 70, 150])  # a batch of them, two and more
-    def test_a_merge_by_marks_gives_the_bytes_of_a_merge_by_lengths(self, chunks: int, heads: int, d: int) -> None:
+    @pytest.mark.parametrize("eager", [False, True])
+    @pytest.mark.parametrize("chunks", [3, 7, 16, 30, 33, 64, 65, 150])  # a batch of them, two and more
+    def test_a_merge_by_marks_gives_the_bytes_of_a_merge_by_lengths(
+        self, chunks: int, eager: bool, heads: int, d: int
+    ) -> None:
         """Tokens that see one chunk and several, the first of them hidden by a window, and padding. A chunk that is
         seen may have no weight, or sums that are no numbers; what is not seen may hold anything."""
         generator = torch.Generator().manual_seed(3)
@@ -292,15 +295,17 @@ class TestOnTheGpu:
         stat = torch.randn(6, heads, chunks, 2, generator=generator).abs()
         seen = torch.tensor([[0, 1], [0, 2], [1, chunks], [chunks // 2, chunks - 1], [0, chunks], [0, 0]])
         hidden = (torch.arange(chunks) < seen[:, :1]) | (torch.arange(chunks) >= seen[:, 1:])
-        stat[0, 0, 0], stat[4, 1, 1] = torch.tensor([[-math.inf, 0.0]] * 2)  # alone, and beside others
+        stat[0, 0, 0], stat[4, 1, 1], stat[2, 0, 1] = torch.tensor([[-math.inf, 0.0]] * 3)  # alone, later, first
         stat[4, 0, 2], part[4, 1, 0, 3], part[4, 1, 1, 5] = math.nan, math.inf, math.nan
+        stat[4, 2, 1, 1], part[1, 2, 1, 7] = math.inf, 3e5  # past float16
         tokens, places = hidden.nonzero(as_tuple=True)
         part[tokens, :, places] = math.nan
         stat[tokens, :, places] = torch.tensor([math.nan, -1.0])
         part, stat = part.to(DEVICE), stat.to(DEVICE)
-        found = torch.full((6, heads, d), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        attention_merge.launch(part, stat, found, 0.3)
-        assert not found[5].any()
+        found = torch.full((6, heads, d), math.nan, dtype=torch.float16, device=DEVICE)
+        with mock.patch.object(attention_merge, "_EAGER_BYTES", part.numel() * 4 if eager else 0):
+            attention_merge.launch(part, stat, found, 0.3)
+        assert_bitwise_equal(found[5], torch.zeros_like(found[5]), "padding")
         shape = {"DV": d, "DVP": d, "CHUNK": 64, "AHEAD": 4, "num_warps": 1, "enable_fp_fusion": False}
         shape |= {"CHUNKED": False, "SCALED": False, "SINKS": False, **launch_options(part.device)}
         for token, (first, end) in enumerate(seen[:5].tolist()):

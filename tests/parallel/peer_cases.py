@@ -28,11 +28,12 @@ def check_peers(rank: int, tp: int) -> bool:
     ranks, device = tensor_parallel(tp), rank_device("cuda", rank)
     if peer_memory(ranks.group, device) is None:
         return False
-    above, _ = Numerics().split_radices(tp)
+    numerics = Numerics(tp_sizes=(1, 3, 6)) if tp == 3 else Numerics()
+    above, below = numerics.split_radices(tp)
     for seed, (M, N) in enumerate(SHAPES):
         for way in ({"two_shot": False}, {"two_shot": True}, {}, {"landing": True}):
             _check_shape(ranks, above, M, N, seed, way)
-    _check_products_that_land(ranks)
+    _check_products_that_land(ranks, above, below)
     _check_ranks_that_come_late(ranks, above)
     _check_graphs(ranks, above)
     for M, n, padding in MOVES:
@@ -59,9 +60,8 @@ def _check_shape(
         assert_bitwise_equal(out, expected, f"{M, N}, {dtype}, {way}")
 
 
-def _check_products_that_land(ranks: TensorParallel) -> None:
+def _check_products_that_land(ranks: TensorParallel, above: tuple[int, ...], below: tuple[int, ...]) -> None:
     """Of one piece and of several, some of whose ranks own nothing, against the product and its sum apart."""
-    above, below = Numerics().split_radices(ranks.size)
     for seed, (M, N, K) in enumerate([(1, 256, 64), (130, 4096, 512), (2500, 1000, 256), (9001, 8192, 128)]):
         x, w = _draw(seed, M, K, dtype=torch.bfloat16), _draw(seed + 10, N, K, dtype=torch.bfloat16)
         x, w = x * (1 + ranks.rank), w * (3 - ranks.rank)

@@ -214,7 +214,7 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
 
 
 def row_rows() -> Iterator[dict]:
-    short = ((131072, 64), (131072, 128), (65536, 256), (32768, 512))
+    short = ((131072, 64), (131072, 128), (65536, 256), (32768, 512), (1024, 128), (8192, 128), (8192, 256))
     for t, r in ((1, 4096), (64, 4096), (4096, 4096), *short, (1, 151936), (8, 151936), (256, 151936)):
         xs = [(torch.randn(t, r, device=DEVICE, dtype=torch.bfloat16),) for _ in range(copies(4 * t * r))]
         weight = torch.randn(r, device=DEVICE, dtype=torch.bfloat16)
@@ -231,8 +231,8 @@ def row_rows() -> Iterator[dict]:
         }
         for name, (ours, plain) in cases.items():
             torch._dynamo.reset()
-            us = measure(xs, functools.partial(ours, weight=weight))
-            peer_us = measure(xs, functools.partial(torch.compile(plain), weight=weight))
+            ways = (functools.partial(way, weight=weight) for way in (ours, torch.compile(plain)))
+            us, peer_us = _in_turns(xs, *ways)
             row = {"kernel": name, "rows": t, "length": r, "us": us, "peer": "torch.compile", "peer_us": peer_us}
             yield row | {"ratio": peer_us / us, "TB/s": 4 * t * r / us * 1e-6, "order": str(row_order(r, "cuda"))}
 

@@ -1,4 +1,5 @@
-"""Exponentials over their sum on the GPU, with the bytes of tl.div_rn: one reciprocal serves a row."""
+"""Exponentials over their sum on the GPU, with the bytes of tl.div_rn or, faster, within two units: one reciprocal
+serves a row."""
 
 import triton
 import triton.language as tl
@@ -37,17 +38,24 @@ _ELEMENTS = tl.constexpr(_PACK)
 
 
 @triton.jit
-def normalized(e_RFC, weight_R, ONCE: tl.constexpr):
+def _near_reciprocal(x):
+    """1 / x within a unit, on the GPU alone."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def normalized(e_RFC, weight_R, ONCE: tl.constexpr, FAST: tl.constexpr):
     """e / weight for exponentials e in [0, 1] (or NaN) and their sum, 1 <= weight < 2^20 (or NaN).
 
     ONCE takes one reciprocal a row. tl.div_rn takes one for every element, then these three operations, unless its
-    operands are such that these could lose bits: the check for that is a thread's here, not an element's.
+    operands are such that these could lose bits: the check for that is a thread's here, not an element's. FAST takes
+    the hardware's reciprocal of a row as it is, and a product.
     """
     weight = tl.broadcast_to(weight_R[:, None, None], e_RFC.shape)
-    if ONCE:
-        near = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [weight_R], dtype=tl.float32, is_pure=True, pack=1
-        )
+    if FAST:
+        quotient = e_RFC * _near_reciprocal(weight_R)[:, None, None]
+    elif ONCE:
+        near = _near_reciprocal(weight_R)
         near = tl.fma(near, tl.fma(-weight_R, near, 1.0), near)
         reciprocal = tl.broadcast_to(near[:, None, None], e_RFC.shape)
         quotient = e_RFC * reciprocal

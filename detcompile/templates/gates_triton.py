@@ -11,10 +11,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.exponential_triton import LOG2_E
 
 __all__ = ["silu_mul", "silu_mul_cuda"]
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from detcompile.templates.dependent_launch import (
     gluon_wait_for_earlier,
     launch_options,
 )
-from detcompile.templates.gates_triton import LOG2_E
+from detcompile.templates.exponential_triton import LOG2_E
 from detcompile.templates.widening_triton import widened
 
 __all__ = ["hopper_matmul_kernel", "launch", "supports"]

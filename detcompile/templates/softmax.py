@@ -6,9 +6,11 @@ Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R,
     log_softmax = round((x - m) - log(s))
     logsumexp   = m + log(s), float32
 
-The exponential and the logarithm are the template's own. Entries may be -inf. A row of -inf alone gives NaN, and
-logsumexp -inf, as in torch. Radices give a row its leaves (ceil(R / leaves) elements each), for a vocabulary sharded
-over ranks. On a GPU a leaf or chunk is summed against its own maximum, and the sums are then brought to the row's.
+The exponential and the logarithm are the template's own. For a softmax of 16 bits a GPU takes its own approximations
+of 2^x and of 1 / s, whose relative errors, 2^-22 and (m - x) 2^-23, are small beside the rounding; an exponential below
+2^-126 is 0. Entries may be -inf. A row of -inf alone gives NaN, and logsumexp -inf, as in torch. Radices give a row its
+leaves (ceil(R / leaves) elements each), for a vocabulary sharded over ranks. On a GPU a leaf or chunk is summed against
+its own maximum, and the sums are then brought to the row's.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,8 @@
 Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A row that one program holds is read
 once, and its exponentials are taken against its maximum, which has no order to fix. A row of leaves (a vocabulary
 sharded over ranks) or chunks is read twice: each of its parts is summed against its own maximum, and the sums, brought
-to the row's maximum, meet in the order of the parts.
+to the row's maximum, meet in the order of the parts. FAST: the result has 16 bits, which show nothing of the hardware's
+approximations.
 """
 
 import math
@@ -62,7 +63,7 @@ def _finite(shift):
 def _held_kernel(
     x_ptr, out_ptr, T, heads, outer, inner, KIND: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-    SHUFFLE: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
+    SHUFFLE: tl.constexpr, ONCE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -72,12 +73,12 @@ def _held_kernel(
     if KIND == LOGSUMEXP:
         shift = _finite(shift)
     x = x - shift[:, None, None]
-    e = tl.where((column < R)[None, :, :], exponential(x, SHUFFLE), 0.0)
+    e = tl.where((column < R)[None, :, :], exponential(x, SHUFFLE, FAST), 0.0)
     weight = tile_total(e, ROWS, LANES, VECTOR, SHUFFLE)
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
     elif KIND == SOFTMAX:
-        store_rows(out_ptr, row, column, T, normalized(e, weight, ONCE), R, 1)
+        store_rows(out_ptr, row, column, T, normalized(e, weight, ONCE, FAST), R, 1)
     else:
         store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None, None], R, 1)
 
@@ -87,6 +88,7 @@ def _parts_kernel(
     x_ptr, top_ptr, sum_ptr, T, heads, outer, inner,
     R: tl.constexpr, UNIT: tl.constexpr, LEAF: tl.constexpr, LEAVES: tl.constexpr, CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Maximum of each chunk of each leaf, and the sum of its exponentials against it: [T, LEAVES, CHUNKS]."""
     program = tl.program_id(0)
@@ -102,7 +104,7 @@ def _parts_kernel(
         pointers = (x_ptr + row_starts(row, T, heads, outer, inner, UNIT) * UNIT)[:, None, None] + column[None, :, :]
         x = tl.load(pointers, mask=ok, other=-float("inf")).to(tl.float32)
     top = tile_max(x)
-    e = tl.where(ok, exponential(x - _finite(top)[:, None, None], SHUFFLE), 0.0)
+    e = tl.where(ok, exponential(x - _finite(top)[:, None, None], SHUFFLE, FAST), 0.0)
     tl.store(top_ptr + program + tl.arange(0, 1), top)
     tl.store(sum_ptr + program + tl.arange(0, 1), tile_total(e, ROWS, LANES, VECTOR, SHUFFLE))
 
@@ -150,7 +152,7 @@ def _merge_kernel(
     x_ptr, top_ptr, sum_ptr, out_ptr, T, heads, outer, inner,
     KIND: tl.constexpr, RADICES: tl.constexpr, LEVELS: tl.constexpr, LEAVES: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNK_LANES: tl.constexpr, PART_LANES: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
-    W: tl.constexpr, SHUFFLE: tl.constexpr,
+    W: tl.constexpr, SHUFFLE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The row's maximum and sum from its parts', then W columns of the output."""
     row, column = rows_at(TILES, 1, W)
@@ -171,8 +173,8 @@ def _merge_kernel(
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
     elif KIND == SOFTMAX:
-        e = exponential(x - shift, SHUFFLE)
-        store_rows(out_ptr, row, column, T, normalized(e, weight, False), R, TILES)
+        e = exponential(x - shift, SHUFFLE, FAST)
+        store_rows(out_ptr, row, column, T, normalized(e, weight, False, FAST), R, TILES)
     else:
         store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None, None], R, TILES)
 
@@ -212,6 +214,7 @@ def _normalised(
 
 def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     rows, options = row_layout(x, order.vector), {"SHUFFLE": x.is_cuda, "enable_fp_fusion": False}
+    options["FAST"] = x.is_cuda and kind.value == SOFTMAX.value and out.dtype.itemsize == 2
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
         plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else SHORT)

@@ -248,16 +248,25 @@ class TestOnTheGpu:
                 expected = (plain * weight.float()).to(dtype)
                 assert_bitwise_equal(rms_norm_cuda(x, weight, 1e-6, True), expected, f"{dtype} {weight_dtype} {length}")
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_shared_reciprocals_give_the_bytes_of_divisions(self, dtype: torch.dtype) -> None:
-        """Exponentials of every size, subnormal ones and subnormal quotients too."""
-        x = heavy_tailed(20_000, 128) * torch.logspace(-2, 2, 20_000, device=DEVICE)[:, None]
-        x[::7, 3:90] = -torch.inf
-        x[::11] = -torch.linspace(0.0, 110.0, 128, device=DEVICE)
-        x[5, 5], x[6] = torch.nan, -torch.inf
-        shared = softmax_cuda(x, dtype, ())
+    def test_shared_reciprocals_give_the_bytes_of_divisions(self) -> None:
+        x = _rows_with_exponentials_of_every_size(128)
+        shared = softmax_cuda(x, None, ())
         with mock.patch.object(softmax_triton, "ONCE_WIDTH", 0):
-            assert_bitwise_equal(shared, softmax_cuda(x, dtype, ()))
+            assert_bitwise_equal(shared, softmax_cuda(x, None, ()))
+
+    @pytest.mark.parametrize("length", [128, 20_000])  # of one kernel, and in parts
+    @pytest.mark.parametrize(("dtype", "others"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-2)])
+    def test_approximations_are_the_rounded_quotient_or_next_to_it(
+        self, dtype: torch.dtype, others: float, length: int
+    ) -> None:
+        x = _rows_with_exponentials_of_every_size(length)
+        found, exact = softmax_cuda(x, dtype, ()), x.double().softmax(-1)
+        near = exact.to(dtype)
+        assert_bitwise_equal(found.isnan(), near.isnan())
+        seen = (exact >= 2.0**-120).flatten()  # below it exponentials of zero begin
+        units = (found.view(torch.int16).int() - near.view(torch.int16).int()).flatten()[seen].abs()
+        assert units.max() <= 1 and units.double().mean() <= others, (units.max(), units.double().mean())
+        assert found.flatten()[~seen & ~exact.isnan().flatten()].max() <= 2.0**-119
 
     def test_tiles_of_many_short_rows_have_the_same_bytes(self) -> None:
         x = heavy_tailed(20_000, 128)
@@ -292,6 +301,16 @@ class TestOnTheGpu:
             report[name] = tuple(e.item() for e in errors)
         print(dtype, length, {k: f"{a:.3e} / {b:.3e}" for k, (a, b) in report.items()})
         assert all(ours <= 1.05 * torchs for ours, torchs in report.values()), report
+
+
+def _rows_with_exponentials_of_every_size(length: int) -> Tensor:
+    """Subnormal ones and subnormal quotients too, zeros, NaN, and a row of -inf alone."""
+    rows = 20_000 * 128 // length
+    x = heavy_tailed(rows, length) * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]
+    x[::7, 3:90] = -torch.inf
+    x[::11] = -torch.linspace(0.0, 110.0, length, device=DEVICE)
+    x[5, 5], x[6] = torch.nan, -torch.inf
+    return x
 
 
 def _at_least_float32(t: Tensor) -> torch.dtype:

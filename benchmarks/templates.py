@@ -234,7 +234,8 @@ def row_rows() -> Iterator[dict]:
             ways = (functools.partial(way, weight=weight) for way in (ours, torch.compile(plain)))
             us, peer_us = _in_turns(xs, *ways)
             row = {"kernel": name, "rows": t, "length": r, "us": us, "peer": "torch.compile", "peer_us": peer_us}
-            yield row | {"ratio": peer_us / us, "TB/s": 4 * t * r / us * 1e-6, "order": str(row_order(r, "cuda"))}
+            moved = t * r * (2 + ours(*xs[0], weight=weight).itemsize)
+            yield row | {"ratio": peer_us / us, "TB/s": moved / us * 1e-6, "order": str(row_order(r, "cuda"))}
 
 
 def gates() -> dict[str, dict[str, int]]:

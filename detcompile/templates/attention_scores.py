@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.templates.exponential_triton import LOG2_E
 
 __all__ = ["Scores", "Visible", "join_sink", "related", "shaped", "tanh"]
-
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclass(frozen=True, slots=True)

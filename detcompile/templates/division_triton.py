@@ -1,5 +1,5 @@
-"""Exponentials over their sum on the GPU, with the bytes of tl.div_rn or, faster, within two units: one reciprocal
-serves a row."""
+"""Exponentials over their sum on the GPU, with the bytes of tl.div_rn or, faster, within three units: one
+reciprocal serves a row."""
 
 import triton
 import triton.language as tl
@@ -51,6 +51,7 @@ def normalized(e_RFC, weight_R, ONCE: tl.constexpr, FAST: tl.constexpr):
     operands are such that these could lose bits: the check for that is a thread's here, not an element's. FAST takes
     the hardware's reciprocal of a row as it is, and a product.
     """
+    tl.static_assert(not (ONCE and FAST))
     weight = tl.broadcast_to(weight_R[:, None, None], e_RFC.shape)
     if FAST:
         quotient = e_RFC * _near_reciprocal(weight_R)[:, None, None]

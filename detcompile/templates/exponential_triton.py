@@ -1,4 +1,4 @@
-"""e^x on the GPU as accurately as torch's, for every kernel that takes one, or as accurately as 16 bits can show."""
+"""e^x on the GPU as accurately as torch's, for every kernel that takes one, or as a result of 16 bits needs it."""
 
 import triton
 import triton.language as tl

@@ -7,10 +7,10 @@ Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R,
     logsumexp   = m + log(s), float32
 
 The exponential and the logarithm are the template's own. For a softmax of 16 bits a GPU takes its own approximations
-of 2^x and of 1 / s, whose relative errors, 2^-22 and (m - x) 2^-23, are small beside the rounding; an exponential below
-2^-126 is 0. Entries may be -inf. A row of -inf alone gives NaN, and logsumexp -inf, as in torch. Radices give a row its
-leaves (ceil(R / leaves) elements each), for a vocabulary sharded over ranks. On a GPU a leaf or chunk is summed against
-its own maximum, and the sums are then brought to the row's.
+of 2^x and of 1 / s: relative errors of 2^-22, of (m - x) 2^-23 from the rounded exponent of 2, and of 2^-23 are small
+beside the rounding; an exponential below 2^-126 is 0. Entries may be -inf. A row of -inf alone gives NaN, and logsumexp
+-inf, as in torch. Radices give a row its leaves (ceil(R / leaves) elements each), for a vocabulary sharded over ranks.
+On a GPU a leaf or chunk is summed against its own maximum, and the sums are then brought to the row's.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A row that one program holds is read
 once, and its exponentials are taken against its maximum, which has no order to fix. A row of leaves (a vocabulary
 sharded over ranks) or chunks is read twice: each of its parts is summed against its own maximum, and the sums, brought
-to the row's maximum, meet in the order of the parts. FAST: the result has 16 bits, which show nothing of the hardware's
+to the row's maximum, meet in the order of the parts. FAST: the result has 16 bits, which show little of the hardware's
 approximations.
 """
 
@@ -219,7 +219,7 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     if not order.radices and not order.chunk:
         plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else SHORT)
         grid = (triton.cdiv(rows.T, plan.rows),)
-        once = x.is_cuda and plan.width <= ONCE_WIDTH and order.vector >= 4
+        once = x.is_cuda and not options["FAST"] and plan.width <= ONCE_WIDTH and order.vector >= 4
         _held_kernel[grid](
             rows.start, out, *rows[1:5], KIND=kind.value, ROWS=plan.rows, W=plan.width, FOLDS=plan.folds,
             ONCE=once, num_warps=plan.warps, **launch_options(x.device), **tile, **options,

@@ -64,7 +64,7 @@ def _check_products_that_land(ranks: TensorParallel, above: tuple[int, ...], bel
     """Of one piece and of several, some of whose ranks own nothing, against the product and its sum apart."""
     for seed, (M, N, K) in enumerate([(1, 256, 64), (130, 4096, 512), (2500, 1000, 256), (9001, 8192, 128)]):
         x, w = _draw(seed, M, K, dtype=torch.bfloat16), _draw(seed + 10, N, K, dtype=torch.bfloat16)
-        x, w = x * (1 + ranks.rank), w * (3 - ranks.rank)
+        x, w = x * (1 + ranks.rank), w * (ranks.size - ranks.rank)
         residual = _draw(seed + 20, M, N, dtype=torch.bfloat16)
         given = (x, w, None, residual, below, above, ranks.group, torch.bfloat16)
         expected = matmul_all_reduce(*given, landing=False)

@@ -96,6 +96,8 @@ def test_a_row_ignores_its_neighbours(dtype: torch.dtype, length: int) -> None:
         "rms_norm": lambda t: rms_norm_cuda(t, weight, 1e-6, True),
         "layer_norm": lambda t: layer_norm_cuda(t, weight, bias, 1e-5),
         "softmax": lambda t: softmax_cuda(t, torch.float32, ()),
+        "softmax of 16 bits": lambda t: softmax_cuda(t, torch.bfloat16, ()),
+        "softmax of 16 bits in leaves": lambda t: softmax_cuda(t, torch.bfloat16, (2, 2)),
         "log_softmax": lambda t: log_softmax_cuda(t, None, (2, 2)),
         "logsumexp": lambda t: logsumexp_cuda(t, ()),
     }
@@ -170,7 +172,9 @@ def test_rows_of_infinities_are_torchs() -> None:
     wide = torch.full((4, 17_000), -torch.inf, device=DEVICE)
     wide[:, 9000:9040] = x
     for rows, radices in ((x, ()), (x, (2, 2)), (wide, ())):
-        assert torch.allclose(softmax_cuda(rows, None, radices), rows.softmax(-1), equal_nan=True)
+        for dtype in DTYPES:
+            found, expected = softmax_cuda(rows, dtype, radices), rows.softmax(-1).to(dtype)
+            assert torch.allclose(found, expected, rtol=max(1e-5, torch.finfo(dtype).eps), equal_nan=True)
         assert torch.allclose(log_softmax_cuda(rows, None, radices), rows.log_softmax(-1), equal_nan=True)
         assert torch.allclose(logsumexp_cuda(rows, radices), rows.logsumexp(-1), equal_nan=True)
 
@@ -181,7 +185,8 @@ def test_a_nan_among_infinities_is_not_lost(radices: tuple[int, ...]) -> None:
     x = torch.full((1, 20_000), -torch.inf, device=DEVICE)
     x[0, 11_000], x[0, 5] = torch.nan, 1.0
     assert logsumexp_cuda(x, radices).isnan().all()
-    assert softmax_cuda(x, None, radices).isnan().all() and log_softmax_cuda(x, None, radices).isnan().all()
+    assert log_softmax_cuda(x, None, radices).isnan().all()
+    assert all(softmax_cuda(x, dtype, radices).isnan().all() for dtype in DTYPES)
 
 
 def test_empty_inputs() -> None:
@@ -224,6 +229,7 @@ class TestOnTheGpu:
             "rms_norm": lambda t: rms_norm_cuda(t, weight, 1e-6, True),
             "layer_norm": lambda t: layer_norm_cuda(t, weight, weight, 1e-5),
             "softmax": lambda t: softmax_cuda(t, torch.float32, ()),
+            "softmax of 16 bits": lambda t: softmax_cuda(t, torch.float16, ()),
             "log_softmax": lambda t: log_softmax_cuda(t, torch.float32, ()),
         }
         for dtype in (torch.bfloat16, torch.float32):
@@ -255,7 +261,7 @@ class TestOnTheGpu:
             assert_bitwise_equal(shared, softmax_cuda(x, None, ()))
 
     @pytest.mark.parametrize("length", [128, 20_000])  # of one kernel, and in parts
-    @pytest.mark.parametrize(("dtype", "others"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-2)])
+    @pytest.mark.parametrize(("dtype", "others"), [(torch.bfloat16, 3e-4), (torch.float16, 5e-4)])
     def test_approximations_are_the_rounded_quotient_or_next_to_it(
         self, dtype: torch.dtype, others: float, length: int
     ) -> None:
@@ -263,16 +269,17 @@ class TestOnTheGpu:
         found, exact = softmax_cuda(x, dtype, ()), x.double().softmax(-1)
         near = exact.to(dtype)
         assert_bitwise_equal(found.isnan(), near.isnan())
-        seen = (exact >= 2.0**-120).flatten()  # below it exponentials of zero begin
+        seen = (exact >= 2.0**-125).flatten()  # a smaller quotient may be of an exponential that is taken for zero
         units = (found.view(torch.int16).int() - near.view(torch.int16).int()).flatten()[seen].abs()
         assert units.max() <= 1 and units.double().mean() <= others, (units.max(), units.double().mean())
-        assert found.flatten()[~seen & ~exact.isnan().flatten()].max() <= 2.0**-119
+        assert found.flatten()[~seen & ~exact.isnan().flatten()].max() <= 2.0**-124
 
     def test_tiles_of_many_short_rows_have_the_same_bytes(self) -> None:
         x = heavy_tailed(20_000, 128)
         assert x.numel() > softmax_triton.FEW_ELEMENTS  # so that the first rows alone take the other tile
         assert_bitwise_equal(row_sum_cuda(x), evaluate(x, 128))
-        assert_bitwise_equal(softmax_cuda(x, None, ())[:100], softmax_cuda(x[:100], None, ()))
+        for dtype in DTYPES:
+            assert_bitwise_equal(softmax_cuda(x, dtype, ())[:100], softmax_cuda(x[:100], dtype, ()))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("length", [128, 4096, 4097])

@@ -32,6 +32,9 @@ constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu
 constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of numerics.py
 constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention.py: a score's bits hang on it
 
+// at::empty goes through the dispatcher, whose code a product's weights have swept from the caches.
+Tensor new_tensor(at::IntArrayRef sizes, ScalarType dtype) { return at::detail::empty_cpu(sizes, dtype); }
+
 // The operation in Python: it does what is not plain, and its exceptions say what is wrong
 template <class Signature>
 c10::TypedOperatorHandle<Signature> in_python(const char* name) {
@@ -81,7 +84,7 @@ Tensor matmul(const Tensor& x, const Tensor& w, const Optional& bias, const Opti
     static const auto op = in_python<decltype(matmul)>("detcompile::matmul");
     return op.call(x, w, bias, residual, radices, out_dtype);
   }
-  Tensor out = at::detail::empty_cpu({x.size(0), w.size(0)}, to);
+  Tensor out = new_tensor({x.size(0), w.size(0)}, to);
   Call call{.x = read<char>(x),
             .x_stride = x.stride(0),
             .w = read<char>(w),
@@ -134,7 +137,7 @@ Tensor rms_norm(const Tensor& x, const Optional& weight, double eps, bool round_
     return op.call(x, weight, eps, round_before_weight);
   }
   Rows rows(x);
-  Tensor out = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+  Tensor out = new_tensor(x.sizes(), x.scalar_type());
   kernels.rms_norm(read<void>(rows.x), rows.stride, read(weight), write<void>(out), eps, round_before_weight, rows.count(), rows.R,
                    code_of(x), code_of(weight), at::get_num_threads());
   return out;
@@ -146,7 +149,7 @@ Tensor layer_norm(const Tensor& x, const Optional& weight, const Optional& bias,
     return op.call(x, weight, bias, eps);
   }
   Rows rows(x);
-  Tensor out = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+  Tensor out = new_tensor(x.sizes(), x.scalar_type());
   kernels.layer_norm(read<void>(rows.x), rows.stride, read(weight), read(bias), write<void>(out), eps, rows.count(), rows.R,
                      code_of(x), code_of(weight), code_of(bias), at::get_num_threads());
   return out;
@@ -191,7 +194,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor
   bool plain = plain_scores && visible && kv_chunk > 0 && kv_chunk % kKeyBlock == 0 && heads_fit(q, k, v) &&
                caches_fit(k_cache, v_cache, k, v) && metadata_fits(slots, cu_seqlens, seq_lens, table, q.size(0));
   if (!plain) return call_python();
-  Tensor out = at::detail::empty_cpu({q.size(0), q.size(1), v.size(2)}, q.scalar_type());
+  Tensor out = new_tensor({q.size(0), q.size(1), v.size(2)}, q.scalar_type());
   // in the order that attention.cpp says
   int64_t strides[] = {q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_cache.stride(0),
                        k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};

@@ -1,6 +1,7 @@
-"""GPU benchmarks in turn: python -m benchmarks [templates model ...], or make bench [BENCHMARKS="templates model"].
+"""Benchmarks in turn: python -m benchmarks [templates model ...], or make bench [BENCHMARKS="templates model"].
 
-Without names all of them, those of several GPUs where there are. Each writes its JSON to benchmarks/results/.
+Without names all of them, those of several GPUs where there are; cpu measures two cores of the machine. Each writes its
+JSON to benchmarks/results/.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import sys
 
 import torch
 
-SCRIPTS = ("templates", "experts_and_quantized", "model", "dispatch", "serve", "speculation", "at_size")
+SCRIPTS = ("templates", "experts_and_quantized", "model", "dispatch", "serve", "speculation", "at_size", "cpu")
 SEVERAL_GPUS = ("collectives",)
 
 
@@ -21,8 +22,8 @@ def main() -> int:
     names = parser.parse_args().names
     if unknown := sorted(set(names) - set(SCRIPTS + SEVERAL_GPUS)):
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {known}")
-    if not torch.cuda.is_available():
-        sys.exit("the benchmarks need a CUDA GPU")
+    if names != ["cpu"] and not torch.cuda.is_available():
+        sys.exit("the benchmarks need a CUDA GPU, all but cpu")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     name = commit.stdout.strip() or "unknown"
     failed = 0

@@ -41,11 +41,15 @@ check: $(VENV)/.stamp-dev
 	@$(VENV_PYTHON) -m mypy
 
 # GPU machines bring a torch that matches their driver, so these two take the machine's own Python.
+HAS_TORCH := import importlib.util, sys; importlib.util.find_spec("torch") or sys.exit("this Python has no torch: make PYTHON=...")
+
 gpu-test:
+	@$(PYTHON) -c '$(HAS_TORCH)'
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
 	@PYTHONPATH=$(CURDIR) TORCHINDUCTOR_SIZE_ASSERTS=1 $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
 bench:
+	@$(PYTHON) -c '$(HAS_TORCH)'
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks $(BENCHMARKS)
 
 census: $(VENV)/.stamp-test

@@ -123,7 +123,8 @@ def load_model(
     """
     path = EMBEDDED.get(str(name)) or Path(name)
     if not path.exists():
-        raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {TINY!r}")
+        embedded = " or ".join(map(repr, EMBEDDED))
+        raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {embedded}")
     device = _device(device)
     try:
         if random:

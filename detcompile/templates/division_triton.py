@@ -1,5 +1,7 @@
-"""Exponentials over their sum on the GPU, with the bytes of tl.div_rn or, faster, within three units: one
-reciprocal serves a row."""
+"""Exponentials over their sum on the GPU: the bytes of tl.div_rn, or, in fewer instructions, within three units.
+
+One reciprocal serves a row.
+"""
 
 import triton
 import triton.language as tl

@@ -109,10 +109,16 @@ def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr, DT
 
 
 @triton.jit
-def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, CHUNKS: tl.constexpr):
-    """The tile, rounded to out's dtype, into contiguous rows."""
+def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr):
+    """The tile, rounded to out's dtype, into contiguous rows, UNIT elements at a time.
+
+    A tile is laid out for the widest access of its shape, which must remain the load of the rows: of 16 bits a thread
+    could store more elements than it loads of fp32.
+    """
     W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
     pointers = (out_ptr + row.to(tl.int64) * R)[:, None, None] + column[None, :, :]
+    if UNIT > 1:
+        pointers = tl.max_contiguous(pointers, [1, 1, UNIT])
     tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=_inside(row, column, T, R, W))
 
 

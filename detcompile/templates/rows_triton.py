@@ -131,7 +131,7 @@ def _rms_norm_kernel(
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         y = y * weight
-    store_rows(out_ptr, row, column, T, y, R, CHUNKS)
+    store_rows(out_ptr, row, column, T, y, R, UNIT, CHUNKS)
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -161,7 +161,7 @@ def _layer_norm_kernel(
         y = y * weight
     if HAS_BIAS:
         y = y + bias
-    store_rows(out_ptr, row, column, T, y, R, CHUNKS)
+    store_rows(out_ptr, row, column, T, y, R, UNIT, CHUNKS)
 
 
 def row_sum_cuda(x: Tensor, out_dtype: torch.dtype | None = None, order: Row | None = None) -> Tensor:

@@ -78,9 +78,9 @@ def _held_kernel(
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
     elif KIND == SOFTMAX:
-        store_rows(out_ptr, row, column, T, normalized(e, weight, ONCE, FAST), R, 1)
+        store_rows(out_ptr, row, column, T, normalized(e, weight, ONCE, FAST), R, UNIT, 1)
     else:
-        store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None, None], R, 1)
+        store_rows(out_ptr, row, column, T, x - _log(weight, SHUFFLE)[:, None, None], R, UNIT, 1)
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -174,9 +174,9 @@ def _merge_kernel(
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
     elif KIND == SOFTMAX:
         e = exponential(x - shift, SHUFFLE, FAST)
-        store_rows(out_ptr, row, column, T, normalized(e, weight, False, FAST), R, TILES)
+        store_rows(out_ptr, row, column, T, normalized(e, weight, False, FAST), R, UNIT, TILES)
     else:
-        store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None, None], R, TILES)
+        store_rows(out_ptr, row, column, T, x - shift - _log(weight, SHUFFLE)[:, None, None], R, UNIT, TILES)
 
 
 def softmax_cuda(

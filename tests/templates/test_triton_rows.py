@@ -231,6 +231,7 @@ class TestOnTheGpu:
             "softmax": lambda t: softmax_cuda(t, torch.float32, ()),
             "softmax of 16 bits": lambda t: softmax_cuda(t, torch.float16, ()),
             "log_softmax": lambda t: log_softmax_cuda(t, torch.float32, ()),
+            "log_softmax of 16 bits": lambda t: log_softmax_cuda(t, torch.float16, ()),
         }
         for dtype in (torch.bfloat16, torch.float32):
             x = heavy_tailed(1001, length, dtype=dtype)
@@ -253,6 +254,15 @@ class TestOnTheGpu:
                 weight = heavy_tailed(length, dtype=weight_dtype, seed=1)
                 expected = (plain * weight.float()).to(dtype)
                 assert_bitwise_equal(rms_norm_cuda(x, weight, 1e-6, True), expected, f"{dtype} {weight_dtype} {length}")
+
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_a_rows_sum_ignores_the_results_dtype(self, length: int) -> None:
+        """As with the weight: 16 bits are stored in wider pieces than rows of fp32 are loaded."""
+        for dtype in DTYPES:
+            x = heavy_tailed(1001, length, dtype=dtype)
+            wide = log_softmax_cuda(x, torch.float32, ())
+            for narrow in (torch.bfloat16, torch.float16):
+                assert_bitwise_equal(log_softmax_cuda(x, narrow, ()), wide.to(narrow), f"{dtype} {narrow} {length}")
 
     def test_shared_reciprocals_give_the_bytes_of_divisions(self) -> None:
         x = _rows_with_exponentials_of_every_size(128)

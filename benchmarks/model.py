@@ -1,6 +1,6 @@
 """A whole model on a GPU: the axes by bytes, compile seconds, and forward times beside torch.compile and HF generate.
 
-    python benchmarks/model.py --commit $(git rev-parse --short HEAD) [--layers 36] [--minutes 8]
+    python -m benchmarks.model --commit $(git rev-parse --short HEAD) [--layers 36] [--minutes 8] [--only one,peers]
 
 The model is Qwen3-8B's shape with random weights in bf16. Writes benchmarks/results/model-<device>-<commit>.json after
 each part, so that a run that ends early keeps what it measured. Times are medians.
@@ -37,6 +37,8 @@ QWEN3_8B = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+Keep = Callable[[str, object], None]  # writes a part's figures
+Has = Callable[[float], bool]  # whether so many seconds are left
 CONTEXT = 512  # keys of each sequence in the decode rows that have a peer
 DECODE_BATCHES = (1, 8, 64, 256)
 SHORT_CONTEXT = 96
@@ -174,12 +176,12 @@ def measure_ours(model: CompiledModel) -> dict[str, float]:
     return found | {f"prefill {count} x {tokens}": prefill_milliseconds(model, tokens, count)}
 
 
-def measure_peers(layers: int, keep: Callable[[str, object], None], has: Callable[[float], bool]) -> None:
+def measure_peers(layers: int, keep: Keep, has: Has) -> None:
     """The Hugging Face model under torch.compile default, with cuBLAS and SDPA: prefill as it is, decode steps as CUDA
     graphs over caches that hold CONTEXT keys; and eager generate."""
     model = build(layers)
     found: dict[str, float] = {}
-    for batch in DECODE_BATCHES:
+    for batch in DECODE_BATCHES[::-1]:
         if has(60):
             found[f"torch.compile decode {batch}"] = _peer_decode(model, batch)
             keep("ms, peers", found)
@@ -259,11 +261,37 @@ def compile_seconds(model: PreTrainedModel, numerics: Numerics) -> tuple[Compile
     return compiled, time.perf_counter() - start
 
 
+def measure_all_sizes(layers: int, keep: Keep, has: Has) -> None:
+    """The default numerics: compile seconds, the step times, the axes and the gate."""
+    model, seconds = compile_seconds(build(layers), Numerics())
+    keep("compile seconds cold", seconds)
+    keep("certificate", model.certificate.summary())
+    keep("ms, tp_sizes=(1, 2, 4, 8)", measure_ours(model))
+    keep("axes", measure_axes(model))
+    keep("GEMM gate", gate_counts(model))
+
+
+def measure_one_size(layers: int, keep: Keep, has: Has) -> None:
+    if has(110):
+        model, _ = compile_seconds(build(layers), Numerics(tp_sizes=(1,)))
+        keep("ms, tp_sizes=(1,)", measure_ours(model))
+
+
+def measure_warm_compile(layers: int, keep: Keep, has: Has) -> None:
+    if has(60):
+        _, seconds = compile_seconds(build(layers), Numerics())
+        keep("compile seconds warm", seconds)
+
+
+PARTS = {"sizes": measure_all_sizes, "one": measure_one_size, "peers": measure_peers, "warm": measure_warm_compile}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -287,25 +315,10 @@ def main() -> None:
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # cold
-    model, seconds = compile_seconds(build(arguments.layers), Numerics())
-    keep("compile seconds cold", seconds)
-    keep("certificate", model.certificate.summary())
-    keep("ms, tp_sizes=(1, 2, 4, 8)", measure_ours(model))
-    keep("axes", measure_axes(model))
-    keep("GEMM gate", gate_counts(model))
-    del model
-    torch.cuda.empty_cache()
-    if has(110):
-        model, _ = compile_seconds(build(arguments.layers), Numerics(tp_sizes=(1,)))
-        keep("ms, tp_sizes=(1,)", measure_ours(model))
-        del model
+    for part in arguments.only.split(","):
+        PARTS[part](arguments.layers, keep, has)
+        gc.collect()
         torch.cuda.empty_cache()
-    if has(60):
-        measure_peers(arguments.layers, keep, has)
-    torch.cuda.empty_cache()
-    if has(60):
-        _, seconds = compile_seconds(build(arguments.layers), Numerics())
-        keep("compile seconds warm", seconds)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from detcompile.templates import dependent_launch
+from detcompile.templates.attention_triton import AttentionSchedule, paged_attention_cuda
+from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.gates_triton import silu_mul_cuda
 from detcompile.templates.matmul_launch import run_schedule
 from detcompile.templates.matmul_schedules import GemmSchedule
@@ -124,6 +128,67 @@ def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:
         for source, value in zip(sources, expected):  # our own kernel writes them, and lets the next start early
             out = matmul_cuda(x, rms_norm_cuda(source, None, 1e-6, True), None, None, ())
             assert_bitwise_equal(out, value, "after a kernel of ours")
+
+
+@triton.jit
+def _late_copy_kernel(source_ptr, target_ptr, N: tl.constexpr, PDL: tl.constexpr):
+    """Copies N numbers of 32 bits long after the next kernel may start."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    place = tl.arange(0, N)
+    place = tl.inline_asm_elementwise(
+        "nanosleep.u32 20000; mov.u32 $0, $1;", "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.store(target_ptr + place, tl.load(source_ptr + place))
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("split", [False, True])
+def test_metadata_that_the_kernel_before_wrote_are_read_as_they_are(split: bool, window: int, page: int) -> None:
+    """A decode step asks for keys by what the metadata were before that kernel ended, which may be anything."""
+    tokens, sequences, keys, pages = 6, 4, 1280, 200
+    width = keys // page
+    generator = torch.Generator("cuda").manual_seed(5)
+    q, k_cache, v_cache = (
+        torch.randn(*shape, 128, generator=generator, device="cuda").bfloat16()
+        for shape in ((tokens, 8), (pages, page, 2), (pages, page, 2))
+    )
+    both = torch.empty(512, dtype=torch.int32, device="cuda")  # all metadata, so that one kernel writes them
+    cu, lens, table = both[:5], both[5:9], both[16 : 16 + sequences * width].view(sequences, width)
+
+    def metadata(bounds: list[int], lengths: list[int], seed: int) -> Tensor:
+        drawn = torch.randint(0, pages, (512,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        drawn[:9] = torch.tensor(bounds + lengths)
+        return drawn.cuda()
+
+    def attend() -> Tensor:
+        schedule = AttentionSchedule(8, 4, 3, split, turned=True)
+        return paged_attention_cuda(
+            q, None, None, k_cache, v_cache, cu, cu, lens, table, 0.1, window, 512, schedule=schedule
+        )
+
+    cases = [
+        metadata([0, 1, 2, 3, 4], [keys, 1, 700, 64], 1),
+        metadata([0, 1, 2, 3, 4], [keys, 1, 700, 64], 2),  # other pages
+        metadata([0, 1, 2, 3, 4], [65, 1000, 513, 900], 2),  # other lengths
+        metadata([0, 1, 1, 4, 6], [65, 1000, 513, 900], 2),  # other tokens
+    ]
+    expected = []
+    for case in cases:
+        both.copy_(case)
+        with apart():
+            expected.append(attend())
+        torch.cuda.synchronize()
+    nonsense = torch.full_like(both, 2**30)
+    nonsense[:5] = torch.arange(5)  # as if every token were alone
+    for _ in range(5):
+        for before in (*cases, nonsense):
+            for case, wanted in zip(cases, expected):
+                both.copy_(before)
+                _late_copy_kernel[(1,)](case, both, N=512, **launch_options(both.device))
+                assert_bitwise_equal(attend(), wanted)
 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")

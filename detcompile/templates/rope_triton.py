@@ -16,7 +16,7 @@ from detcompile.errors import InvalidInput
 from detcompile.numerics import row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.row_sums import row_total
-from detcompile.templates.row_tiles import aligned, rms_scale, row_plan
+from detcompile.templates.row_tiles import aligned, in_units, rms_scale, row_plan
 from detcompile.templates.widening_triton import widened
 
 __all__ = ["MOST_FEATURES", "rope_cache_cuda"]
@@ -59,9 +59,9 @@ def _rotated(
     x = _heads(x_ptr, token, head, ok, column, token_stride, head_stride, UNIT, D)
     half = _heads(x_ptr, token, head, ok, other, token_stride, head_stride, UNIT, D)
     turned = ok[:, None] & (column < E)[None, :]
-    place = token.to(tl.int64)[:, None] * E + column[None, :]
-    cos = tl.load(cos_ptr + place, mask=turned, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + place, mask=turned, other=0.0).to(tl.float32)
+    start = token.to(tl.int64)[:, None] * E
+    cos = tl.load(in_units(cos_ptr + start, column[None, :], UNIT), mask=turned, other=0.0).to(tl.float32)
+    sin = tl.load(in_units(sin_ptr + start, column[None, :], UNIT), mask=turned, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = rms_scale(row_total(x * x, ROWS, LANES, VECTOR, SHUFFLE), eps, D)
         x = _normed(x, scale, weight_ptr, column, DTYPE, D, HAS_WEIGHT, ROUND_FIRST)
@@ -111,7 +111,7 @@ def _rope_cache_kernel(
             HAS_NORM, HAS_WEIGHT, ROUND_FIRST, ROWS, W, LANES, VECTOR, SHUFFLE,
         )  # fmt: skip
         q_to = out_ptr + q_row.to(tl.int64) * D
-        tl.store(q_to[:, None] + column[None, :], q_turned, mask=q_ok[:, None] & (column < D)[None, :])
+        tl.store(in_units(q_to[:, None], column[None, :], UNIT), q_turned, mask=q_ok[:, None] & (column < D)[None, :])
     elif program < q_tiles + k_tiles:
         k_row = (program - q_tiles) * ROWS + index
         k_ok = k_row // HK < num_slots
@@ -123,7 +123,8 @@ def _rope_cache_kernel(
             slots_ptr, k_cache_ptr, k_row // HK, k_row % HK, k_ok, k_page, k_slot, k_slot_head, PAGE
         )  # fmt: skip
         k_mask = k_there[:, None] & (column < D)[None, :]
-        tl.store(k_to[:, None] + column[None, :], k_turned.to(k_cache_ptr.dtype.element_ty), mask=k_mask)
+        k_places = in_units(k_to[:, None], column[None, :], UNIT)
+        tl.store(k_places, k_turned.to(k_cache_ptr.dtype.element_ty), mask=k_mask)
     else:
         v_row = (program - q_tiles - k_tiles) * ROWS + index
         v_ok = v_row // HK < num_slots

@@ -27,6 +27,7 @@ __all__ = [
     "RowPlan",
     "ShortTile",
     "aligned",
+    "in_units",
     "load_columns",
     "load_rows",
     "rms_scale",
@@ -109,16 +110,25 @@ def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr, DT
 
 
 @triton.jit
-def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr):
-    """The tile, rounded to out's dtype, into contiguous rows, UNIT elements at a time.
+def in_units(start, column, UNIT: tl.constexpr):
+    """Pointers start + column of a tile [ROWS, W] or [ROWS, F, C], to be read or written UNIT elements at a time.
 
-    A tile is laid out for the widest access of its shape, which must remain the load of the rows: of 16 bits a thread
-    could store more elements than it loads of fp32.
+    A tile is laid out for the widest access of its shape, which must remain the load of the rows. Whatever else there
+    is could be wider: of 16 bits a thread could store more elements than it loads of fp32.
     """
-    W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
-    pointers = (out_ptr + row.to(tl.int64) * R)[:, None, None] + column[None, :, :]
-    if UNIT > 1:
+    pointers = start + column
+    if UNIT > 1 and len(pointers.shape) == 2:
+        pointers = tl.max_contiguous(pointers, [1, UNIT])
+    elif UNIT > 1:
         pointers = tl.max_contiguous(pointers, [1, 1, UNIT])
+    return pointers
+
+
+@triton.jit
+def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr):
+    """The tile, rounded to out's dtype, into contiguous rows."""
+    W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
+    pointers = in_units((out_ptr + row.to(tl.int64) * R)[:, None, None], column[None, :, :], UNIT)
     tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=_inside(row, column, T, R, W))
 
 

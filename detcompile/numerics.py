@@ -4,6 +4,7 @@ A choosing function sees the reduced length, the dtype, the device type or instr
 parameter through which the number of tokens, the batch or the current tensor-parallel size could reach it.
 """
 
+import functools
 import hashlib
 import itertools
 import math
@@ -101,6 +102,7 @@ def matmul_order(
     return Tree(k, radices, leaf) if radices else leaf
 
 
+@functools.lru_cache(4096)
 def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16) -> Row:
     """How a reduction over one axis sums its `length` elements.
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from detcompile.templates import matmul_hopper
 from detcompile.templates.attention_hopper_tile import KEYS, LANES, SUMS, attend_tile
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
+from detcompile.templates.launching import launcher
 from detcompile.templates.tuning import multiprocessors
 
 __all__ = [
@@ -91,7 +92,7 @@ def launch(
     programs = numbers["tiles"] * groups * (numbers["chunks"] if constants["SPLIT"] else 1)
     if consumers == 1:
         programs = min(programs, 2 * multiprocessors(q.device))
-    hopper_attention_kernel[(programs,)](
+    launcher(hopper_attention_kernel)[(programs,)](
         q, descriptor(k, piece), descriptor(v, piece), target, stat, *metadata, **numbers,
         q_batch=0 if page else q.stride(0), q_token=q.stride(1), q_head=q.stride(2),
         batch_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,

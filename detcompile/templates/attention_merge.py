@@ -8,7 +8,6 @@ chunks needs besides is found first, a chunk a lane: the maximum up to each, and
 are scaled by. A link of the chain is then multiplications and additions alone, of the output and of the sum.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from detcompile.templates.attention_turned import barrier
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
+from detcompile.templates.integers import next_power_of_2
+from detcompile.templates.launching import launcher
 from detcompile.templates.tuning import multiprocessors
 
 __all__ = ["launch", "marked_merge_kernel"]
@@ -36,8 +37,8 @@ def launch(part: Tensor, stat: Tensor, out: Tensor, c: float) -> None:
     assert d in (64, 128) and part.is_contiguous() and stat.is_contiguous() and out.stride(2) == 1
     # A warp and 32 chunks at a time, or, where programs are few, a warp for 32 columns each and 64 chunks.
     longest, warps = (64, d // 32) if T * heads <= multiprocessors(part.device) else (32, 1)
-    batch = min(longest, triton.next_power_of_2(chunks))
-    marked_merge_kernel[(T, heads)](
+    batch = min(longest, next_power_of_2(chunks))
+    launcher(marked_merge_kernel)[(T, heads)](
         part, stat, out, c, chunks, out.stride(0), out.stride(1), D=d, BATCH=batch, BUFFERS=1 if chunks <= batch else 2,
         EAGER=part.numel() * part.element_size() <= _EAGER_BYTES, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
         **launch_options(part.device),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -31,6 +30,8 @@ from detcompile.templates.attention_schedules import (
 )
 from detcompile.templates.attention_scores import Scores, Visible
 from detcompile.templates.dependent_launch import launch_options
+from detcompile.templates.integers import cdiv, next_power_of_2
+from detcompile.templates.launching import launcher
 from detcompile.templates.tuning import Tuner, capturing, multiprocessors, template_tuner
 
 __all__ = [
@@ -92,7 +93,7 @@ def paged_attention_cuda(
     if k is not None and v is not None:
         _write_kv(k, v, k_cache, v_cache, slot_mapping)
     S, page = seq_lens.shape[0], k_cache.shape[1]
-    chunks = triton.cdiv(block_table.shape[1] * page, kv_chunk)
+    chunks = cdiv(block_table.shape[1] * page, kv_chunk)
     problem = _problem(q, k_cache, v_cache, page, kv_chunk, seen, scores, few=T <= 2 * S)
     problem = _for_step(problem, q.device, T, S, block_table.shape[1] * page)
     _attend(
@@ -164,7 +165,7 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
 
     lens, page = [2 * problem.chunk + 37, problem.chunk + 131], problem.page or 16
     new = [1, 70] if problem.page else [max(lens)] * 2
-    pages = triton.cdiv(max(lens), page)
+    pages = cdiv(max(lens), page)
     q, k, v = (
         draw(sum(new), heads, width)
         for heads, width in ((problem.heads, problem.d), (problem.kv_heads, problem.d), (problem.kv_heads, problem.dv))
@@ -256,6 +257,7 @@ def _problem(
     )  # fmt: skip
 
 
+@functools.lru_cache(4096)
 def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, keys: int) -> AttentionProblem:
     """The problem of T tokens of S sequences whose tables have room for so many keys each.
 
@@ -263,12 +265,12 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
     that it fetches in whole blocks, two chunks one after the other take little longer than side by side: one tile a
     multiprocessor is enough then.
     """
-    chunks, group = triton.cdiv(keys, problem.chunk), problem.heads // problem.kv_heads
+    chunks, group = cdiv(keys, problem.chunk), problem.heads // problem.kv_heads
     tiles = _tiles(T, S, 16 if problem.few else 64, group) * problem.kv_heads
     enough = multiprocessors(device) * (1 if problem.turned and problem.page >= 64 and chunks == 2 else 8)
     partial_bytes = 4 * T * problem.heads * chunks * problem.dv
     split = chunks > 1 and tiles < enough and partial_bytes <= _MOST_PARTIAL_BYTES
-    programs = T * problem.kv_heads * triton.cdiv(group, attention_turned.COLUMNS) * (chunks if split else 1)
+    programs = T * problem.kv_heads * cdiv(group, attention_turned.COLUMNS) * (chunks if split else 1)
     if not problem.turned:
         stages = 0
     elif 2 * programs <= multiprocessors(device):
@@ -295,10 +297,10 @@ def _attend(
     seen: Visible,
 ) -> None:
     group, window = problem.heads // problem.kv_heads, seen.tokens
-    heads = min(triton.next_power_of_2(group), attention_hopper.ROWS if schedule.hopper else schedule.block_m)
+    heads = min(next_power_of_2(group), attention_hopper.ROWS if schedule.hopper else schedule.block_m)
     cu, lens, table = metadata or (out, out, out)
     if metadata is None:
-        tiles = S * triton.cdiv(T, schedule.block_m // heads)
+        tiles = S * cdiv(T, schedule.block_m // heads)
     else:
         tiles = _tiles(T, S, schedule.block_m, group)
     split = schedule.split and chunks > 1 and metadata is not None
@@ -329,8 +331,8 @@ def _attend(
         constants |= {"WINDOWED": problem.windowed, "SPLIT": split, "BM": schedule.block_m, "STAGES": schedule.stages}
         attention_turned.launch(q[0], k, v, target, stat, (cu, lens, table), numbers, strides[1:], constants)
     else:
-        grid = (tiles, problem.kv_heads * triton.cdiv(group, heads), chunks if split else 1)
-        attention_kernels.attention_kernel[grid](
+        grid = (tiles, problem.kv_heads * cdiv(group, heads), chunks if split else 1)
+        launcher(attention_kernels.attention_kernel)[grid](
             q, k, v, target, stat, cu, lens, table, sinks, slopes, bias, scores.c, scores.inner, scores.softcap, window,
             extent, T, S, problem.heads, chunks,
             q.stride(0) if metadata is None else 0, *q.stride()[1:3], *k.stride()[:3], *v.stride()[:3],
@@ -342,9 +344,9 @@ def _attend(
     if split and schedule.turned:
         attention_merge.launch(target, stat, out[0], scores.c)
     elif split:
-        attention_kernels.merge_kernel[(T, problem.heads)](
+        launcher(attention_kernels.merge_kernel)[(T, problem.heads)](
             target, stat, out, cu, lens, sinks, scores.c, scores.inner, window, S, chunks, *strides[1:],
-            AHEAD=min(_AHEAD, triton.next_power_of_2(chunks)), num_warps=1, enable_fp_fusion=False, **shared,
+            AHEAD=min(_AHEAD, next_power_of_2(chunks)), num_warps=1, enable_fp_fusion=False, **shared,
         )  # fmt: skip
 
 
@@ -353,16 +355,16 @@ def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappi
     T, heads, D = k.shape
     DV = v.shape[-1]
     count = len(slot_mapping)
-    attention_kernels.write_kv_kernel[(count,)](
+    launcher(attention_kernels.write_kv_kernel)[(count,)](
         k, v, k_cache, v_cache, slot_mapping, T, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], COPIED=count > T, HEADS=heads, HEADS_P=triton.next_power_of_2(heads), D=D, DV=DV,
+        *v_cache.stride()[:3], COPIED=count > T, HEADS=heads, HEADS_P=next_power_of_2(heads), D=D, DV=DV,
         DP=_padded(D), DVP=_padded(DV), PAGE=k_cache.shape[1], num_warps=4, **launch_options(k.device),
     )  # fmt: skip
 
 
 def _tiles(T: int, S: int, block_m: int, group: int) -> int:
     """Upper bound of the tiles of S sequences and the padding, T tokens together."""
-    block_q = block_m // min(triton.next_power_of_2(group), block_m)
+    block_q = block_m // min(next_power_of_2(group), block_m)
     return T // block_q + S + 1
 
 
@@ -383,4 +385,4 @@ def _unit_rows(t: Tensor) -> Tensor:
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))

@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from detcompile.templates.attention_hopper import descriptor, fetch_tile, row_of, row_steps, sequence_of
 from detcompile.templates.attention_hopper_tile import KEYS, LANES
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
+from detcompile.templates.launching import launcher
 
 __all__ = ["barrier", "launch", "turned_attention_kernel"]
 
@@ -57,7 +58,7 @@ def launch(
     # A thread's: for as many programs a multiprocessor as shared memory leaves room for, five, three, or two at most.
     held = constants["STAGES"] * constants["D"]
     registers = 96 if held <= 128 else 168 if held <= 256 else 255
-    turned_attention_kernel[(groups * q.shape[0], numbers["chunks"] if constants["SPLIT"] else 1)](
+    launcher(turned_attention_kernel)[(groups * q.shape[0], numbers["chunks"] if constants["SPLIT"] else 1)](
         q, describe(k), describe(v), target, stat, *metadata, **numbers, width=metadata[2].shape[1],
         q_token=q.stride(0), q_head=q.stride(1), page_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
         out_token=strides[0], out_head=strides[1], table_row=metadata[2].stride(0),

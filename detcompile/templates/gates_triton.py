@@ -12,6 +12,8 @@ from triton.language.extra import libdevice
 
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.exponential_triton import LOG2_E
+from detcompile.templates.integers import cdiv, next_power_of_2
+from detcompile.templates.launching import launcher
 
 __all__ = ["silu_mul", "silu_mul_cuda"]
 
@@ -53,8 +55,8 @@ def silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
         return out
     F = gate.shape[-1]
     gate, up = _rows(gate), _rows(up)
-    block = min(2048 if out.numel() >= 1 << 20 else 512, max(128, triton.next_power_of_2(F)))
-    _silu_mul_kernel[(gate.shape[0] * triton.cdiv(F, block),)](
+    block = min(2048 if out.numel() >= 1 << 20 else 512, max(128, next_power_of_2(F)))
+    launcher(_silu_mul_kernel)[(gate.shape[0] * cdiv(F, block),)](
         gate, up, out, gate.shape[0], gate.stride(0), up.stride(0),
         F=F, BLOCK=block, ON_GPU=gate.is_cuda, num_warps=max(1, min(4, block // 256)), enable_fp_fusion=False,
         **launch_options(gate.device),

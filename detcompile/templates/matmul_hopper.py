@@ -38,6 +38,7 @@ from detcompile.templates.dependent_launch import (
     launch_options,
 )
 from detcompile.templates.exponential_triton import LOG2_E
+from detcompile.templates.launching import launcher
 from detcompile.templates.widening_triton import widened
 
 __all__ = ["hopper_matmul_kernel", "launch", "supports"]
@@ -85,7 +86,7 @@ def launch(
     if block_c:
         c_desc = _descriptor(b, [block_c, block_k])
         rest_desc = _descriptor(out, [ROWS, block_c]) if stored and not gated else out
-    hopper_matmul_kernel[(programs,)](
+    launcher(hopper_matmul_kernel)[(programs,)](
         _descriptor(a, [ROWS, block_k]), b_desc, c_desc, out_desc, rest_desc, out,
         out if bias is None else bias, out if residual is None else residual, a, a.stride(0), ahead * 2,
         M, N, leaf_k, K // leaf_k, 0 if residual is None else residual.stride(0),

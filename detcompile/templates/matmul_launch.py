@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.templates import matmul_hopper, matmul_kernels, matmul_together
 from detcompile.templates.dependent_launch import launch_options
+from detcompile.templates.integers import cdiv, next_power_of_2
+from detcompile.templates.launching import launcher
 from detcompile.templates.matmul_schedules import GemmSchedule
 from detcompile.templates.tuning import multiprocessors
 
@@ -116,7 +117,7 @@ def _launch_hopper(schedule: GemmSchedule, o: Operands) -> None:
     if o.radices and o.leaf_k % schedule.block_k:
         raise ScheduleError(f"matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
     a, b = (schedule.block_n, schedule.block_m) if schedule.swapped else (schedule.block_m, schedule.block_n)
-    tiles = triton.cdiv(len(o.x), schedule.block_m) * triton.cdiv(len(o.w), schedule.block_n)
+    tiles = cdiv(len(o.x), schedule.block_m) * cdiv(len(o.w), schedule.block_n)
     matmul_hopper.launch(
         o.x, o.w, o.bias, o.residual, o.out, tree_options(o.radices), o.leaf_k,
         programs=min(tiles, multiprocessors(o.x.device) * schedule.ctas), block_a=a, block_b=b,
@@ -154,7 +155,7 @@ def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
         **tree_options(() if split else o.radices),
         **launch_options(o.x.device),
     }
-    tiles_m, tiles_n = triton.cdiv(len(o.x), schedule.block_m), triton.cdiv(len(o.w), schedule.block_n)
+    tiles_m, tiles_n = cdiv(len(o.x), schedule.block_m), cdiv(len(o.w), schedule.block_n)
     residual_stride = 0 if o.residual is None else o.residual.stride(0)
     epilogue = (o.out, o.out if o.bias is None else o.bias, o.out if o.residual is None else o.residual)
     sizes = (len(o.x), o.out.shape[-1], o.leaf_k, math.prod(o.radices))
@@ -169,7 +170,7 @@ def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
         return
     blocked = o.x.dtype is torch.float32
     even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0
-    matmul_kernels.tile_kernel[(tiles_n, parts, tiles_m) if schedule.swapped else (tiles_m * tiles_n, parts)](
+    launcher(matmul_kernels.tile_kernel)[(tiles_n, parts, tiles_m) if schedule.swapped else (tiles_m * tiles_n, parts)](
         o.x, o.w, *epilogue, *sizes, *o.x.stride(), *o.w.stride(), residual_stride,
         BLOCKED=blocked, EVEN_K=even, GATED=schedule.gated, ON_GPU=o.x.is_cuda, **options,
     )  # fmt: skip
@@ -193,8 +194,8 @@ def _combine(partial: Tensor, o: Operands) -> None:
         last = not radices
         out = o.out if last else partial.new_empty((nodes, M, N))
         bias, residual = (o.bias, o.residual) if last else (None, None)
-        block_n = min(1024, max(128, triton.next_power_of_2(N)))
-        matmul_kernels.combine_kernel[(M, triton.cdiv(N, block_n), nodes)](
+        block_n = min(1024, max(128, next_power_of_2(N)))
+        launcher(matmul_kernels.combine_kernel)[(M, cdiv(N, block_n), nodes)](
             partial,
             out,
             out if bias is None else bias,

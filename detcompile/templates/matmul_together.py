@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.templates.dependent_launch import fetch_rows_ahead, launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.integers import cdiv
+from detcompile.templates.launching import launcher
 from detcompile.templates.matmul_kernels import store_tile
 from detcompile.templates.matmul_schedules import GemmSchedule
 
@@ -69,7 +71,7 @@ def launch(
 ) -> None:
     """Run the kernel. Leaves of float32 are one block of 128 at most."""
     (M, N), leaf_k = out.shape, x.shape[1] >> levels
-    together_kernel[triton.cdiv(N, schedule.block_n), triton.cdiv(M, schedule.block_m)](
+    launcher(together_kernel)[cdiv(N, schedule.block_n), cdiv(M, schedule.block_m)](
         x, w, out, out if bias is None else bias, out if residual is None else residual, M, N, leaf_k,
         *x.stride(), *w.stride(), 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, LEVELS=levels, BM=schedule.block_m,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from detcompile.numerics import matmul_order
@@ -23,6 +22,7 @@ from detcompile.templates import (
     matmul_together,
 )
 from detcompile.templates.gates_triton import silu_mul_cuda
+from detcompile.templates.integers import next_power_of_2
 from detcompile.templates.matmul_launch import launch, operands_of, run_schedule
 from detcompile.templates.matmul_schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from detcompile.templates.tuning import Tuner, capturing, graph_seconds, template_tuner
@@ -111,28 +111,56 @@ def tune_matmul(
 
 
 def gemm_problem(
-    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, radices: tuple[int, ...], out: Tensor
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out: Tensor,
+    gated: bool = False,
 ) -> GemmProblem:
     """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
     M, K = x.shape
     aligned = _tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t())
+    hopper = aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype)
+    dtypes = (out.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
+    bucket = min(max(_SMALLEST_BUCKET, next_power_of_2(M)), _LARGEST_BUCKET)
+    return _problem(x.dtype, w.shape[0], K, radices, w.stride(1) == 1, aligned, hopper, dtypes, bucket, gated)
+
+
+@functools.cache  # as a prompt's launches wait for the host
+def _problem(
+    dtype: torch.dtype,
+    n: int,
+    k: int,
+    radices: tuple[int, ...],
+    w_nk: bool,
+    aligned: bool,
+    hopper: bool,
+    dtypes: tuple[torch.dtype | None, ...],
+    bucket: int,
+    gated: bool,
+) -> GemmProblem:
+    out, bias, residual = (None if each is None else dtype_name(each) for each in dtypes)
+    assert out is not None
     return GemmProblem(
-        dtype=dtype_name(x.dtype),
-        n=w.shape[0],
-        k=K,
+        dtype=dtype_name(dtype),
+        n=n,
+        k=k,
         radices=radices,
-        order=order_name(K, x.dtype, radices),
-        w_nk=w.stride(1) == 1,
+        order=order_name(k, dtype, radices),
+        w_nk=w_nk,
         aligned=aligned,
-        hopper=aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype),
-        epilogue=(dtype_name(out.dtype), dtype_name_of(bias), dtype_name_of(residual)),
-        bucket=min(max(_SMALLEST_BUCKET, triton.next_power_of_2(M)), _LARGEST_BUCKET),
+        hopper=hopper,
+        epilogue=(out, bias, residual),
+        bucket=bucket,
+        gated=gated,
     )
 
 
 def gated_problem(x: Tensor, w: Tensor) -> GemmProblem:
     """As ``gemm_problem``, of ``gated_matmul_cuda``."""
-    return replace(gemm_problem(x, w, None, None, (), x), gated=True)
+    return gemm_problem(x, w, None, None, (), x, gated=True)
 
 
 def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:

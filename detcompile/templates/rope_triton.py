@@ -15,6 +15,8 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.numerics import row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.integers import cdiv, next_power_of_2
+from detcompile.templates.launching import launcher
 from detcompile.templates.row_sums import row_total
 from detcompile.templates.row_tiles import aligned, in_units, rms_scale, row_plan
 from detcompile.templates.widening_triton import widened
@@ -174,14 +176,14 @@ def rope_cache_cuda(
     cos, sin = (_aligned_rows(table) for table in (cos, sin))
     weights = [out if weight is None else aligned(weight) for weight in (q_weight, k_weight)]
     num_slots = len(slot_mapping)
-    q_tiles, kv_tiles = triton.cdiv(T * HQ, plan.rows), triton.cdiv(num_slots * HK, plan.rows)
-    _rope_cache_kernel[(q_tiles + 2 * kv_tiles,)](
+    q_tiles, kv_tiles = cdiv(T * HQ, plan.rows), cdiv(num_slots * HK, plan.rows)
+    launcher(_rope_cache_kernel)[(q_tiles + 2 * kv_tiles,)](
         q, k, v, cos, sin, *weights, out, k_cache, v_cache, slot_mapping, T, num_slots, q_tiles, kv_tiles,
         *q_strides, *k_strides, *v_strides, *k_cache.stride()[:3], *v_cache.stride()[:3],
         0.0 if eps is None else eps,
         HQ=HQ, HK=HK, D=D, DV=DV, E=cos.shape[1], PAGE=k_cache.shape[1], HAS_NORM=eps is not None,
         HAS_WEIGHT=q_weight is not None, ROUND_FIRST=round_before_weight, COPIED=num_slots > T, UNIT=order.vector,
-        V_UNIT=v_unit, ROWS=plan.rows, W=plan.width, WV=triton.next_power_of_2(DV), LANES=order.lanes,
+        V_UNIT=v_unit, ROWS=plan.rows, W=plan.width, WV=next_power_of_2(DV), LANES=order.lanes,
         VECTOR=order.vector, SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
         **launch_options(q.device),
     )  # fmt: skip

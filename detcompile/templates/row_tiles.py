@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from detcompile.numerics import Row
+from detcompile.templates.integers import cdiv, next_power_of_2
 from detcompile.templates.widening_triton import widened
 
 __all__ = [
@@ -166,7 +167,7 @@ def row_layout(x: Tensor, vector: int) -> RowLayout:
     dims = _merged(x)
     in_place = len(dims) <= 2 and (x.shape[-1] == 1 or x.stride(-1) == 1) and x.data_ptr() % 16 == 0
     if not in_place or any(stride % vector for _, stride in dims):
-        pitch = triton.cdiv(x.shape[-1], vector) * vector
+        pitch = cdiv(x.shape[-1], vector) * vector
         x = x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)
         dims = _merged(x)
     (outer_size, outer), (heads, inner) = [*[(1, 0)] * (2 - len(dims)), *dims]
@@ -220,7 +221,7 @@ def row_plan(order: Row, rows: int | None = None, short: ShortTile | None = None
         short: the tile of rows of up to 512 columns; default: ShortTile().
     """
     step = order.lanes * order.vector
-    width = order.chunk or step * triton.next_power_of_2(triton.cdiv(order.length, step))
+    width = order.chunk or step * next_power_of_2(cdiv(order.length, step))
     short = short or ShortTile()
     if rows is None and width <= 512:
         # A thread holds whole lanes of a row, and one of them or `folds`: hence threads enough, and elements for all.
@@ -229,4 +230,4 @@ def row_plan(order: Row, rows: int | None = None, short: ShortTile | None = None
         elements = max(short.elements, 32 * warps * order.vector * folds)
         return RowPlan(order, elements // width or 1, width, 1, warps, folds)
     warps = max(4, min(order.lanes // 32, 32))
-    return RowPlan(order, rows or 1, width, triton.cdiv(order.length, width), warps)
+    return RowPlan(order, rows or 1, width, cdiv(order.length, width), warps)

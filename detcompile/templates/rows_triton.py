@@ -16,6 +16,8 @@ from torch import Tensor
 
 from detcompile.numerics import Row, row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.integers import cdiv, next_power_of_2
+from detcompile.templates.launching import launcher
 from detcompile.templates.row_sums import chunk_sums, tile_total
 from detcompile.templates.row_tiles import (
     CALLERS,
@@ -246,8 +248,8 @@ def _launch(
     tensors that are None are never read (x stands in for them).
     """
     order = plan.order
-    chunks = triton.cdiv(order.length, plan.width)
-    kernel[(triton.cdiv(rows.T, plan.rows) * plan.programs,)](
+    chunks = cdiv(order.length, plan.width)
+    launcher(kernel)[(cdiv(rows.T, plan.rows) * plan.programs,)](
         rows.start,
         *(rows.start if t is None else t for t in tensors),
         *rows[1:5],
@@ -255,7 +257,7 @@ def _launch(
         R=order.length,
         UNIT=rows.unit,
         CHUNKS=chunks,
-        CHUNK_LANES=max(32, triton.next_power_of_2(chunks)),
+        CHUNK_LANES=max(32, next_power_of_2(chunks)),
         ROWS=plan.rows,
         W=plan.width,
         FOLDS=plan.folds,

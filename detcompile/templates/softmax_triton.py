@@ -20,6 +20,8 @@ from detcompile.numerics import Row, row_order
 from detcompile.templates.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.division_triton import normalized
 from detcompile.templates.exponential_triton import exponential
+from detcompile.templates.integers import cdiv, next_power_of_2
+from detcompile.templates.launching import launcher
 from detcompile.templates.row_sums import lanes_total, tile_max, tile_total
 from detcompile.templates.row_tiles import (
     CALLERS,
@@ -218,9 +220,9 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
         plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else SHORT)
-        grid = (triton.cdiv(rows.T, plan.rows),)
+        grid = (cdiv(rows.T, plan.rows),)
         once = x.is_cuda and not options["FAST"] and plan.width <= ONCE_WIDTH and order.vector >= 4
-        _held_kernel[grid](
+        launcher(_held_kernel)[grid](
             rows.start, out, *rows[1:5], KIND=kind.value, ROWS=plan.rows, W=plan.width, FOLDS=plan.folds,
             ONCE=once, num_warps=plan.warps, **launch_options(x.device), **tile, **options,
         )  # fmt: skip
@@ -230,14 +232,14 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     chunks = plan.programs
     parts = {"LEAVES": leaves, "CHUNKS": chunks}
     top, sums = torch.empty(2, rows.T, leaves, chunks, dtype=torch.float32, device=x.device)
-    _parts_kernel[(rows.T * leaves * chunks,)](
+    launcher(_parts_kernel)[(rows.T * leaves * chunks,)](
         rows.start, top, sums, *rows[1:5], LEAF=order.leaf_length, ROWS=1, W=plan.width, num_warps=plan.warps,
         **parts, **tile, **options,
     )  # fmt: skip
-    tiles = 1 if kind.value == LOGSUMEXP.value else triton.cdiv(order.length, _OUTPUT_WIDTH)
-    _merge_kernel[(rows.T * tiles,)](
+    tiles = 1 if kind.value == LOGSUMEXP.value else cdiv(order.length, _OUTPUT_WIDTH)
+    launcher(_merge_kernel)[(rows.T * tiles,)](
         rows.start, top, sums, out, *rows[1:5], KIND=kind.value, RADICES=order.radices[::-1] or (1,),
-        LEVELS=len(order.radices), CHUNK_LANES=max(32, triton.next_power_of_2(chunks)),
-        PART_LANES=max(32, triton.next_power_of_2(leaves * chunks)), TILES=tiles, R=order.length, UNIT=rows.unit,
+        LEVELS=len(order.radices), CHUNK_LANES=max(32, next_power_of_2(chunks)),
+        PART_LANES=max(32, next_power_of_2(leaves * chunks)), TILES=tiles, R=order.length, UNIT=rows.unit,
         W=_OUTPUT_WIDTH, num_warps=16, **parts, **options,
     )  # fmt: skip

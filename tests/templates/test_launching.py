@@ -1,0 +1,103 @@
+"""A kernel that is launched again by what Triton compiled for it gives what a launch by Triton gives."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from detcompile.templates import launching
+from detcompile.templates.launching import launcher
+from tests.bits import assert_bitwise_equal
+from tests.templates.triton_interpreter import INTERPRETED, NEEDS_GPU
+
+
+@triton.jit
+def _shifted_kernel(x_ptr, y_ptr, n, step, shift, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (place < n) | WHOLE
+    tl.store(y_ptr + place, tl.load(x_ptr + place.to(tl.int64) * step, mask=mask) + shift, mask=mask)
+
+
+class _Compiled:
+    """Stands for what Triton compiled: notes its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.launches.append((grid, *args))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
+def test_only_launches_of_one_kind_share_what_was_compiled() -> None:
+    kernel = triton.jit(_shifted_kernel.fn)
+    made: list[_Compiled] = []
+
+    def run(*_: object, **__: object) -> _Compiled:
+        made.append(_Compiled())
+        return made[-1]
+
+    device = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.now), now=0)
+    memory = torch.zeros(64)
+    x, y, odd, half = memory, memory[16:], memory[1:], memory.half()
+    flags = {"BLOCK": 32, "WHOLE": True}
+    other_kinds: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((odd, y, 24, 2, 0.5), flags),
+        ((half, y, 24, 2, 0.5), flags),
+        ((x, y, 1, 2, 0.5), flags),
+        ((x, y, 32, 2, 0.5), flags),
+        ((x, y, 24, 16, 0.5), flags),
+        ((x, y, 2**31 + 8, 2, 0.5), flags),
+        ((x, y, 2**31, 2, 0.5), flags),
+        ((x, y, 24, 2, 1), flags),
+        ((x, y, 24, 2, 0.5), flags | {"BLOCK": 64}),
+        ((x, y, 24, 2, 0.5), flags | {"WHOLE": 1}),
+        ((x, y, 24, 2, 0.5), flags | {"num_warps": 8}),
+        ((x, y, 24, 2), {"shift": 0.5, **flags}),
+        ((x, y, 24), {"shift": 2, "step": 0.5, **flags}),  # the same values under other names
+    ]
+    with mock.patch.object(kernel, "run", run), mock.patch.object(launching, "driver", device):
+        launch = launcher(kernel)
+        assert launcher(kernel) is launch
+        launch[(3,)](x, y, 24, 2, 0.5, **flags)
+        launch[(7, 2)](x[32:], x, 40, 10, -3.0, **flags)
+        launch[(1,)](y, x, 7, 3, 2.5, WHOLE=True, BLOCK=32)  # another order of names is another kind
+        assert len(made) == 2
+        assert made[0].launches == [((7, 2, 1, 1), mock.ANY, mock.ANY, 40, 10, -3.0, 32, True)]
+        for count, (args, named) in enumerate(other_kinds, start=3):
+            launch[(1,)](*args, **named)
+            assert len(made) == count, (args, named)
+            launch[(1,)](*args, **named)
+            assert len(made) == count and len(made[-1].launches) == 1, (args, named)
+        device.now = 1
+        launch[(3,)](x, y, 24, 2, 0.5, **flags)
+        assert len(made) == 3 + len(other_kinds)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
+def test_other_callables_are_launched_as_they_are() -> None:
+    stub = mock.MagicMock()
+    assert launcher(stub) is stub
+
+
+class TestOnTheGpu:
+    pytestmark = NEEDS_GPU
+
+    def test_relaunched_kernels_read_and_write_what_they_are_given(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        memory = torch.randn(1 << 14, generator=generator).cuda()
+        for _ in range(300):
+            start, step, n, shift = (int(torch.randint(0, most, (), generator=generator)) for most in (9, 5, 1500, 4))
+            x, step, n = memory[start * 4 // 3 :], max(1, 4 * step // 3), max(1, n // 16 * 16 if n % 3 else n)
+            if start % 2:
+                x = x.half()
+            y = torch.full((n + 40,), torch.nan, device="cuda")[start % 3 :]
+            launcher(_shifted_kernel)[(triton.cdiv(n, 128),)](
+                x, y, n, step, shift if start < 4 else float(shift), BLOCK=128, WHOLE=False
+            )
+            assert_bitwise_equal(y[:n], x[: n * step : step].float() + shift, f"{start} {step} {n} {shift}")
+            assert y[n:].isnan().all()

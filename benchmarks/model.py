@@ -179,9 +179,11 @@ def measure_ours(model: CompiledModel) -> dict[str, float]:
 def measure_peers(layers: int, keep: Keep, has: Has) -> None:
     """The Hugging Face model under torch.compile default, with cuBLAS and SDPA: prefill as it is, decode steps as CUDA
     graphs over caches that hold CONTEXT keys; and eager generate."""
+    if not has(60):
+        return
     model = build(layers)
     found: dict[str, float] = {}
-    for batch in DECODE_BATCHES[::-1]:
+    for batch in DECODE_BATCHES[::-1]:  # as the largest are compared most narrowly
         if has(60):
             found[f"torch.compile decode {batch}"] = _peer_decode(model, batch)
             keep("ms, peers", found)
@@ -272,12 +274,14 @@ def measure_all_sizes(layers: int, keep: Keep, has: Has) -> None:
 
 
 def measure_one_size(layers: int, keep: Keep, has: Has) -> None:
+    """The step times of ``tp_sizes=(1,)``."""
     if has(110):
         model, _ = compile_seconds(build(layers), Numerics(tp_sizes=(1,)))
         keep("ms, tp_sizes=(1,)", measure_ours(model))
 
 
 def measure_warm_compile(layers: int, keep: Keep, has: Has) -> None:
+    """Compile seconds where the Inductor cache holds the model."""
     if has(60):
         _, seconds = compile_seconds(build(layers), Numerics())
         keep("compile seconds warm", seconds)
@@ -294,6 +298,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    parts = arguments.only.split(",")
+    if unknown := set(parts) - PARTS.keys():
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     started = time.monotonic()
     name = torch.cuda.get_device_name().replace(" ", "-").lower()
     path = arguments.out / f"model-{name}-{arguments.commit}.json"
@@ -315,7 +322,7 @@ def main() -> None:
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # cold
-    for part in arguments.only.split(","):
+    for part in parts:
         PARTS[part](arguments.layers, keep, has)
         gc.collect()
         torch.cuda.empty_cache()

@@ -102,7 +102,7 @@ def matmul_order(
     return Tree(k, radices, leaf) if radices else leaf
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(4096)  # launches ask, and a prompt's wait for the host
 def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16) -> Row:
     """How a reduction over one axis sums its `length` elements.
 

@@ -257,7 +257,7 @@ def _problem(
     )  # fmt: skip
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(4096)  # a prompt's launches wait for the host
 def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, keys: int) -> AttentionProblem:
     """The problem of T tokens of S sequences whose tables have room for so many keys each.
 

@@ -166,7 +166,9 @@ def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:
         x_desc = TensorDescriptor.from_tensor(o.x, [schedule.block_m, schedule.block_k])
         w_desc = TensorDescriptor.from_tensor(w, block_w if w_nk else block_w[::-1])
         programs = min(tiles_m * tiles_n * parts, multiprocessors(o.x.device) * schedule.ctas)
-        matmul_kernels.tma_kernel[(programs,)](x_desc, w_desc, *epilogue, *sizes, residual_stride, W_NK=w_nk, **options)
+        launcher(matmul_kernels.tma_kernel)[(programs,)](
+            x_desc, w_desc, *epilogue, *sizes, residual_stride, W_NK=w_nk, **options
+        )  # fmt: skip
         return
     blocked = o.x.dtype is torch.float32
     even = o.leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0

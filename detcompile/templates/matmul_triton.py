@@ -128,7 +128,7 @@ def gemm_problem(
     return _problem(x.dtype, w.shape[0], K, radices, w.stride(1) == 1, aligned, hopper, dtypes, bucket, gated)
 
 
-@functools.cache  # as a prompt's launches wait for the host
+@functools.lru_cache(4096)  # a prompt's launches wait for the host
 def _problem(
     dtype: torch.dtype,
     n: int,

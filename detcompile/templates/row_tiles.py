@@ -118,9 +118,9 @@ def in_units(start, column, UNIT: tl.constexpr):
     is could be wider: of 16 bits a thread could store more elements than it loads of fp32.
     """
     pointers = start + column
-    if UNIT > 1 and len(pointers.shape) == 2:
+    if len(pointers.shape) == 2:
         pointers = tl.max_contiguous(pointers, [1, UNIT])
-    elif UNIT > 1:
+    else:
         pointers = tl.max_contiguous(pointers, [1, 1, UNIT])
     return pointers
 
@@ -129,7 +129,11 @@ def in_units(start, column, UNIT: tl.constexpr):
 def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr):
     """The tile, rounded to out's dtype, into contiguous rows."""
     W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
-    pointers = in_units((out_ptr + row.to(tl.int64) * R)[:, None, None], column[None, :, :], UNIT)
+    start = (out_ptr + row.to(tl.int64) * R)[:, None, None]
+    if UNIT == 1:  # where this tile is summed R is odd then, and no wider piece of a row is aligned
+        pointers = start + column[None, :, :]
+    else:
+        pointers = in_units(start, column[None, :, :], UNIT)
     tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=_inside(row, column, T, R, W))
 
 

@@ -147,7 +147,7 @@ def _late_copy_kernel(source_ptr, target_ptr, N: tl.constexpr, PDL: tl.constexpr
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("split", [False, True])
 def test_metadata_that_the_kernel_before_wrote_are_read_as_they_are(split: bool, window: int, page: int) -> None:
-    """A decode step asks for keys by what the metadata were before that kernel ended, which may be anything."""
+    """Until that kernel ends they may be anything."""
     tokens, sequences, keys, pages = 6, 4, 1280, 200
     width = keys // page
     generator = torch.Generator("cuda").manual_seed(5)

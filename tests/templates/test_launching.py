@@ -8,6 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.templates import launching
 from detcompile.templates.launching import launcher
@@ -33,7 +36,7 @@ class _Compiled:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
-def test_only_launches_of_one_kind_share_what_was_compiled() -> None:
+def test_only_launches_of_one_specialisation_share_what_was_compiled() -> None:
     kernel = triton.jit(_shifted_kernel.fn)
     made: list[_Compiled] = []
 
@@ -45,7 +48,13 @@ def test_only_launches_of_one_kind_share_what_was_compiled() -> None:
     memory = torch.zeros(64)
     x, y, odd, half = memory, memory[16:], memory[1:], memory.half()
     flags = {"BLOCK": 32, "WHOLE": True}
-    other_kinds: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    bf16, rows = torch.bfloat16, torch.zeros(64, 64, dtype=torch.bfloat16)
+    layouts = [NVMMASharedLayout(swizzle_byte_width=bytes, element_bitwidth=16, rank=2) for bytes in (128, 64)]
+
+    def described(block: int, dtype: torch.dtype, other: bool = False) -> GluonDescriptor:
+        return GluonDescriptor(rows.to(dtype), [64, 64], [64, 1], [block, 64], layouts[other])
+
+    others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((odd, y, 24, 2, 0.5), flags),
         ((half, y, 24, 2, 0.5), flags),
         ((x, y, 1, 2, 0.5), flags),
@@ -59,23 +68,38 @@ def test_only_launches_of_one_kind_share_what_was_compiled() -> None:
         ((x, y, 24, 2, 0.5), flags | {"num_warps": 8}),
         ((x, y, 24, 2), {"shift": 0.5, **flags}),
         ((x, y, 24), {"shift": 2, "step": 0.5, **flags}),  # the same values under other names
+        ((x, y, 24, 2, None), flags),
+        ((x, y, 24, 2, True), flags),
+        ((x, y, 2**63, 2, 0.5), flags),
+        ((x, described(64, bf16), 24, 2, 0.5), flags),
+        ((x, described(32, bf16), 24, 2, 0.5), flags),
+        ((x, described(64, torch.float16), 24, 2, 0.5), flags),
+        ((x, described(64, bf16, other=True), 24, 2, 0.5), flags),
+        ((x, TensorDescriptor(rows, [64, 64], [64, 1], [64, 64]), 24, 2, 0.5), flags),
     ]
     with mock.patch.object(kernel, "run", run), mock.patch.object(launching, "driver", device):
         launch = launcher(kernel)
         assert launcher(kernel) is launch
         launch[(3,)](x, y, 24, 2, 0.5, **flags)
         launch[(7, 2)](x[32:], x, 40, 10, -3.0, **flags)
-        launch[(1,)](y, x, 7, 3, 2.5, WHOLE=True, BLOCK=32)  # another order of names is another kind
+        launch[(1,)](y, x, 7, 3, 2.5, WHOLE=True, BLOCK=32)  # another order of names is another call
         assert len(made) == 2
         assert made[0].launches == [((7, 2, 1, 1), mock.ANY, mock.ANY, 40, 10, -3.0, 32, True)]
-        for count, (args, named) in enumerate(other_kinds, start=3):
+        for count, (args, named) in enumerate(others, start=3):
             launch[(1,)](*args, **named)
             assert len(made) == count, (args, named)
             launch[(1,)](*args, **named)
             assert len(made) == count and len(made[-1].launches) == 1, (args, named)
         device.now = 1
         launch[(3,)](x, y, 24, 2, 0.5, **flags)
-        assert len(made) == 3 + len(other_kinds)
+        assert len(made) == 3 + len(others)
+        kernel.pre_run_hooks.append(print)  # which Triton runs, where it launches
+        launch[(3,)](x, y, 24, 2, 0.5, **flags)
+        assert len(made) == 4 + len(others)
+        with pytest.raises(AssertionError, match="WHOLE"):
+            launch[(3,)](x, y, 24, 2, 0.5, BLOCK=32)
+        with pytest.raises(AssertionError, match="tuple"):
+            launch[(3,)]((x, y), y, 24, 2, 0.5, **flags)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")

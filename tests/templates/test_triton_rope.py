@@ -16,7 +16,8 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 SHAPES = [(3, 4, 2, 32, 32, 32), (5, 3, 1, 20, 12, 12)]  # T, Hq, Hkv, D, Dv, E
 if not INTERPRETED:
     SHAPES += [(1, 32, 8, 128, 128, 128), (77, 32, 8, 128, 128, 64), (9, 8, 4, 256, 256, 256), (3, 4, 4, 96, 80, 24)]
-    SHAPES += [(77, 32, 8, 100, 100, 32), (77, 32, 8, 36, 36, 32)]  # whose rotation could be loaded in wider pieces
+    # whose rotation could be loaded in wider pieces
+    SHAPES += [(77, 32, 8, 100, 100, 32), (77, 32, 8, 36, 36, 32), (9, 8, 4, 33, 33, 32)]
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -69,7 +69,7 @@ for length in (96, 512, 4096):
         _rms_norm_kernel, length, wide, None, {"weight_ptr": "*fp16"}, HAS_WEIGHT=True, ROUND_FIRST=True, CHUNKS=1,
         CHUNK_LANES=32,
     )
-for features, rotated in (128, 128), (100, 32), (36, 32):
+for features, rotated in (128, 128), (100, 32), (36, 32), (33, 32):
     found[f"rope {features} {rotated}"] = pieces(
         _rope_cache_kernel, features, narrow, None, {"slots_ptr": "*i64"}, HQ=8, HK=2, DV=32, E=rotated, PAGE=16,
         HAS_NORM=True, HAS_WEIGHT=True, ROUND_FIRST=True, COPIED=False, V_UNIT=8, WV=32,

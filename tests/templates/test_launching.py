@@ -22,7 +22,8 @@ from tests.templates.triton_interpreter import INTERPRETED, NEEDS_GPU
 def _shifted_kernel(x_ptr, y_ptr, n, step, shift, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (place < n) | WHOLE
-    tl.store(y_ptr + place, tl.load(x_ptr + place.to(tl.int64) * step, mask=mask) + shift, mask=mask)
+    x = tl.load(x_ptr + place.to(tl.int64) * step, mask=mask).to(tl.float32)  # or a sum with an integer is of 16 bits
+    tl.store(y_ptr + place, x + shift, mask=mask)
 
 
 class _Compiled:

@@ -62,33 +62,22 @@ def attend_tile(
     m = M
     l = gl.zeros([64, SUMS], gl.float32, L_L)
     o = gl.zeros([64, D], gl.float32, O_L)
+    total = totals.index(W)
     if not SPLIT:
-        totals.index(W).store(o)
-    opening = first // CHUNK * CHUNK
-    for chunk in range(opening, last, CHUNK):
-        if not SPLIT:
-            if chunk > opening:
-                l_row = gl.convert_layout(gl.max(l, 1), ROW)
-                M, L, O = _merge(M, L, totals.index(W).load(O_L), m, l_row, o, c, O_ROW)
-                totals.index(W).store(O)
-                m = gl.full([64], -float("inf"), gl.float32, ROW)
-                l = gl.zeros([64, SUMS], gl.float32, L_L)
-                o = gl.zeros([64, D], gl.float32, O_L)
-        begin = gl.maximum(chunk, first)
-        end = gl.minimum(chunk + CHUNK, last)
-        if WINDOWED:
-            m, l, o = _attend_blocks(
-                begin, gl.minimum(end, lower), shift, ring, q, scratch, ones, m, l, o, pos, window, c,
-                D, STAGES, WINDOWED, True, S_L, O_L, L_L,
-            )  # fmt: skip
-        m, l, o = _attend_blocks(
-            gl.maximum(begin, lower), gl.minimum(end, whole), shift, ring, q, scratch, ones, m, l, o, pos, window, c,
-            D, STAGES, WINDOWED, False, S_L, O_L, L_L,
+        total.store(o)
+    if WINDOWED:
+        M, L, m, l, o = _attend_blocks(
+            first, gl.minimum(last, lower), first, shift, ring, q, scratch, total, ones, M, L, m, l, o, pos, window, c,
+            D, CHUNK, STAGES, WINDOWED, SPLIT, S_L, O_L, L_L,
         )  # fmt: skip
-        m, l, o = _attend_blocks(
-            gl.maximum(begin, whole), end, shift, ring, q, scratch, ones, m, l, o, pos, window, c,
-            D, STAGES, WINDOWED, True, S_L, O_L, L_L,
-        )  # fmt: skip
+    M, L, m, l, o = _attend_whole_blocks(
+        gl.maximum(first, lower), gl.minimum(last, whole), first, shift, ring, q, total, ones, M, L, m, l, o, c,
+        D, CHUNK, STAGES, SPLIT, S_L, O_L, L_L,
+    )  # fmt: skip
+    M, L, m, l, o = _attend_blocks(
+        gl.maximum(first, whole), last, first, shift, ring, q, scratch, total, ones, M, L, m, l, o, pos, window, c,
+        D, CHUNK, STAGES, WINDOWED, SPLIT, S_L, O_L, L_L,
+    )  # fmt: skip
     l_row = gl.convert_layout(gl.max(l, 1), ROW)  # its columns are equal
 
     row = gl.arange(0, 64, layout=O_ROW)
@@ -104,7 +93,7 @@ def attend_tile(
         gl.store(stat + 1, l_row, mask=inside & (last > first))
         gl.store(out_ptr + partial[:, None] * D + dim[None, :], o, mask=(out_ok & (last > first))[:, None])
     else:
-        M, L, O = _merge(M, L, totals.index(W).load(O_L), m, l_row, o, c, O_ROW)
+        M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, O_ROW)
         # attention_kernels._quotient. Padding, of no sequence and so of length 0, gets zeros. A token whose weights are
         # all zero does not.
         inverse = gl.where(pos < 0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
@@ -151,14 +140,101 @@ def _add_values(p, visible, o, v_tile, scratch, D: gl.constexpr, O_L: gl.constex
 
 
 @gluon.jit
-def _attend_blocks(
-    begin, end, shift, ring, q, scratch, ones, m, l, o, pos, window, c,
-    D: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, PARTIAL: gl.constexpr, S_L: gl.constexpr,
+def _weights(s, m, c):
+    """Of a block's scores; the new maximum, and the factor of what was summed under m."""
+    top = gl.maximum(m, gl.max(s, 1))
+    safe = gl.where(top == -float("inf"), 0.0, top)
+    return gl.exp2((s - safe[:, None]) * c), top, gl.exp2((m - safe) * c)
+
+
+@gluon.jit
+def _scaled(o, l, alpha, O_L: gl.constexpr, L_L: gl.constexpr):
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
+    return o, l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None]
+
+
+@gluon.jit
+def _close_chunk(
+    n, first, total, M, L, m, l, o, c, D: gl.constexpr, CHUNK: gl.constexpr, O_L: gl.constexpr, L_L: gl.constexpr,
+):  # fmt: skip
+    """attention_kernels._close_chunk, with the merged chunks' o in shared memory."""
+    if (n % CHUNK == 0) & (n > first):
+        l_row = gl.convert_layout(gl.max(l, 1), m.type.layout)
+        M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, gl.SliceLayout(1, O_L))
+        total.store(O)
+        m = gl.full([64], -float("inf"), gl.float32, m.type.layout)
+        l = gl.zeros([64, SUMS], gl.float32, L_L)
+        o = gl.zeros([64, D], gl.float32, O_L)
+    return M, L, m, l, o
+
+
+@gluon.jit
+def _attend_whole_blocks(
+    begin, end, first, shift, ring, q, total, ones, M, L, m, l, o, c,
+    D: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, S_L: gl.constexpr,
     O_L: gl.constexpr, L_L: gl.constexpr,
+):  # fmt: skip
+    """_attend_blocks over blocks that every row sees whole: the tensor cores take the next block's scores and this
+    one's values together, and the next one's weights are made meanwhile."""
+    k_tiles, v_tiles, k_full, v_full, k_free, v_free = ring
+    P_O: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
+    P_L: gl.constexpr = gl.DotOperandLayout(0, L_L, 2)
+    if begin < end:
+        i = begin // KEYS + shift
+        mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
+        s = gl.zeros([64, 64], gl.float32, S_L)
+        s = warpgroup_mma(q, k_tiles.index(i % STAGES).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_free.index(i % STAGES), count=1)
+        if not SPLIT:
+            M, L, m, l, o = _close_chunk(begin, first, total, M, L, m, l, o, c, D, CHUNK, O_L, L_L)
+        p, m, alpha = _weights(s, m, c)
+        o, l = _scaled(o, l, alpha, O_L, L_L)
+        p = p.to(q.dtype)
+        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=begin + KEYS < end)
+        for n in range(begin + KEYS, end, KEYS):
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            i += 1
+            s = gl.zeros([64, 64], gl.float32, S_L)
+            s = warpgroup_mma(q, k_tiles.index(i % STAGES).permute((1, 0)), s, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(stage), phase)
+            o = warpgroup_mma(gl.convert_layout(p, P_O), v_tiles.index(stage), o, is_async=True)
+            l = warpgroup_mma(gl.convert_layout(p, P_L), ones, l, is_async=True)
+            s = warpgroup_mma_wait(2, deps=(s,))
+            mbarrier.arrive(k_free.index(i % STAGES), count=1)
+            m_chunk = m
+            if not SPLIT:
+                m_chunk = gl.where(n % CHUNK == 0, -float("inf"), m)
+            p, top, alpha = _weights(s, m_chunk, c)
+            # Here, as the assembler would move the wait for the values up, before the weights, but for a branch.
+            mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=n + KEYS < end)
+            o, l = warpgroup_mma_wait(0, deps=(o, l))
+            mbarrier.arrive(v_free.index(stage), count=1)
+            if not SPLIT:
+                M, L, m, l, o = _close_chunk(n, first, total, M, L, m, l, o, c, D, CHUNK, O_L, L_L)
+            m = top
+            o, l = _scaled(o, l, alpha, O_L, L_L)
+            p = p.to(q.dtype)
+        mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
+        o = warpgroup_mma(gl.convert_layout(p, P_O), v_tiles.index(i % STAGES), o, is_async=True)
+        l = warpgroup_mma(gl.convert_layout(p, P_L), ones, l, is_async=True)
+        o, l = warpgroup_mma_wait(0, deps=(o, l))
+        mbarrier.arrive(v_free.index(i % STAGES), count=1)
+    return M, L, m, l, o
+
+
+@gluon.jit
+def _attend_blocks(
+    begin, end, first, shift, ring, q, scratch, total, ones, M, L, m, l, o, pos, window, c,
+    D: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr,
+    S_L: gl.constexpr, O_L: gl.constexpr, L_L: gl.constexpr,
 ):  # fmt: skip
     """attention_kernels._attend_block over the blocks begin..end: block n is the (n // 64 + shift)th in the ring."""
     k_tiles, v_tiles, k_full, v_full, k_free, v_free = ring
     for n in range(begin, end, KEYS):
+        if not SPLIT:
+            M, L, m, l, o = _close_chunk(n, first, total, M, L, m, l, o, c, D, CHUNK, O_L, L_L)
         i = n // KEYS + shift
         stage = i % STAGES
         phase = (i // STAGES) & 1
@@ -167,27 +243,19 @@ def _attend_blocks(
         s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(stage), count=1)
-        if PARTIAL:
-            key = n + gl.arange(0, 64, layout=gl.SliceLayout(0, S_L))
-            visible = key[None, :] <= pos[:, None]
-            if WINDOWED:
-                visible = visible & (key[None, :] > pos[:, None] - window)
-            s = gl.where(visible, s, -float("inf"))
-        top = gl.maximum(m, gl.max(s, 1))
-        safe = gl.where(top == -float("inf"), 0.0, top)
-        alpha = gl.exp2((m - safe) * c)
-        p = gl.exp2((s - safe[:, None]) * c).to(q.dtype)
-        m = top
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None]
+        key = n + gl.arange(0, 64, layout=gl.SliceLayout(0, S_L))
+        visible = key[None, :] <= pos[:, None]
+        if WINDOWED:
+            visible = visible & (key[None, :] > pos[:, None] - window)
+        s = gl.where(visible, s, -float("inf"))
+        p, m, alpha = _weights(s, m, c)
+        o, l = _scaled(o, l, alpha, O_L, L_L)
+        p = p.to(q.dtype)
         p_o = gl.convert_layout(p, gl.DotOperandLayout(0, O_L, 2))
         p_l = gl.convert_layout(p, gl.DotOperandLayout(0, L_L, 2))
         mbarrier.wait(v_full.index(stage), phase)
-        if PARTIAL:
-            o = _add_values(p_o, visible, o, v_tiles.index(stage), scratch, D, O_L)
-        else:
-            o = warpgroup_mma(p_o, v_tiles.index(stage), o, is_async=True)
+        o = _add_values(p_o, visible, o, v_tiles.index(stage), scratch, D, O_L)
         l = warpgroup_mma(p_l, ones, l, is_async=True)
-        o, l = warpgroup_mma_wait(0, deps=(o, l))
+        l = warpgroup_mma_wait(0, deps=(l,))
         mbarrier.arrive(v_free.index(stage), count=1)
-    return m, l, o
+    return M, L, m, l, o

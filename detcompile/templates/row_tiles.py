@@ -90,7 +90,8 @@ def load_rows(
     elif row.shape[0] == 1:
         x = tl.load(pointers, mask=(column < R)[None, :, :], other=other)
     else:
-        x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other)
+        # Short rows are many, and the cache is better kept for what is written.
+        x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other, eviction_policy="evict_first")
     return x.to(tl.float32)
 
 

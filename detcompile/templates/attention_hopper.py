@@ -29,6 +29,7 @@ from detcompile.templates.launching import launcher
 from detcompile.templates.tuning import multiprocessors
 
 __all__ = [
+    "copy_tile",
     "descriptor",
     "fetch_tile",
     "hopper_attention_kernel",
@@ -140,18 +141,24 @@ def row_of(table_ptr, n, last, page_rows, PAGE: gl.constexpr, I: gl.constexpr):
 
 @gluon.jit
 def fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
-    """Block of 64 rows x D into tile, 64 columns and a piece of rows at a time; `full` completes with the last."""
+    """Block of 64 rows x D into tile; `full` completes with its last piece."""
+    mbarrier.expect(full, 64 * D * 2)
+    copy_tile(desc, r0, r1, r2, r3, column, full, tile, True, D, PIECES)
+
+
+@gluon.jit
+def copy_tile(desc, r0, r1, r2, r3, column, full, tile, wanted, D: gl.constexpr, PIECES: gl.constexpr):
+    """`fetch_tile` where `full` expects the block already: 64 columns and a piece of rows at a time, if wanted."""
     HALVES: gl.constexpr = D // 64
     pieces = tile._reinterpret(desc.dtype, [HALVES * PIECES, 64 // PIECES, 64], desc.layout)
-    mbarrier.expect(full, 64 * D * 2)
     for half in gl.static_range(HALVES):
         at = column + half * 64
-        tma.async_copy_global_to_shared(desc, [r0, at], full, pieces.index(half * PIECES))
+        tma.async_copy_global_to_shared(desc, [r0, at], full, pieces.index(half * PIECES), pred=wanted)
         if PIECES > 1:
-            tma.async_copy_global_to_shared(desc, [r1, at], full, pieces.index(half * PIECES + 1))
+            tma.async_copy_global_to_shared(desc, [r1, at], full, pieces.index(half * PIECES + 1), pred=wanted)
         if PIECES > 2:
-            tma.async_copy_global_to_shared(desc, [r2, at], full, pieces.index(half * PIECES + 2))
-            tma.async_copy_global_to_shared(desc, [r3, at], full, pieces.index(half * PIECES + 3))
+            tma.async_copy_global_to_shared(desc, [r2, at], full, pieces.index(half * PIECES + 2), pred=wanted)
+            tma.async_copy_global_to_shared(desc, [r3, at], full, pieces.index(half * PIECES + 3), pred=wanted)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from detcompile.templates import (
     attention_merge,
     attention_scores,
     attention_turned,
+    attention_turned_tile,
     dependent_launch,
 )
 from detcompile.templates.attention_schedules import (
@@ -148,8 +149,8 @@ def require_32_bits(T: int, H: int, D: int) -> None:
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of attention schedules on this device."""
-    kernels = (attention_kernels, attention_merge, attention_hopper, attention_hopper_tile, attention_turned)
-    sources = (*kernels, attention_scores, dependent_launch)
+    hopper = (attention_hopper, attention_hopper_tile, attention_turned, attention_turned_tile)
+    sources = (attention_kernels, attention_merge, *hopper, attention_scores, dependent_launch)
     return template_tuner("attention", (*(module.__file__ for module in sources), __file__), device)
 
 
@@ -273,9 +274,9 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
     programs = T * problem.kv_heads * cdiv(group, attention_turned.COLUMNS) * (chunks if split else 1)
     if not problem.turned:
         stages = 0
-    elif 2 * programs <= multiprocessors(device):
-        stages = 4  # a program may fill its multiprocessor
-    elif programs > 16 * multiprocessors(device) and keys <= 512:
+    elif programs <= multiprocessors(device) // (2 if split else 1):
+        stages = 4  # a program may fill its multiprocessor; where a merge follows, the next one's wait beside it
+    elif programs >= 3 * multiprocessors(device) and (split or keys <= 512):
         stages = 2  # many that are soon done: as many of them side by side as there is room for
     else:
         stages = 3

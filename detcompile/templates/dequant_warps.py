@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from detcompile.templates.attention_turned import barrier
+from detcompile.templates.attention_turned_tile import barrier
 from detcompile.templates.dependent_launch import (
     fetch_ahead,
     gluon_let_next_start,

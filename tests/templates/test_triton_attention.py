@@ -96,12 +96,14 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
         (1, 1024, True, 4, {}),
         (1, 8192, True, 3, {}),  # 128 programs
         (8, 512, False, 4, {}),
-        (4, 512, False, 3, {"heads": 192}),  # 96 programs, of 8 heads each
+        (4, 512, False, 4, {"heads": 192}),  # 96 programs, of 8 heads each
+        (16, 1024, False, 4, {}),
         (8, 1024, True, 3, {}),
         (32, 1024, False, 3, {}),  # 256 programs without a split
-        (32, 1024, True, 3, {"page": 16}),  # whose blocks come in pieces
-        (32, 8192, True, 3, {}),  # one sequence may be as long as its table
-        (256, 512, False, 3, {}),
+        (32, 1024, True, 2, {"page": 16}),  # whose blocks come in pieces
+        (1, 32768, True, 2, {}),  # 512 programs
+        (32, 8192, True, 2, {}),  # one sequence may be as long as its table
+        (256, 512, False, 2, {}),
         (1000, 512, False, 2, {}),  # 8000 programs of eight blocks at most
         (1000, 1024, False, 3, {}),
     ],

@@ -215,7 +215,7 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
 
 def row_rows() -> Iterator[dict]:
     short = ((131072, 64), (131072, 128), (65536, 256), (32768, 512), (1024, 128), (8192, 128), (8192, 256))
-    for t, r in ((1, 4096), (64, 4096), (4096, 4096), *short, (1, 151936), (8, 151936), (256, 151936)):
+    for t, r in (*short, (1, 4096), (64, 4096), (4096, 4096), (1, 151936), (8, 151936), (256, 151936)):
         xs = [(torch.randn(t, r, device=DEVICE, dtype=torch.bfloat16),) for _ in range(copies(4 * t * r))]
         weight = torch.randn(r, device=DEVICE, dtype=torch.bfloat16)
         cases = {

@@ -24,12 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from detcompile.templates.attention_hopper import descriptor, row_steps, sequence_of
 from detcompile.templates.attention_hopper_tile import KEYS
 from detcompile.templates.attention_turned_tile import attend_columns, barrier, copy_block, merge_columns, rows_of
-from detcompile.templates.dependent_launch import (
-    fetch_line_ahead,
-    gluon_let_next_start,
-    gluon_wait_for_earlier,
-    launch_options,
-)
+from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.launching import launcher
 
 __all__ = ["launch", "turned_attention_kernel"]
@@ -134,6 +129,7 @@ def turned_attention_kernel(
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     barrier()
+    gluon_wait_for_earlier(PDL)
     t = gl.program_id(0) // (KV_HEADS * GROUPS)
     group = gl.program_id(0) % (KV_HEADS * GROUPS)
     kv_head = group // GROUPS
@@ -141,13 +137,6 @@ def turned_attention_kernel(
     first = 0
     if SPLIT:
         first = gl.program_id(1) * CHUNK
-    if PDL:
-        # Since the last kernel that read them, weights or keys have swept the cache.
-        likely = gl.minimum(t, S - 1)
-        fetch_line_ahead(cu_ptr + likely)
-        fetch_line_ahead(lens_ptr + likely)
-        fetch_line_ahead(table_ptr + likely.to(gl.int64) * table_row + gl.minimum(first // PAGE, width - 1))
-    gluon_wait_for_earlier(PDL)
     # What needs no length is asked for before it is used, and the query before the keys: behind them it would be last.
     q_member = group % GROUPS * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, Q_L))
     q_at = t.to(gl.int64) * q_token + (kv_head * G + q_member) * q_head

@@ -20,7 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "fetch_ahead",
-    "fetch_line_ahead",
     "fetch_rows_ahead",
     "gluon_let_next_start",
     "gluon_wait_for_earlier",
@@ -100,13 +99,4 @@ def fetch_ahead(pointers, num_bytes, wanted):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r,r", [pointers.to(gl.int64), num_bytes, wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def fetch_line_ahead(pointer):
-    """As `fetch_ahead`, of the 128 bytes around a pointer."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

@@ -29,9 +29,9 @@ from detcompile.templates.launching import launcher
 from detcompile.templates.tuning import multiprocessors
 
 __all__ = [
+    "REGISTERS",
     "copy_tile",
     "descriptor",
-    "fetch_tile",
     "hopper_attention_kernel",
     "launch",
     "row_of",
@@ -42,7 +42,7 @@ __all__ = [
 
 ROWS = 64
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_REGISTERS = {1: 128, 2: 168}  # a thread, by CONSUMERS: the warpgroups then get 232 or 240 of them
+REGISTERS = {1: 128, 2: 168}  # a thread, by CONSUMERS: the warpgroups then get 232 or 240 of them
 
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 
@@ -99,7 +99,7 @@ def launch(
         batch_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
         out_batch=0 if page else strides[0], out_token=strides[1], out_head=strides[2],
         table_row=metadata[2].stride(0) if page else 0,
-        **constants, KV_HEADS=kv_heads, num_warps=4, maxnreg=_REGISTERS[consumers], enable_fp_fusion=False,
+        **constants, KV_HEADS=kv_heads, num_warps=4, maxnreg=REGISTERS[consumers], enable_fp_fusion=False,
         **launch_options(q.device),
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def row_of(table_ptr, n, last, page_rows, PAGE: gl.constexpr, I: gl.constexpr):
 
 
 @gluon.jit
-def fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
+def _fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
     """Block of 64 rows x D into tile; `full` completes with its last piece."""
     mbarrier.expect(full, 64 * D * 2)
     copy_tile(desc, r0, r1, r2, r3, column, full, tile, True, D, PIECES)
@@ -148,7 +148,7 @@ def fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES
 
 @gluon.jit
 def copy_tile(desc, r0, r1, r2, r3, column, full, tile, wanted, D: gl.constexpr, PIECES: gl.constexpr):
-    """`fetch_tile` where `full` expects the block already: 64 columns and a piece of rows at a time, if wanted."""
+    """`_fetch_tile` where `full` expects the block already: 64 columns and a piece of rows at a time, if wanted."""
     HALVES: gl.constexpr = D // 64
     pieces = tile._reinterpret(desc.dtype, [HALVES * PIECES, 64 // PIECES, 64], desc.layout)
     for half in gl.static_range(HALVES):
@@ -253,9 +253,9 @@ def _fetch(
                     r3 = row_of(table_ptr, following, last, batch_rows, PAGE, 3)
                 column = kv_head * head_columns
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
-                fetch_tile(k_desc, a0, a1, a2, a3, column, k_full.index(stage), k_tiles.index(stage), D, PIECES)
+                _fetch_tile(k_desc, a0, a1, a2, a3, column, k_full.index(stage), k_tiles.index(stage), D, PIECES)
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
-                fetch_tile(v_desc, a0, a1, a2, a3, column, v_full.index(stage), v_tiles.index(stage), D, PIECES)
+                _fetch_tile(v_desc, a0, a1, a2, a3, column, v_full.index(stage), v_tiles.index(stage), D, PIECES)
                 filled += 1
 
 
@@ -303,6 +303,7 @@ def hopper_attention_kernel(
 ):  # fmt: skip
     """Persistent programs. Arguments, tiles and results as in attention_kernels.attention_kernel; padding rows get
     zeros (SPLIT: nothing)."""
+    gl.static_assert(STAGES > 1, "the next block's keys are waited for before this one's values make room")
     gluon_let_next_start(PDL)
     gluon_wait_for_earlier(PDL)
     works = tiles * (KV_HEADS * ((G + HEADS - 1) // HEADS))

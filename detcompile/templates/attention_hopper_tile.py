@@ -140,6 +140,13 @@ def _add_values(p, visible, o, v_tile, scratch, D: gl.constexpr, O_L: gl.constex
 
 
 @gluon.jit
+def _scores(q, k_tile, S_L: gl.constexpr):
+    """Of one block, [64, 64], to be waited for."""
+    s = gl.zeros([64, 64], gl.float32, S_L)
+    return warpgroup_mma(q, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _weights(s, m, c):
     """Of a block's scores; the new maximum, and the factor of what was summed under m."""
     top = gl.maximum(m, gl.max(s, 1))
@@ -149,6 +156,7 @@ def _weights(s, m, c):
 
 @gluon.jit
 def _scaled(o, l, alpha, O_L: gl.constexpr, L_L: gl.constexpr):
+    """What was summed under the maximum before, under the new one."""
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
     return o, l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None]
 
@@ -182,9 +190,7 @@ def _attend_whole_blocks(
     if begin < end:
         i = begin // KEYS + shift
         mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
-        s = gl.zeros([64, 64], gl.float32, S_L)
-        s = warpgroup_mma(q, k_tiles.index(i % STAGES).permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
+        s = warpgroup_mma_wait(0, deps=(_scores(q, k_tiles.index(i % STAGES), S_L),))
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         if not SPLIT:
             M, L, m, l, o = _close_chunk(begin, first, total, M, L, m, l, o, c, D, CHUNK, O_L, L_L)
@@ -196,8 +202,7 @@ def _attend_whole_blocks(
             stage = i % STAGES
             phase = (i // STAGES) & 1
             i += 1
-            s = gl.zeros([64, 64], gl.float32, S_L)
-            s = warpgroup_mma(q, k_tiles.index(i % STAGES).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = _scores(q, k_tiles.index(i % STAGES), S_L)
             mbarrier.wait(v_full.index(stage), phase)
             o = warpgroup_mma(gl.convert_layout(p, P_O), v_tiles.index(stage), o, is_async=True)
             l = warpgroup_mma(gl.convert_layout(p, P_L), ones, l, is_async=True)
@@ -207,7 +212,8 @@ def _attend_whole_blocks(
             if not SPLIT:
                 m_chunk = gl.where(n % CHUNK == 0, -float("inf"), m)
             p, top, alpha = _weights(s, m_chunk, c)
-            # Here, as the assembler would move the wait for the values up, before the weights, but for a branch.
+            # Waited for here, as this is a branch: ptxas moves the wait below, for the values' product, up to the one
+            # for the scores where there is none between, and the weights are made with nothing on the tensor cores.
             mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=n + KEYS < end)
             o, l = warpgroup_mma_wait(0, deps=(o, l))
             mbarrier.arrive(v_free.index(stage), count=1)
@@ -239,9 +245,7 @@ def _attend_blocks(
         stage = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        s = gl.zeros([64, 64], gl.float32, S_L)
-        s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
+        s = warpgroup_mma_wait(0, deps=(_scores(q, k_tiles.index(stage), S_L),))
         mbarrier.arrive(k_free.index(stage), count=1)
         key = n + gl.arange(0, 64, layout=gl.SliceLayout(0, S_L))
         visible = key[None, :] <= pos[:, None]

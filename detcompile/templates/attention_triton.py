@@ -275,7 +275,7 @@ def _for_step(problem: AttentionProblem, device: torch.device, T: int, S: int, k
     if not problem.turned:
         stages = 0
     elif programs <= multiprocessors(device) // (2 if split else 1):
-        stages = 4  # a program may fill its multiprocessor; where a merge follows, the next one's wait beside it
+        stages = 4  # a program may fill its multiprocessor; but a merge's programs find room beside those of a split
     elif programs >= 3 * multiprocessors(device) and (split or keys <= 512):
         stages = 2  # many that are soon done: as many of them side by side as there is room for
     else:

@@ -15,10 +15,7 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.attention_hopper import descriptor, row_steps, sequence_of
@@ -27,7 +24,7 @@ from detcompile.templates.attention_turned_tile import attend_columns, barrier, 
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.launching import launcher
 
-__all__ = ["launch", "turned_attention_kernel"]
+__all__ = ["launch", "registers", "turned_attention_kernel"]
 
 _BLOCKS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -49,16 +46,18 @@ def launch(
     describe = _whole_blocks if constants["PAGE"] >= 64 else functools.partial(descriptor, piece=constants["PAGE"])
     batch_rows, head_rows, head_columns = row_steps(k)
     groups = k.shape[2] * -(-constants["G"] // constants["BM"])
-    # A thread's: for as many programs a multiprocessor as shared memory leaves room for, five, three, or two at most.
-    held = constants["STAGES"] * constants["D"]
-    registers = 96 if held <= 128 else 168 if held <= 256 else 255
     launcher(turned_attention_kernel)[(groups * q.shape[0], numbers["chunks"] if constants["SPLIT"] else 1)](
         q, describe(k), describe(v), target, stat, *metadata, **numbers, width=metadata[2].shape[1],
         q_token=q.stride(0), q_head=q.stride(1), page_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
         out_token=strides[0], out_head=strides[1], table_row=metadata[2].stride(0),
-        **constants, KV_HEADS=k.shape[2], num_warps=4, maxnreg=registers, enable_fp_fusion=False,
-        **launch_options(q.device),
+        **constants, KV_HEADS=k.shape[2], num_warps=4, enable_fp_fusion=False,
+        maxnreg=registers(constants["STAGES"], constants["D"]), **launch_options(q.device),
     )  # fmt: skip
+
+
+def registers(stages: int, d: int) -> int:
+    """Of a thread, for as many programs a multiprocessor as shared memory has room for: five, three or two at most."""
+    return 96 if stages * d <= 128 else 168 if stages * d <= 256 else 255
 
 
 def _whole_blocks(t: Tensor) -> TensorDescriptor:
@@ -74,7 +73,7 @@ def _whole_blocks(t: Tensor) -> TensorDescriptor:
 @gluon.jit
 def _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE: gl.constexpr):
     """Sequence of token t (S: padding), the end of its tokens in the step, its length, and the pages of the five blocks
-    from key `first` on. All is asked for together, as each answer takes as long as the others."""
+    from key `first` on. All is asked for together, or the waits would add up."""
     # Where every sequence has one token, token t is sequence t's, and nobody has to search.
     sequence = t
     start = gl.load(cu_ptr + t, mask=t < S, other=0)
@@ -92,13 +91,19 @@ def _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE: 
 
 @gluon.jit
 def _first_pages(table_ptr, first, width, listed, PAGE: gl.constexpr):
-    """Of the five blocks from key `first` on, or of the last page that the table has room for."""
-    p0 = gl.load(table_ptr + gl.minimum(first // PAGE, width - 1), mask=listed, other=0)
-    p1 = gl.load(table_ptr + gl.minimum((first + KEYS) // PAGE, width - 1), mask=listed, other=0)
-    p2 = gl.load(table_ptr + gl.minimum((first + 2 * KEYS) // PAGE, width - 1), mask=listed, other=0)
-    p3 = gl.load(table_ptr + gl.minimum((first + 3 * KEYS) // PAGE, width - 1), mask=listed, other=0)
-    p4 = gl.load(table_ptr + gl.minimum((first + 4 * KEYS) // PAGE, width - 1), mask=listed, other=0)
-    return p0, p1, p2, p3, p4
+    return (
+        _page(table_ptr, first, width, listed, PAGE),
+        _page(table_ptr, first + KEYS, width, listed, PAGE),
+        _page(table_ptr, first + 2 * KEYS, width, listed, PAGE),
+        _page(table_ptr, first + 3 * KEYS, width, listed, PAGE),
+        _page(table_ptr, first + 4 * KEYS, width, listed, PAGE),
+    )
+
+
+@gluon.jit
+def _page(table_ptr, n, width, listed, PAGE: gl.constexpr):
+    """That of key n, or the last one that the table has room for."""
+    return gl.load(table_ptr + gl.minimum(n // PAGE, width - 1), mask=listed, other=0)
 
 
 @gluon.jit(do_not_specialize=["window", "S", "H", "chunks", "width"])
@@ -114,7 +119,8 @@ def turned_attention_kernel(
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     GROUPS: gl.constexpr = (G + BM - 1) // BM
-    gl.static_assert(STAGES > 1, "the next block's keys are waited for before this one's stage is free")
+    gl.static_assert(STAGES <= 4, "the pages of five blocks are looked up together")
+    gl.static_assert(BM == 8, "the exchange between warps is laid out for eight columns")
     gluon_let_next_start(PDL)
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 64, D], _TILES)
@@ -163,20 +169,22 @@ def turned_attention_kernel(
     if first < last:
         for i in gl.static_range(STAGES + 1):
             n = first + i * KEYS
-            rows = rows_of(pages, n, last, PAGE)
             if PAGE >= 64 and not WINDOWED:
                 row = kv_head * head_rows + first_pages[i] * page_rows + n % PAGE
                 rows = (row, row, row, row)
+            else:
+                rows = rows_of(pages, n, last, PAGE)
             if i < STAGES:
                 mbarrier.expect(k_full.index(i), 64 * D * 2, pred=n < last)
                 mbarrier.expect(v_full.index(i), 64 * D * 2, pred=n < last)
                 copy_block(k_desc, rows, column, k_full.index(i), k_tiles.index(i), n < last, PAGE, D)
                 copy_block(v_desc, rows, column, v_full.index(i), v_tiles.index(i), n < last, PAGE, D)
+        following = rows
         q_tile.store(q)
         fence_async_shared()
         barrier()
         M, L, O, m, l, o = attend_columns(
-            ring, q_tile, p_tiles, pages, rows, column, pos, first, last, lower, c, window,
+            ring, q_tile, p_tiles, pages, following, column, pos, first, last, lower, c, window,
             D, PAGE, CHUNK, WINDOWED, SPLIT, BM, STAGES, S_L,
         )  # fmt: skip
         if SPLIT:

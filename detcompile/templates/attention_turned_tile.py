@@ -87,6 +87,8 @@ def attend_columns(
                 strange = _take_out_strange(v_tiles.index(stage), p_tiles.index((block + 1) % 2), visible, D, BM, S_L)
         o = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), p_tile, o, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
+        # The phases that begin here end with the copies, and those come behind barriers: no warp can be late for the
+        # phases that it waited for above.
         mbarrier.expect(k_full.index(ahead), BYTES, pred=more_k)
         mbarrier.expect(v_full.index(stage), BYTES, pred=more_v)
         barrier()
@@ -154,8 +156,8 @@ def rows_of(pages, n, last, PAGE: gl.constexpr):
 def copy_block(desc, rows, column, full, tile, wanted, PAGE: gl.constexpr, D: gl.constexpr):
     """A block into tile, if wanted; `full` expects it already.
 
-    In pages of 64 and more it comes in one copy, by a descriptor of `_whole_blocks`. Never in a branch: loads of later
-    blocks' pages would be moved behind it.
+    In pages of 64 and more it comes in one copy, by a descriptor of attention_turned._whole_blocks. Never in a branch:
+    loads of later blocks' pages would be moved behind it.
     """
     r0, r1, r2, r3 = rows
     if PAGE >= 64:
@@ -211,8 +213,7 @@ def merge_columns(M, L, O, m, l, o, c):
 
 @gluon.jit
 def _take_out_strange(v_tile, scratch, visible, D: gl.constexpr, BM: gl.constexpr, S_L: gl.constexpr):
-    """Values that are not finite are taken out of the tile; what is left of them [D, BM], above 0 where their keys [64]
-    are visible, so that the output is no number."""
+    """The tile keeps zeros where values are not finite; returns [D, BM], above 0 where a visible key [64] had one."""
     seen = gl.zeros([D, BM], gl.float32, S_L)
     finite = gl.abs(v_tile.load(LANES).to(gl.float32)) < float("inf")
     if gl.max(gl.max(gl.where(finite, 0, 1), 1), 0) > 0:

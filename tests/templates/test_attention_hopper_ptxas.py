@@ -1,7 +1,8 @@
 """The attention kernels for Hopper GPUs, compiled and assembled without one: their products stay asynchronous.
 
 ptxas makes every product wait for the one before where it finds a register that a product in flight writes in another
-instruction, and says so in its log; the bits are the same, the speed is not.
+instruction, and says so in its log; the bits are the same, the speed is not. This is the ptxas of the Triton that is
+installed: 12.8 in Triton 3.6 and 3.7.
 """
 
 import os
@@ -21,14 +22,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from detcompile.templates.attention_hopper import hopper_attention_kernel
-from detcompile.templates.attention_turned import turned_attention_kernel
+from detcompile.templates.attention_hopper import REGISTERS, hopper_attention_kernel
+from detcompile.templates.attention_turned import registers, turned_attention_kernel
 
 TYPES = {name: "*i32" for name in ("cu_ptr", "lens_ptr", "table_ptr")} | {"stat_ptr": "*fp32", "c": "fp32"}
 STRIDES = ("q_batch", "q_token", "q_head", "page_rows", "batch_rows", "head_columns", "out_batch", "out_token")
 
 
-def assemble(kernel, registers, *block, **constants):
+def prefill(*block, CONSUMERS, **constants):
+    assemble(hopper_attention_kernel, REGISTERS[CONSUMERS], *block, HEADS=4, CONSUMERS=CONSUMERS, **constants)
+
+
+def turned(*block, STAGES, D, **constants):
+    assemble(turned_attention_kernel, registers(STAGES, D), *block, BM=8, STAGES=STAGES, D=D, **constants)
+
+
+def assemble(kernel, maxnreg, *block, **constants):
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
     described = f"tensordesc<bf16{list(block)},{layout!r}>"
     types = TYPES | {"k_desc": described, "v_desc": described}
@@ -41,20 +50,22 @@ def assemble(kernel, registers, *block, **constants):
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name in STRIDES]
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": 4, "maxnreg": registers, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": False}
     compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print("=====")
 
 
-whole, split, windowed = {"WINDOWED": False, "SPLIT": False}, {"WINDOWED": False, "SPLIT": True}, {"WINDOWED": True}
-prefill, turned = hopper_attention_kernel, turned_attention_kernel
-assemble(prefill, 168, 64, 64, HEADS=4, D=128, PAGE=0, CONSUMERS=2, STAGES=3, **whole)
-assemble(prefill, 168, 16, 64, HEADS=4, D=64, PAGE=16, CONSUMERS=2, STAGES=3, **windowed, SPLIT=False)
-assemble(prefill, 128, 64, 64, HEADS=4, D=128, PAGE=64, CONSUMERS=1, STAGES=2, **split)
-assemble(turned, 255, 2, 64, 64, D=128, PAGE=64, BM=8, STAGES=3, **split)
-assemble(turned, 168, 2, 64, 64, D=128, PAGE=64, BM=8, STAGES=2, **whole)
-assemble(turned, 255, 16, 64, D=128, PAGE=16, BM=8, STAGES=3, **windowed, SPLIT=False)
-assemble(turned, 96, 1, 64, 64, D=64, PAGE=64, BM=8, STAGES=2, **windowed, SPLIT=True)
+whole, split = {"WINDOWED": False, "SPLIT": False}, {"WINDOWED": False, "SPLIT": True}
+windowed = {"WINDOWED": True, "SPLIT": False}
+prefill(64, 64, D=128, PAGE=0, CONSUMERS=2, STAGES=3, **whole)
+prefill(64, 64, D=128, PAGE=64, CONSUMERS=2, STAGES=3, **windowed)
+prefill(16, 64, D=64, PAGE=16, CONSUMERS=2, STAGES=3, **windowed)
+prefill(64, 64, D=128, PAGE=64, CONSUMERS=1, STAGES=2, **split)
+turned(2, 64, 64, D=128, PAGE=64, STAGES=3, **split)
+turned(2, 64, 64, D=128, PAGE=64, STAGES=4, **whole)
+turned(2, 64, 64, D=128, PAGE=64, STAGES=2, **whole)
+turned(16, 64, D=128, PAGE=16, STAGES=3, **windowed)
+turned(1, 64, 64, D=64, PAGE=64, STAGES=2, WINDOWED=True, SPLIT=True)
 """
 
 
@@ -63,6 +74,6 @@ def test_products_of_the_tensor_core_do_not_wait_for_each_other(tmp_path: Path) 
     run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     *logs, _ = run.stdout.split("=====")
-    assert len(logs) == 7
+    assert len(logs) == 9
     for log in logs:
         assert "registers" in log and "wgmma" not in log, log[-2000:]

@@ -35,13 +35,14 @@ def launch(part: Tensor, stat: Tensor, out: Tensor, c: float) -> None:
     """
     T, heads, chunks, d = part.shape
     assert d in (64, 128) and part.is_contiguous() and stat.is_contiguous() and out.stride(2) == 1
-    # A warp and 32 chunks at a time, or, where programs are few, a warp for 32 columns each and 64 chunks.
-    longest, warps = (64, d // 32) if T * heads <= multiprocessors(part.device) else (32, 1)
+    # A warp for a head and 32 chunks at a time; where heads are few, 64, and of many chunks a warp for 32 columns each.
+    few = T * heads <= multiprocessors(part.device)
+    longest, width = (64 if few else 32), (32 if few and chunks > 4 else d)
     batch = min(longest, next_power_of_2(chunks))
-    launcher(marked_merge_kernel)[(T, heads)](
-        part, stat, out, c, chunks, out.stride(0), out.stride(1), D=d, BATCH=batch, BUFFERS=1 if chunks <= batch else 2,
-        EAGER=part.numel() * part.element_size() <= _EAGER_BYTES, WARPS=warps, num_warps=warps, enable_fp_fusion=False,
-        **launch_options(part.device),
+    launcher(marked_merge_kernel)[(T, heads, d // width)](
+        part, stat, out, c, chunks, out.stride(0), out.stride(1), D=d, W=width, BATCH=batch,
+        BUFFERS=1 if chunks <= batch else 2, EAGER=part.numel() * part.element_size() <= _EAGER_BYTES,
+        num_warps=1, enable_fp_fusion=False, **launch_options(part.device),
     )  # fmt: skip
 
 
@@ -63,12 +64,12 @@ def _stats(stat_ptr, first, chunk, chunks):
 @gluon.jit
 def _copy(
     tile, part_ptr, stat_ptr, first, chunk, chunks,
-    D: gl.constexpr, BATCH: gl.constexpr, EAGER: gl.constexpr, WARPS: gl.constexpr,
+    D: gl.constexpr, W: gl.constexpr, BATCH: gl.constexpr, EAGER: gl.constexpr,
 ):  # fmt: skip
-    """The outputs of chunks chunk..chunk + BATCH - 1 into tile [BATCH, D]."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+    """The program's columns of the outputs of chunks chunk..chunk + BATCH - 1 into tile [BATCH, W]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [1, 1], [1, 0])
     place = chunk + gl.arange(0, BATCH, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    column = gl.program_id(2) * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
     wanted = place < chunks
     if not EAGER:  # read once more, where a thread's copies want them
         _, l = _stats(stat_ptr, first, place, chunks)
@@ -81,16 +82,16 @@ def _copy(
 @gluon.jit(do_not_specialize=["chunks"])
 def marked_merge_kernel(
     part_ptr, stat_ptr, out_ptr, c, chunks, out_token, out_head,
-    D: gl.constexpr, BATCH: gl.constexpr, BUFFERS: gl.constexpr, EAGER: gl.constexpr, WARPS: gl.constexpr,
+    D: gl.constexpr, W: gl.constexpr, BATCH: gl.constexpr, BUFFERS: gl.constexpr, EAGER: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tokens, axis 1: heads. A chunk of which the token sees no key has the sum -1; a token that sees no key
-    at all is padding. BUFFERS: 1 if a batch takes all chunks, otherwise 2. EAGER: copy before it is known what is seen.
-    """
-    BY_COLUMN: gl.constexpr = gl.BlockedLayout([D // (32 * WARPS)], [32], [WARPS], [0])
-    BY_CHUNK: gl.constexpr = gl.BlockedLayout([(BATCH + 31) // 32], [32], [WARPS], [0])
+    """Axis 0: tokens, axis 1: heads, axis 2: W columns of the output, a warp's. A chunk of which the token sees no key
+    has the sum -1; a token that sees no key at all is padding. BUFFERS: 1 if a batch takes all chunks, otherwise 2.
+    EAGER: copy before it is known what is seen."""
+    BY_COLUMN: gl.constexpr = gl.BlockedLayout([W // 32], [32], [1], [0])
+    BY_CHUNK: gl.constexpr = gl.BlockedLayout([(BATCH + 31) // 32], [32], [1], [0])
     gluon_let_next_start(PDL)
-    tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS, BATCH, D], _TILES)
+    tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS, BATCH, W], _TILES)
     olds = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
     news = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
     sums = gl.allocate_shared_memory(gl.float32, [BATCH, 1], _ROWS)
@@ -100,16 +101,16 @@ def marked_merge_kernel(
     first = (t * gl.num_programs(1) + head) * chunks
     lane = gl.arange(0, BATCH, layout=BY_CHUNK)
     m, l = _stats(stat_ptr, first, lane, chunks)
-    _copy(tiles.index(0), part_ptr, stat_ptr, first, 0, chunks, D, BATCH, EAGER, WARPS)
+    _copy(tiles.index(0), part_ptr, stat_ptr, first, 0, chunks, D, W, BATCH, EAGER)
     M = -float("inf")
-    L = gl.zeros([D], gl.float32, BY_COLUMN)
-    O = gl.zeros([D], gl.float32, BY_COLUMN)
+    L = gl.zeros([W], gl.float32, BY_COLUMN)
+    O = gl.zeros([W], gl.float32, BY_COLUMN)
     seen = 0
     for chunk in range(0, chunks, BATCH):
         m_next, l_next = _stats(stat_ptr, first, chunk + BATCH + lane, chunks)
         if BUFFERS == 2:
             following = tiles.index((chunk // BATCH + 1) % 2)
-            _copy(following, part_ptr, stat_ptr, first, chunk + BATCH, chunks, D, BATCH, EAGER, WARPS)
+            _copy(following, part_ptr, stat_ptr, first, chunk + BATCH, chunks, D, W, BATCH, EAGER)
         unseen = l == -1.0
         seen += gl.sum(gl.where(unseen, 0, 1), 0)
         # attention_kernels._merge: the maximum before and with each chunk, and the two factors.
@@ -124,7 +125,7 @@ def marked_merge_kernel(
         M = gl.max(top, 0)
         async_copy.wait_group(BUFFERS - 1)
         barrier()
-        outputs = tiles.index(chunk // BATCH % BUFFERS)._reinterpret(gl.float32, [BATCH, D], _ROWS)
+        outputs = tiles.index(chunk // BATCH % BUFFERS)._reinterpret(gl.float32, [BATCH, W], _ROWS)
         for i in gl.static_range(BATCH):
             old = olds.index(i).load(BY_COLUMN)
             of_chunk = sums.index(i).load(BY_COLUMN)
@@ -134,10 +135,10 @@ def marked_merge_kernel(
         barrier()
         m = m_next
         l = l_next
-    inverse = gl.div_rn(gl.full([D], 1.0, gl.float32, BY_COLUMN), L)  # as in attention_kernels._quotient
+    inverse = gl.div_rn(gl.full([W], 1.0, gl.float32, BY_COLUMN), L)  # as in attention_kernels._quotient
     y = O * inverse + 0.0
     narrow = y.to(out_ptr.dtype.element_ty)
-    narrow = gl.where(gl.abs(y) < float("inf"), narrow, gl.full([D], float("nan"), narrow.dtype, BY_COLUMN))
-    narrow = gl.where(seen == 0, gl.zeros([D], narrow.dtype, BY_COLUMN), narrow)
-    column = gl.arange(0, D, layout=BY_COLUMN)
+    narrow = gl.where(gl.abs(y) < float("inf"), narrow, gl.full([W], float("nan"), narrow.dtype, BY_COLUMN))
+    narrow = gl.where(seen == 0, gl.zeros([W], narrow.dtype, BY_COLUMN), narrow)
+    column = gl.program_id(2) * W + gl.arange(0, W, layout=BY_COLUMN)
     gl.store(out_ptr + t * out_token + head * out_head + column, narrow)

@@ -71,39 +71,66 @@ def _whole_blocks(t: Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE: gl.constexpr):
-    """Sequence of token t (S: padding), the end of its tokens in the step, its length, and the pages of the five blocks
-    from key `first` on. All is asked for together, or the waits would add up."""
-    # Where every sequence has one token, token t is sequence t's, and nobody has to search.
-    sequence = t
-    start = gl.load(cu_ptr + t, mask=t < S, other=0)
-    end = gl.load(cu_ptr + t + 1, mask=t < S, other=0)
-    length = gl.load(lens_ptr + t, mask=t < S, other=0)
-    pages = _first_pages(table_ptr + t.to(gl.int64) * table_row, first, width, t < S, PAGE)
-    if (t < start) | (t >= end):
-        sequence = sequence_of(t, cu_ptr, S, 1, 0, 4)
-        listed = sequence < S
-        end = gl.load(cu_ptr + sequence + 1, mask=listed, other=0)
-        length = gl.load(lens_ptr + sequence, mask=listed, other=0)
-        pages = _first_pages(table_ptr + sequence.to(gl.int64) * table_row, first, width, listed, PAGE)
-    return sequence, end, length, pages
-
-
-@gluon.jit
-def _first_pages(table_ptr, first, width, listed, PAGE: gl.constexpr):
-    return (
-        _page(table_ptr, first, width, listed, PAGE),
-        _page(table_ptr, first + KEYS, width, listed, PAGE),
-        _page(table_ptr, first + 2 * KEYS, width, listed, PAGE),
-        _page(table_ptr, first + 3 * KEYS, width, listed, PAGE),
-        _page(table_ptr, first + 4 * KEYS, width, listed, PAGE),
+def _place_of(sequence, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE: gl.constexpr):
+    """Where a sequence's tokens begin and end in the step, its length, and the pages of the five blocks from key
+    `first` on; zeros for S, which is padding. All is asked for together, or the waits would add up."""
+    listed = sequence < S
+    start = gl.load(cu_ptr + sequence, mask=listed, other=0)
+    end = gl.load(cu_ptr + sequence + 1, mask=listed, other=0)
+    length = gl.load(lens_ptr + sequence, mask=listed, other=0)
+    row_ptr = table_ptr + sequence.to(gl.int64) * table_row
+    pages = (
+        _page(row_ptr, first, width, listed, PAGE),
+        _page(row_ptr, first + KEYS, width, listed, PAGE),
+        _page(row_ptr, first + 2 * KEYS, width, listed, PAGE),
+        _page(row_ptr, first + 3 * KEYS, width, listed, PAGE),
+        _page(row_ptr, first + 4 * KEYS, width, listed, PAGE),
     )
+    return start, end, length, pages
 
 
 @gluon.jit
 def _page(table_ptr, n, width, listed, PAGE: gl.constexpr):
     """That of key n, or the last one that the table has room for."""
     return gl.load(table_ptr + gl.minimum(n // PAGE, width - 1), mask=listed, other=0)
+
+
+@gluon.jit
+def _last_of(listed, visible, first, CHUNK: gl.constexpr, SPLIT: gl.constexpr):
+    """The end of a program's keys: of a token that sees so many, or none if it is not listed."""
+    last = visible
+    if SPLIT:
+        last = gl.minimum(last, (gl.program_id(1) + 1) * CHUNK)
+    return gl.where(listed, last, first)
+
+
+@gluon.jit
+def _block_rows(pages, looked_up, i: gl.constexpr, first, last, PAGE: gl.constexpr, AT_ONCE: gl.constexpr):
+    """rows_of the i-th block from `first` on; AT_ONCE: its page is looked up already."""
+    n = first + i * KEYS
+    if AT_ONCE:
+        _, _, line, page_rows = pages
+        row = line + looked_up[i] * page_rows + n % PAGE
+        rows = (row, row, row, row)
+    else:
+        rows = rows_of(pages, n, last, PAGE)
+    return rows
+
+
+@gluon.jit
+def _fetch(
+    ring, pages, looked_up, column, first, last,
+    D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """The first STAGES blocks of keys first..last."""
+    k_desc, v_desc, k_tiles, v_tiles, k_full, v_full = ring
+    for i in gl.static_range(STAGES):
+        rows = _block_rows(pages, looked_up, i, first, last, PAGE, AT_ONCE)
+        wanted = first + i * KEYS < last
+        mbarrier.expect(k_full.index(i), 64 * D * 2, pred=wanted)
+        mbarrier.expect(v_full.index(i), 64 * D * 2, pred=wanted)
+        copy_block(k_desc, rows, column, k_full.index(i), k_tiles.index(i), wanted, PAGE, D)
+        copy_block(v_desc, rows, column, v_full.index(i), v_tiles.index(i), wanted, PAGE, D)
 
 
 @gluon.jit(do_not_specialize=["window", "S", "H", "chunks", "width"])
@@ -119,6 +146,7 @@ def turned_attention_kernel(
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     GROUPS: gl.constexpr = (G + BM - 1) // BM
+    AT_ONCE: gl.constexpr = PAGE >= 64 and not WINDOWED  # a block is one copy, and which is first needs no length
     gl.static_assert(STAGES <= 4, "the pages of five blocks are looked up together")
     gl.static_assert(BM == 8, "the exchange between warps is laid out for eight columns")
     gluon_let_next_start(PDL)
@@ -148,18 +176,28 @@ def turned_attention_kernel(
     q_at = t.to(gl.int64) * q_token + (kv_head * G + q_member) * q_head
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_L))
     q = gl.load(q_ptr + q_at[:, None] + dim[None, :], mask=(q_member < G)[:, None], other=0.0)
-    sequence, end, length, first_pages = _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE)
-    pages = (table_ptr + sequence.to(gl.int64) * table_row, width, kv_head * head_rows, page_rows)
+    # Where every sequence has one token, token t is sequence t's, and nobody has to search.
+    sequence = t
+    start, end, length, looked_up = _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE)
+    own = (start <= t) & (t < end)
+    last = _last_of(own, length - end + t + 1, first, CHUNK, SPLIT)
+    pages = (table_ptr + t.to(gl.int64) * table_row, width, kv_head * head_rows, page_rows)
+    if AT_ONCE:  # in no branch: whatever else copies need is then made ready while metadata are on their way
+        _fetch(ring, pages, looked_up, column, first, last, D, PAGE, STAGES, AT_ONCE)
+    if not own:
+        sequence = sequence_of(t, cu_ptr, S, 1, 0, 4)
+        start, end, length, looked_up = _place_of(
+            sequence, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE
+        )  # fmt: skip
+        last = _last_of(sequence < S, length - end + t + 1, first, CHUNK, SPLIT)
+        pages = (table_ptr + sequence.to(gl.int64) * table_row, width, kv_head * head_rows, page_rows)
+        if AT_ONCE:
+            _fetch(ring, pages, looked_up, column, first, last, D, PAGE, STAGES, AT_ONCE)
     pos = length - end + t
-    last = pos + 1
     lower = 0
     if WINDOWED:
         first = gl.maximum(first, gl.maximum(pos - window + 1, 0) // KEYS * KEYS)
         lower = (pos - window + KEYS) // KEYS * KEYS
-    if SPLIT:
-        last = gl.minimum(last, (gl.program_id(1) + 1) * CHUNK)
-    if sequence == S:
-        last = first
 
     member = group % GROUPS * BM + gl.arange(0, BM, layout=ROW)
     head = kv_head * G + member
@@ -167,19 +205,9 @@ def turned_attention_kernel(
     d = gl.arange(0, D, layout=gl.SliceLayout(1, S_L))
     place = (t.to(gl.int64) * out_token + head * out_head)[None, :] + d[:, None]
     if first < last:
-        for i in gl.static_range(STAGES + 1):
-            n = first + i * KEYS
-            if PAGE >= 64 and not WINDOWED:
-                row = kv_head * head_rows + first_pages[i] * page_rows + n % PAGE
-                rows = (row, row, row, row)
-            else:
-                rows = rows_of(pages, n, last, PAGE)
-            if i < STAGES:
-                mbarrier.expect(k_full.index(i), 64 * D * 2, pred=n < last)
-                mbarrier.expect(v_full.index(i), 64 * D * 2, pred=n < last)
-                copy_block(k_desc, rows, column, k_full.index(i), k_tiles.index(i), n < last, PAGE, D)
-                copy_block(v_desc, rows, column, v_full.index(i), v_tiles.index(i), n < last, PAGE, D)
-        following = rows
+        if not AT_ONCE:
+            _fetch(ring, pages, looked_up, column, first, last, D, PAGE, STAGES, AT_ONCE)
+        following = _block_rows(pages, looked_up, STAGES, first, last, PAGE, AT_ONCE)
         q_tile.store(q)
         fence_async_shared()
         barrier()

@@ -79,9 +79,13 @@ def _inside(row, column, T, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    x_ptr, row, column, T, heads, outer, inner, other, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr
+    x_ptr, row, column, T, heads, outer, inner, other, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr,
+    EVICT_FIRST: tl.constexpr = True,
 ):  # fmt: skip
-    """The tile in fp32; ``other`` past the last row or column. Row r starts at UNIT * (r // heads, r % heads)'s."""
+    """The tile in fp32; ``other`` past the last row or column. Row r starts at UNIT * (r // heads, r % heads)'s.
+
+    EVICT_FIRST: of short rows, which are many, the cache is better kept for what is written.
+    """
     W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
     start = row_starts(row, T, heads, outer, inner, UNIT)
     pointers = (x_ptr + start * UNIT)[:, None, None] + column[None, :, :]
@@ -89,9 +93,10 @@ def load_rows(
         x = tl.load(pointers)
     elif row.shape[0] == 1:
         x = tl.load(pointers, mask=(column < R)[None, :, :], other=other)
-    else:
-        # Short rows are many, and the cache is better kept for what is written.
+    elif EVICT_FIRST:
         x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other, eviction_policy="evict_first")
+    else:
+        x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other)
     return x.to(tl.float32)
 
 

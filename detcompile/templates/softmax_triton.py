@@ -42,6 +42,7 @@ LOGSUMEXP = tl.constexpr(2)
 _OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
 ONCE_WIDTH = 4096  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
 SHORT = ShortTile(folds=2)
+SHORT_LOG = ShortTile(elements=1024, warps=2, folds=2)  # of log_softmax
 SHORT_FEW = ShortTile(elements=1024)  # more programs, where there are few rows
 FEW_ELEMENTS = 1 << 21  # of all rows together
 
@@ -70,7 +71,9 @@ def _held_kernel(
     let_next_start(PDL)
     wait_for_earlier(PDL)
     row, column = rows_at(1, ROWS, W, FOLDS)
-    x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1)
+    # Where more is written than read, the cache takes both as they come.
+    NARROWER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth <= x_ptr.dtype.element_ty.primitive_bitwidth
+    x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1, NARROWER)
     shift = tile_max(x)
     if KIND == LOGSUMEXP:
         shift = _finite(shift)
@@ -219,7 +222,8 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     options["FAST"] = x.is_cuda and kind.value == SOFTMAX.value and out.dtype.itemsize == 2
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
-        plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else SHORT)
+        short = SHORT_LOG if kind.value == LOG_SOFTMAX.value else SHORT
+        plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else short)
         grid = (cdiv(rows.T, plan.rows),)
         once = x.is_cuda and not options["FAST"] and plan.width <= ONCE_WIDTH and order.vector >= 4
         launcher(_held_kernel)[grid](

@@ -24,21 +24,21 @@ from detcompile.templates.attention_merge import marked_merge_kernel
 TYPES = {"out_ptr": "*bf16", "cu_ptr": "*i32", "lens_ptr": "*i32", "c": "fp32", "inner": "fp32"}
 
 
-def ptx(source, kernel, warps, **constants):
+def ptx(source, kernel, **constants):
     types = {
         name: "constexpr" if name in constants else TYPES.get(name, "*fp32" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names
     }
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = {"num_warps": 1, "enable_fp_fusion": False}
     found = compile(source(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options=options)
     print(found.asm["ptx"], end="=====")
 
 
-for d, batch, buffers, eager, warps in (64, 8, 2, False, 2), (128, 4, 1, True, 1):
-    variant = {"D": d, "BATCH": batch, "BUFFERS": buffers, "EAGER": eager, "WARPS": warps, "PDL": True}
-    ptx(GluonASTSource, marked_merge_kernel, warps, **variant)
+for d, columns, batch, buffers, eager in (64, 32, 8, 2, False), (128, 128, 4, 1, True):
+    variant = {"D": d, "W": columns, "BATCH": batch, "BUFFERS": buffers, "EAGER": eager, "PDL": True}
+    ptx(GluonASTSource, marked_merge_kernel, **variant)
 kind = dict.fromkeys(("WINDOWED", "CHUNKED", "SCALED", "SINKS"), False)
-ptx(ASTSource, merge_kernel, 1, DV=128, DVP=128, CHUNK=512, AHEAD=4, PDL=True, **kind)
+ptx(ASTSource, merge_kernel, DV=128, DVP=128, CHUNK=512, AHEAD=4, PDL=True, **kind)
 """
 
 

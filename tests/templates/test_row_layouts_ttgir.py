@@ -24,7 +24,7 @@ from detcompile.numerics import row_order
 from detcompile.templates.rope_triton import _rope_cache_kernel
 from detcompile.templates.row_tiles import row_plan
 from detcompile.templates.rows_triton import _rms_norm_kernel
-from detcompile.templates.softmax_triton import SHORT, SHORT_FEW, _held_kernel
+from detcompile.templates.softmax_triton import SHORT, SHORT_FEW, SHORT_LOG, _held_kernel
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -58,7 +58,7 @@ def pieces(kernel, length, dtype, short=None, others={}, **flags):
 found = {}
 wide, narrow = torch.float32, torch.float16
 for length in (96, 512, 4096):
-    for short in (SHORT, SHORT_FEW) if length <= 512 else (None,):
+    for short in (SHORT, SHORT_FEW, SHORT_LOG) if length <= 512 else (None,):
         for x, out in (wide, narrow), (torch.bfloat16, wide), (narrow, torch.bfloat16):
             for kind in 0, 1:
                 found[f"softmax {kind} {length} {short} {x} {out}"] = pieces(

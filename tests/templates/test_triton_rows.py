@@ -239,7 +239,7 @@ class TestOnTheGpu:
             short = row_tiles.ShortTile(*tile)
             with (
                 mock.patch.object(rows_triton, "SHORT", short),
-                mock.patch.multiple(softmax_triton, SHORT=short, SHORT_FEW=short),
+                mock.patch.multiple(softmax_triton, SHORT=short, SHORT_FEW=short, SHORT_LOG=short),
             ):
                 for name, kernel in kernels.items():
                     assert_bitwise_equal(kernel(x), expected[name], f"{name} {dtype}")

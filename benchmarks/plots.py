@@ -13,7 +13,7 @@ from benchmarks.scheduler_plots import scheduler_plots
 RESULTS = Path(__file__).parent / "results"
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 GEMM = "templates-nvidia-h200-9d88df9.json"
-ATTENTION = "templates-nvidia-h200-0e9d771.json"
+ATTENTION = "templates-nvidia-h200-e06d99a.json"
 MODEL = "model-nvidia-h200-5db1a3a.json"
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 300, 44, 46, 56

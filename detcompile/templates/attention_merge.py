@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from detcompile.templates.attention_turned_tile import barrier
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
+from detcompile.templates.gluon_barrier import barrier
 from detcompile.templates.integers import next_power_of_2
 from detcompile.templates.launching import launcher
 from detcompile.templates.tuning import multiprocessors

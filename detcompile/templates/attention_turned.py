@@ -20,8 +20,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.attention_hopper import descriptor, row_steps, sequence_of
 from detcompile.templates.attention_hopper_tile import KEYS
-from detcompile.templates.attention_turned_tile import attend_columns, barrier, copy_block, merge_columns, rows_of
+from detcompile.templates.attention_turned_tile import attend_columns, copy_block, merge_columns, rows_of
 from detcompile.templates.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
+from detcompile.templates.gluon_barrier import barrier
 from detcompile.templates.launching import launcher
 
 __all__ = ["launch", "registers", "turned_attention_kernel"]

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from detcompile.templates.attention_hopper import copy_tile, row_of
 from detcompile.templates.attention_hopper_tile import KEYS, LANES
+from detcompile.templates.gluon_barrier import barrier
 
-__all__ = ["attend_columns", "barrier", "copy_block", "merge_columns", "rows_of"]
+__all__ = ["attend_columns", "copy_block", "merge_columns", "rows_of"]
 
 # [4 warps, 8 columns], all four of a column in a thread: one exchange through shared memory finds their maximum.
 _ALL_WARPS = gl.constexpr(
@@ -31,7 +32,6 @@ _ALL_WARPS = gl.constexpr(
         shape=[4, 8],
     )
 )
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and later, 3.6
 
 
 @gluon.jit

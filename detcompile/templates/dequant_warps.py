@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from detcompile.templates.attention_turned_tile import barrier
 from detcompile.templates.dependent_launch import (
     fetch_ahead,
     gluon_let_next_start,
@@ -27,6 +26,7 @@ from detcompile.templates.dependent_launch import (
     launch_options,
 )
 from detcompile.templates.dequant_kernels import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
+from detcompile.templates.gluon_barrier import barrier
 from detcompile.templates.widening_triton import widened
 
 __all__ = ["launch", "warps_kernel"]

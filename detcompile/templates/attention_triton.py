@@ -22,6 +22,7 @@ from detcompile.templates import (
     attention_turned,
     attention_turned_tile,
     dependent_launch,
+    gluon_barrier,
 )
 from detcompile.templates.attention_schedules import (
     AttentionProblem,
@@ -150,7 +151,7 @@ def require_32_bits(T: int, H: int, D: int) -> None:
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of attention schedules on this device."""
     hopper = (attention_hopper, attention_hopper_tile, attention_turned, attention_turned_tile)
-    sources = (attention_kernels, attention_merge, *hopper, attention_scores, dependent_launch)
+    sources = (attention_kernels, attention_merge, *hopper, attention_scores, dependent_launch, gluon_barrier)
     return template_tuner("attention", (*(module.__file__ for module in sources), __file__), device)
 
 

@@ -98,7 +98,7 @@ def _page(table_ptr, n, width, listed, PAGE: gl.constexpr):
 
 @gluon.jit
 def _last_of(listed, visible, first, CHUNK: gl.constexpr, SPLIT: gl.constexpr):
-    """The end of a program's keys: of a token that sees so many, or none if it is not listed."""
+    """Where a program's keys end, of a token that sees so many; at `first`, where they begin, if it is not listed."""
     last = visible
     if SPLIT:
         last = gl.minimum(last, (gl.program_id(1) + 1) * CHUNK)
@@ -178,7 +178,6 @@ def turned_attention_kernel(
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_L))
     q = gl.load(q_ptr + q_at[:, None] + dim[None, :], mask=(q_member < G)[:, None], other=0.0)
     # Where every sequence has one token, token t is sequence t's, and nobody has to search.
-    sequence = t
     start, end, length, looked_up = _place_of(t, first, cu_ptr, lens_ptr, table_ptr, table_row, width, S, PAGE)
     own = (start <= t) & (t < end)
     last = _last_of(own, length - end + t + 1, first, CHUNK, SPLIT)

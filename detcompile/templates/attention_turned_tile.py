@@ -156,8 +156,8 @@ def rows_of(pages, n, last, PAGE: gl.constexpr):
 def copy_block(desc, rows, column, full, tile, wanted, PAGE: gl.constexpr, D: gl.constexpr):
     """A block into tile, if wanted; `full` expects it already.
 
-    In pages of 64 and more it comes in one copy, by a descriptor of attention_turned._whole_blocks. Never in a branch:
-    loads of later blocks' pages would be moved behind it.
+    In pages of 64 and more it comes in one copy, by a descriptor of attention_turned._whole_blocks. `wanted` is no
+    branch of its own: loads of later blocks' pages would be moved behind it.
     """
     r0, r1, r2, r3 = rows
     if PAGE >= 64:

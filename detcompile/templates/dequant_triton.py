@@ -18,6 +18,7 @@ from detcompile.templates import (
     dependent_launch,
     dequant_kernels,
     dequant_warps,
+    gluon_barrier,
     matmul_kernels,
     matmul_launch,
     matmul_triton,
@@ -195,7 +196,7 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
 
 def tuner(device: torch.device) -> Tuner:
     """The gate and the decisions of dequant_matmul's schedules on this device."""
-    sources = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch)
+    sources = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
     return template_tuner("dequant", (*(module.__file__ for module in sources), __file__), device)
 
 

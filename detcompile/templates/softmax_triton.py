@@ -72,8 +72,9 @@ def _held_kernel(
     wait_for_earlier(PDL)
     row, column = rows_at(1, ROWS, W, FOLDS)
     # Where more is written than read, the cache takes both as they come.
-    NARROWER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth <= x_ptr.dtype.element_ty.primitive_bitwidth
-    x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1, NARROWER)
+    WIDER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth > x_ptr.dtype.element_ty.primitive_bitwidth
+    EVICT_FIRST: tl.constexpr = KIND == LOGSUMEXP or not WIDER
+    x = load_rows(x_ptr, row, column, T, heads, outer, inner, -float("inf"), R, UNIT, 1, EVICT_FIRST)
     shift = tile_max(x)
     if KIND == LOGSUMEXP:
         shift = _finite(shift)

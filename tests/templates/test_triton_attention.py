@@ -182,6 +182,18 @@ def test_a_token_without_a_finite_score_is_not_taken_for_padding() -> None:
             assert_bitwise_equal(found, whole[token : token + 1], f"{schedule} decode of token {token}")
 
 
+def test_sequences_without_tokens_take_none_of_the_others() -> None:
+    """Token t is not sequence t's then, though that begins no later."""
+    d, n = (128, 2 * CHUNK) if HOPPER else (16, CHUNK + 20)
+    s = sequence(n, 4, 2, d, d, DOT_DTYPES[0])
+    whole = dense(s)
+    parts = [(s, 40, 41), (s, 33, 33), (s, n - 5, n - 3), (s, 7, 7), (s, n - 1, n)]
+    for schedule in (*SCHEDULES, *(HOPPER_SCHEDULES if HOPPER else ())):
+        for page in (16, 64):
+            for (_, first, last), found in zip(parts, paged(parts, page, 0, schedule, padding=2)):
+                assert_bitwise_equal(found, whole[first:last], f"{schedule}, pages of {page}, {first} to {last}")
+
+
 def test_heads_where_no_block_can_begin_are_left_to_the_plain_kernel() -> None:
     cache = torch.empty(4, 64, 2, 136, dtype=torch.bfloat16)
     assert attention_hopper._has_rows(cache[..., :128].contiguous())

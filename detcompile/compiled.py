@@ -297,7 +297,8 @@ class CompiledModel:
         Args:
             input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
             position_ids: [B, C] or [1, C]; by default counted from the attention mask, so that padding moves nothing.
-            labels: [B, C], -100 where none; the loss is the mean over all labelled tokens of the batch.
+            labels: [B, C], -100 where none; the loss is the mean over all labelled tokens of the batch, labels at
+                padding and of rows' first tokens left out.
             logits_to_keep: only the last so many columns, or those of an index tensor; 0 keeps all.
 
         Returns:

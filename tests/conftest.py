@@ -1,24 +1,33 @@
 """Settings that every test shares: hypothesis profiles, what runs where and first, and the device fixture.
 
-Draws are derandomized, so that a run of the suite repeats itself; `pytest --hypothesis-profile=explore` looks for
-new counterexamples.
+Hypothesis draws anew at every commit, from one seed that is printed at the end (tests/draws.py), so that
+`DETCOMPILE_TEST_SEED=...` repeats the draws of another run. What failed is kept in .hypothesis and tried first. A test
+draws as many examples as CI has time for; `pytest --hypothesis-profile=explore` looks for more counterexamples.
 """
 
 import gc
 from fnmatch import fnmatch
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
-settings.register_profile(
-    "repeat", derandomize=True, deadline=None, max_examples=16, suppress_health_check=[HealthCheck.too_slow]
+from tests.draws import VARIABLE, seed_of_run
+
+# Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.
+DRAWS = settings(
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile(
-    "explore", deadline=None, max_examples=500, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("repeat")
+settings.register_profile("ci", DRAWS, max_examples=16)
+settings.register_profile("explore", DRAWS, max_examples=500)
+settings.load_profile("ci")
 
 # Files that need the same models share a worker, and with it `tests.models.compiled`; so do those that need the CPU
 # library of every instruction set, which two workers would build at once.
@@ -54,6 +63,16 @@ LONG = (
     "tests/test_export.py",
     "tests/test_examples.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed for hypothesis and for all else that is drawn, unless `--hypothesis-seed` gives another."""
+    if config.getoption("hypothesis_seed", None) is None and config.getoption("hypothesis_profile", None) != "explore":
+        hypothesis.core.global_force_seed = seed_of_run()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"{VARIABLE}={seed_of_run()} repeats these draws")
 
 
 def group_of(nodeid: str) -> str:

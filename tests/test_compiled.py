@@ -1,10 +1,11 @@
-"""CompiledModel: generate(), bad input, the fingerprint."""
+"""CompiledModel: generate(), the loss, bad input, the fingerprint."""
 
 import pytest
 import torch
 
 import detcompile
 from detcompile import InvalidInput, Numerics
+from tests.bits import assert_bitwise_equal
 from tests.models import VOCAB_SIZE, certified, compiled, random_model
 
 PROMPT = torch.tensor([[5, 17, 3, 99, 42, 7, 7, 31, 64, 2]])
@@ -69,6 +70,29 @@ BAD_CALLS = {
 def test_bad_input_is_refused_with_what_to_do(said: str, call) -> None:
     with pytest.raises(InvalidInput, match=said):
         call(compiled("qwen3", torch.float32))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
+    """Every label at padding and of a row's first token is left out; what is left is Hugging Face's loss."""
+    model = compiled("qwen3", torch.float32)
+    rows = [PROMPT[0].tolist(), PROMPT[0, :4].tolist(), PROMPT[0, 2:5].tolist()]
+    width = max(map(len, rows))
+    pads = [[0] * (width - len(row)) for row in rows]
+    ids, mask = (
+        torch.tensor([pad + own if left else own + pad for own, pad in zip(values, pads)])
+        for values in (rows, [[1] * len(row) for row in rows])
+    )
+    ignored = torch.where(mask == 1, ids, -100)
+    found = [model(ids, mask, labels=labels).loss for labels in (ignored, ids, torch.where(mask == 1, ids, 7))]
+    for loss in found:
+        assert_bitwise_equal(loss, found[0])
+    alone = [model(torch.tensor([row]), labels=torch.tensor([row])).loss.double() * (len(row) - 1) for row in rows]
+    torch.testing.assert_close(found[0].double(), sum(alone) / sum(len(row) - 1 for row in rows))
+    if not left:
+        plain = random_model("qwen3", torch.float32)
+        with torch.no_grad():
+            torch.testing.assert_close(found[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
 
 
 def test_compile_refuses_what_it_cannot_do() -> None:

@@ -3,9 +3,12 @@
 The pieces that ``append`` and ``finish`` give out, joined, are the decoded text of all tokens, cut at the first stop
 string. A token's text depends on its neighbours (a character may take several tokens, a decoder may drop a leading
 space), so a window of the last tokens is decoded with and without the new one. The window is short, so a token costs
-the same however long the text is.
+the same however long the text is. Decoders with byte fallback (of SentencePiece's vocabularies) make one string of a
+whole run of byte tokens, or, if one byte of the run belongs to no character, a replacement mark of each: the text of a
+run is certain when it ends.
 """
 
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +19,7 @@ __all__ = ["Detokenizer"]
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 MAX_BYTES = 4  # of a character in UTF-8
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer:
@@ -52,7 +56,8 @@ class Detokenizer:
             if token in self._special and not self._decode([token]):
                 continue  # it is not in the text, nor in the way of its neighbours
             self._window.append(token)
-            released.append(self._match(self._advance(), last=False))
+            if not self._is_byte(token):
+                released.append(self._match(self._advance(), last=False))
         return "".join(released)
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
@@ -74,6 +79,11 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         skip = self._params.skip_special_tokens
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether a decoder may join it with the bytes that follow."""
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return isinstance(token, str) and BYTE_TOKEN.fullmatch(token) is not None
 
     def _advance(self) -> str:
         """New text of the window that later tokens cannot change."""

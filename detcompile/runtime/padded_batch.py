@@ -114,6 +114,9 @@ def repad(logits: Tensor, mask: NDArray[np.bool_]) -> Tensor:
 def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Tensor:
     """Mean cross entropy, fp32, of labels one column to the right; a sum over tokens, so it depends on the batch.
 
+    A label counts where both it and the column that predicts it are tokens, so that padding moves nothing: labels at
+    padding are as IGNORED_LABEL, and a row's first token is predicted by nobody, wherever the row begins.
+
     Args:
         logits: [B, C, V]. labels: [B, C], IGNORED_LABEL where none. mask: [B, C], where there are tokens.
 
@@ -121,9 +124,9 @@ def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Te
         InvalidInput: no label, or one out of the vocabulary.
     """
     wanted = labels[:, 1:].to(logits.device)
-    counted = (wanted != IGNORED_LABEL) & torch.from_numpy(mask[:, :-1]).to(logits.device)
+    counted = (wanted != IGNORED_LABEL) & torch.from_numpy(mask[:, 1:] & mask[:, :-1]).to(logits.device)
     if not counted.any():
-        raise InvalidInput("no token has a label: every label is -100, padding, or in the first column")
+        raise InvalidInput("no token has a label: every label is -100, at padding, or of a row's first token")
     bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
     if len(bad):
         raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")

@@ -77,6 +77,9 @@ class LetterTokenizer:
     def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) - ord("a") for letter in text]}
 
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return letters([token_id])
+
     def decode(self, token_ids: list[int], **_options: bool) -> str:
         return letters(token_ids)
 

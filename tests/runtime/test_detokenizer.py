@@ -73,6 +73,26 @@ def test_the_pieces_are_the_text_where_a_decoder_drops_spaces(words):
     assert "".join(pieces) == decode(tokenizer, ids)
 
 
+RUNS = st.lists(
+    st.one_of(st.integers(1, 12), st.binary(min_size=1, max_size=6), st.sampled_from([c.encode() for c in "é日🎉"])),
+    max_size=30,
+)
+
+
+@given(words=RUNS, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), stops=st.lists(st.sampled_from("s日")))
+@example(words=["日".encode(), b"\xff", 3], sizes=[1], stops=[])
+@example(words=[3, *["日".encode()] * 5, b"\xff"], sizes=[1], stops=["日"])
+def test_bytes_that_are_no_character_take_their_whole_run_with_them(words, sizes, stops):
+    """One such byte turns the characters before it into marks too, so nothing of a run is certain before its end."""
+    tokenizer, first_byte = sentencepiece_like()
+    ids = [i for w in words for i in ([w] if isinstance(w, int) else [first_byte + byte for byte in w])]
+    text = decode(tokenizer, ids)
+    pieces, detokenizer = pieces_of(tokenizer, ids, sizes, stop=stops)
+    assert ("".join(pieces), detokenizer.stopped_by) == text_with_stops(text, stops, include=False)
+    if not stops:
+        assert Detokenizer(tokenizer, SamplingParams()).finish(ids) == text
+
+
 def test_half_a_character_is_held_back():
     ids = TINY("日").input_ids
     assert len(ids) == 3

@@ -1,0 +1,30 @@
+"""The seed of all that tests draw: another at every commit, and the same whenever that commit's tests are run again."""
+
+import os
+import subprocess
+from pathlib import Path
+from random import SystemRandom
+
+__all__ = ["VARIABLE", "seed_of_run"]
+
+VARIABLE = "DETCOMPILE_TEST_SEED"
+BITS = 32
+
+
+def seed_of_run() -> int:
+    """What VARIABLE says; else the first bits of the commit's name; outside of a checkout, a new one at every run."""
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        drawn = _commit_bits() or SystemRandom().getrandbits(BITS)
+        given = os.environ[VARIABLE] = str(drawn)  # for the workers, which draw the same
+    return int(given)
+
+
+def _commit_bits() -> int:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(found.stdout[: BITS // 4], 16)

@@ -7,7 +7,7 @@ holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, 
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from detcompile.errors import UncertifiedOp
-from detcompile.numerics import Numerics, kv_order, matmul_order, row_order
-from detcompile.passes.collective_rules import COLLECTIVES, shared_order
+from detcompile.numerics import Numerics
 from detcompile.passes.context import Context, require_arguments, size_arithmetic
 from detcompile.passes.provenance import (
     LAYOUT,
@@ -30,16 +29,13 @@ from detcompile.passes.provenance import (
     shape_of,
     sympy_size,
 )
-from detcompile.passes.recurrence_rules import is_recurrence, recurrence_order
 from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
-from detcompile.passes.template_rules import ATTENTION, TEMPLATES
+from detcompile.passes.template_orders import operation_of
+from detcompile.passes.template_table import Template, template_of
 from detcompile.passes.whole_graph import is_assertion, lost_of, only_checked
 from detcompile.sum_order import SumOrder
-from detcompile.templates.cpu_library import isa_of
 
 __all__ = ["Certificate", "Entry", "Role", "certify"]
-
-ours = torch.ops.detcompile
 
 
 @dataclass(frozen=True)
@@ -221,21 +217,17 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
     target = node.target
     if is_assertion(node):
         return None, None, None
-    for kind, table in (
-        ("movement", MOVEMENT),
-        ("order-free", ORDER_FREE),
-        ("template", TEMPLATES),
-        ("attention", ATTENTION),
-        ("collective", COLLECTIVES),
-    ):
+    template = template_of(node)
+    kind, rule = ("", None) if template is None else (template.kind, template.rows)
+    for of_table, table in (("movement", MOVEMENT), ("order-free", ORDER_FREE)):
         if target in table:
-            require_arguments(node, context)
-            state = table[target](node, context)
-            _require_apart(node, state, context)
-            order = _order_of(node, numerics)
-            kind = "template" if node.args[:1] == (ours.rope_cache.default,) else kind
-            kind = "recurrence" if is_recurrence(node) else kind
-            return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
+            kind, rule = of_table, table[target]
+    if rule is not None:
+        require_arguments(node, context)
+        state = rule(node, context)
+        _require_apart(node, state, context)
+        order = None if template is None else _order_of(node, template, numerics)
+        return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
     if is_pointwise(target):
         if isinstance(node.meta.get("val"), torch.Tensor):
             require_arguments(node, context)
@@ -279,64 +271,12 @@ def _reason(target: str) -> str:
     return "no rule proves this operation independent of the batch"
 
 
-def _order_of(node: fx.Node, numerics: Numerics) -> SumOrder | None:
+def _order_of(node: fx.Node, template: Template, numerics: Numerics) -> SumOrder | None:
     """The pinned order of a template; it may hold no symbol."""
-    target, args = node.target, node.args
-    if target is ours.matmul.default:
-        radices = _declared(args[4], numerics)
-        value = args[0].meta["val"]
-        order: SumOrder = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices, isa_of(value.device))
-    elif target is ours.dequant_matmul.default:
-        radices = _declared(args[8], numerics)
-        value = args[0].meta["val"]
-        order = matmul_order(_static(shape_of(args[0])[1]), value.dtype, radices, isa_of(value.device))
-    elif target in (ours.expert_matmul.default, ours.gated_matmul.default):
-        radices = _declared(args[4] if len(args) > 4 else (), numerics)  # gated_matmul has two arguments
-        value = args[0].meta["val"]
-        order = matmul_order(_static(shape_of(args[0])[-1]), value.dtype, radices, isa_of(value.device))
-    elif args[:1] == (ours.rope_cache.default,):
-        if node.kwargs["eps"] is None:
-            return None
-        value = node.kwargs["q"].meta["val"]
-        order = row_order(_static(shape_of(node.kwargs["q"])[-1]), value.device.type, (), value.dtype)
-    elif target in COLLECTIVES:
-        in_tree = shared_order(node, numerics)
-        if in_tree is None:
-            return None
-        order = in_tree
-    elif is_recurrence(node):
-        of_recurrence = recurrence_order(node)
-        if of_recurrence is None:
-            return None
-        order = of_recurrence
-    elif target in ATTENTION:
-        place = 8 if target is ours.cached_attention.default else 5
-        chunk = node.kwargs["kv_chunk"] if "kv_chunk" in node.kwargs else args[place]
-        if chunk != numerics.kv_chunk:
-            raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
-        order = kv_order(numerics)
-    elif target in TEMPLATES and target not in (ours.embedding.default, ours.silu_mul.default):  # they sum nothing
-        value = args[0].meta["val"]
-        radices = args[1] if target is ours.logsumexp.default else args[2] if "softmax" in str(target) else ()
-        length = _static(shape_of(args[0])[-1])
-        order = row_order(length, value.device.type, _declared(radices, numerics), value.dtype)
-    else:
-        return None
-    if order.symbols:
+    order = template.order(node, numerics)
+    if order is not None and order.symbols:
         raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
     return order
-
-
-def _declared(radices: Sequence[int], numerics: Numerics) -> tuple[int, ...]:
-    if radices and tuple(radices) != numerics.radices:
-        raise Refusal(f"a sum over the tree {tuple(radices)}, declared is {numerics.radices}")
-    return tuple(radices)
-
-
-def _static(size: sympy.Expr) -> int:
-    if size.free_symbols:
-        raise Refusal(f"a sum over {size}, which is not fixed")
-    return int(size)
 
 
 def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
@@ -353,7 +293,7 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    target = node.args[0] if node.target in ATTENTION and not str(node.target).startswith("detcompile") else node.target
+    target = operation_of(node)
     return str(target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", target))
 
 

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from detcompile.numerics import state_order
-from detcompile.orders import Row, Sequential
 from detcompile.passes.context import Context
 from detcompile.passes.provenance import (
     Layout,
@@ -16,12 +13,10 @@ from detcompile.passes.provenance import (
     describe,
     is_feature,
     require_weight,
-    shape_of,
 )
 
-__all__ = ["DENSE_RECURRENCES", "RECURRENCES", "is_recurrence", "recurrence_order"]
+__all__ = ["AVERAGE", "CONV", "GREATEST", "SCAN", "dense_recurrence", "packed_recurrence"]
 
-ours = torch.ops.detcompile
 METADATA = ("state_slots", "cu_seqlens", "seq_lens")
 BASES = {"_all_bases", "_state_base_index"}  # what functionalization adds
 CONV: dict[str, tuple[str, ...]] = {"rows": ("x",), "weights": ("weight", "bias")}
@@ -30,7 +25,7 @@ AVERAGE: dict[str, tuple[str, ...]] = {"rows": ("v", "k"), "weights": ("decay", 
 GREATEST: dict[str, tuple[str, ...]] = {"rows": ("x", "decay"), "weights": ()}
 
 
-def _packed(operands: dict[str, tuple[str, ...]]) -> Rule:
+def packed_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
     def rule(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
         kwargs = node.kwargs
         for name in METADATA:
@@ -56,7 +51,7 @@ def _written_state(node: fx.Node, ctx: Context) -> Layout:
     return state
 
 
-def _dense(operands: dict[str, tuple[str, ...]]) -> Rule:
+def dense_recurrence(operands: dict[str, tuple[str, ...]]) -> Rule:
     def rule(node: fx.Node, ctx: Context) -> Rows:
         if ctx.packed:
             raise Refusal("a recurrence without a step reads the step's tokens as one sequence")
@@ -80,41 +75,3 @@ def _rows(given: dict[str, Any], operands: dict[str, tuple[str, ...]], ctx: Cont
         if value.dims[: tokens + 1] != values[0].dims[: tokens + 1]:
             raise Refusal("the recurrence's operands are of different rows")
     return values[0]
-
-
-RECURRENCES = {
-    ours.causal_conv.default: _packed(CONV),
-    ours.linear_recurrence.default: _packed(SCAN),
-    ours.running_max.default: _packed(GREATEST),
-    ours.wkv.default: _packed(AVERAGE),
-}
-DENSE_RECURRENCES = {
-    ours.dense_causal_conv.default: _dense(CONV),
-    ours.dense_linear_recurrence.default: _dense(SCAN),
-    ours.dense_running_max.default: _dense(GREATEST),
-    ours.dense_wkv.default: _dense(AVERAGE),
-}
-# Of these a token's value is of at most two terms, each an operation of its own.
-WITHOUT_SUMS = (ours.running_max.default, ours.dense_running_max.default, ours.wkv.default, ours.dense_wkv.default)
-
-
-def is_recurrence(node: fx.Node) -> bool:
-    """Whether a node carries a state from token to token, or walks whole sequences as one that does."""
-    return node.target in DENSE_RECURRENCES or bool(node.args and node.args[0] in RECURRENCES)
-
-
-def recurrence_order(node: fx.Node) -> Sequential | Row | None:
-    """The order of a recurrence's sums at a token; None where it has none of more than two terms."""
-    assert is_recurrence(node), node
-    given: Any = node.kwargs
-    operation = node.args[0]
-    if node.target in DENSE_RECURRENCES:
-        names = [argument.name for argument in node.target._schema.arguments]
-        given, operation = dict(zip(names, node.args, strict=False)), node.target
-    if operation in WITHOUT_SUMS:
-        return None
-    if "conv" in str(operation):
-        taps = shape_of(given["weight"])[1]
-        return Sequential(taps)
-    q = given["q"]
-    return state_order(int(shape_of(q)[-1]), q.meta["val"].device.type)

@@ -17,7 +17,6 @@ from detcompile.passes.provenance import (
     Layout,
     Refusal,
     Rows,
-    Rule,
     created,
     describe,
     is_feature,
@@ -27,16 +26,26 @@ from detcompile.passes.provenance import (
     shape_of,
     sympy_size,
 )
-from detcompile.passes.recurrence_rules import DENSE_RECURRENCES, RECURRENCES
-from detcompile.passes.rules import embedding, pointwise
+from detcompile.passes.template_orders import FUNCTIONALIZED
 
-__all__ = ["ATTENTION", "TEMPLATES", "of_experts"]
+__all__ = [
+    "cached_attention",
+    "dense_attention",
+    "dequant_matmul",
+    "expert_matmul",
+    "gated_matmul",
+    "matmul",
+    "of_experts",
+    "paged_attention",
+    "rope_cache",
+    "row_by_row",
+    "row_reduced",
+]
 
 ours = torch.ops.detcompile
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
 
-def _matmul(node: fx.Node, ctx: Context) -> Rows:
+def matmul(node: fx.Node, ctx: Context) -> Rows:
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_weight(w, "the second matrix")
     require_feature(x, 1, "the sum of a matrix product")
@@ -48,7 +57,7 @@ def _matmul(node: fx.Node, ctx: Context) -> Rows:
     return out if residual is None else join([out, ctx.rows(residual)], 2)
 
 
-def _dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
+def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
     """matmul, of weights that are dequantised element by element."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_feature(x, 1, "the sum of a matrix product")
@@ -59,7 +68,7 @@ def _dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
     return out if node.args[5] is None else join([out, ctx.rows(node.args[5])], 2)
 
 
-def _gated_matmul(node: fx.Node, ctx: Context) -> Rows:
+def gated_matmul(node: fx.Node, ctx: Context) -> Rows:
     """Feature f of a row is of features f and F + f of the product."""
     x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
     require_weight(w, "the second matrix")
@@ -67,7 +76,7 @@ def _gated_matmul(node: fx.Node, ctx: Context) -> Rows:
     return Rows((x.dims[0], (Axis(shape_of(node)[1]),)))
 
 
-def _expert_matmul(node: fx.Node, ctx: Context) -> Rows:
+def expert_matmul(node: fx.Node, ctx: Context) -> Rows:
     if node.args[3] is not None:
         require_weight(ctx.rows(node.args[3]), "the experts' bias")
     return of_experts(node, ctx)
@@ -82,34 +91,21 @@ def of_experts(node: fx.Node, ctx: Context) -> Rows:
     return Rows((*join([own, ids], len(ids.dims)).dims, w.dims[1]))
 
 
-def _last_dim(keep: bool) -> Rule:
-    def rule(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-        value = ctx.rows(node.args[0])
-        require_feature(value, -1, "a row reduction")
-        for weight in node.args[1:3]:
-            if isinstance(weight, fx.Node):
-                require_weight(ctx.rows(weight), "the weight of a norm")
-        result = value if keep else Rows(value.dims[:-1])
-        return (result, result) if isinstance(node.meta["val"], (tuple, list)) else result
-
-    return rule
+def row_by_row(node: fx.Node, ctx: Context) -> Rows:
+    """Each row, along the last dimension, gives a row."""
+    value = ctx.rows(node.args[0])
+    require_feature(value, -1, "a row reduction")
+    for weight in node.args[1:3]:
+        if isinstance(weight, fx.Node):
+            require_weight(ctx.rows(weight), "the weight of a norm")
+    return value
 
 
-TEMPLATES: Mapping[Any, Rule] = {
-    ours.matmul.default: _matmul,
-    ours.dequant_matmul.default: _dequant_matmul,
-    ours.gated_matmul.default: _gated_matmul,
-    ours.expert_matmul.default: _expert_matmul,
-    ours.row_sum.default: _last_dim(keep=False),
-    ours.row_var_mean.default: _last_dim(keep=False),
-    ours.logsumexp.default: _last_dim(keep=False),
-    ours.softmax.default: _last_dim(keep=True),
-    ours.log_softmax.default: _last_dim(keep=True),
-    ours.rms_norm.default: _last_dim(keep=True),
-    ours.layer_norm.default: _last_dim(keep=True),
-    ours.embedding.default: embedding,
-    ours.silu_mul.default: pointwise,
-}
+def row_reduced(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
+    """Each row, along the last dimension, gives a value, or one of each of several results."""
+    result = Rows(row_by_row(node, ctx).dims[:-1])
+    return (result,) * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else result
+
 
 # What attention calls a part of the step: its field in StepInputs.
 METADATA = {
@@ -147,7 +143,7 @@ def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
     return k, v
 
 
-def _paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+def paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     """Row t reads the keys of its own sequence up to its own position: by the template's contract."""
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
@@ -174,7 +170,7 @@ def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Conte
             require_weight(ctx.rows(values), f"attention's {name}")
 
 
-def _rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     """Row t of q, k and v is normed and rotated by itself; k and v go to the row's own slot."""
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
@@ -187,7 +183,7 @@ def _rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs["_all_bases"]))
 
 
-def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
+def cached_attention(node: fx.Node, ctx: Context) -> Rows:
     """Row t reads the keys of its own sequence up to its own position, which the same step has written before."""
     for cache in node.args[1:3]:
         written = cache.args[0] if cache.target is operator.getitem else None
@@ -207,17 +203,7 @@ def _cached_attention(node: fx.Node, ctx: Context) -> Rows:
     return Rows((*q.dims[:2], created([sympy_size(node.meta["val"].shape[2])], {}).dims[0]))
 
 
-def _functionalized(node: fx.Node, ctx: Context) -> Any:
-    if node.args[0] is ours.rope_cache.default:
-        return _rope_cache(node, ctx)
-    if node.args[0] in RECURRENCES:
-        return RECURRENCES[node.args[0]](node, ctx)
-    if node.args[0] is not ours.paged_attention.default:
-        raise Refusal(f"mutating operation {node.args[0]}")
-    return _paged_attention(node, ctx)
-
-
-def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
+def dense_attention(node: fx.Node, ctx: Context) -> Rows:
     """Row t of a sequence reads its rows up to t: by the template's contract, and only if t counts tokens in order."""
     if ctx.packed:
         raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
@@ -231,11 +217,3 @@ def _dense_attention(node: fx.Node, ctx: Context) -> Rows:
         if not in_order or value.dims[0] != q.dims[0] or value.dims[2] != q.dims[2]:
             raise Refusal("attention's batch and tokens are out of place")
     return Rows((q.dims[0], q.dims[1], q.dims[2], v.dims[3]))
-
-
-ATTENTION: Mapping[Any, Rule] = {
-    FUNCTIONALIZED: _functionalized,
-    ours.dense_attention.default: _dense_attention,
-    ours.cached_attention.default: _cached_attention,
-    **DENSE_RECURRENCES,
-}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.dispatch [--commit HASH] [--seconds 200] [--aoti-only]
 
-Needs a CUDA GPU. Writes dispatch_<gpu>.json to --out, by default benchmarks/results. docs/dispatch.md reads it.
+Needs a CUDA GPU. Writes dispatch_<gpu>.json to --out, by default benchmarks/results. docs/log/dispatch.md reads it.
 Times are medians of CUDA-graph replays over weights rotated past the L2, in µs a call.
 """
 

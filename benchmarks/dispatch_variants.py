@@ -1,4 +1,4 @@
-"""The ways to choose a GEMM's tile under Inductor that docs/dispatch.md compares, as ops of one small program.
+"""The ways to choose a GEMM's tile under Inductor that docs/log/dispatch.md compares, as ops of one small program.
 
 Program: y_TN = silu(x_TK @ w_KN) + residual_TN in bf16; w_KN is the transposed view of an nn.Linear weight, T unbacked.
 Every variant but cuBLAS keeps one fp32 accumulator per output element, k ascending: the time may change, not the bits.

@@ -1,8 +1,8 @@
 """The real Scheduler and KVBlocks over a trace, with a cost model in the place of the model.
 
-The cost of a step is that of an H200 with an 8B model, fitted to the six whole-model figures of docs/performance.md
-(commit 099064d, Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step
-was run. Nothing overlaps: a step is planned when the one before has ended, and the host takes no time.
+The cost of a step is that of an H200 with an 8B model, fitted to six whole-model figures (FITTED: commit 099064d,
+Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step was run.
+Nothing overlaps: a step is planned when the one before has ended, and the host takes no time.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """torch.ops.detcompile_direct: operations whose call on a CPU does not pass through Python.
 
-A call through Python takes longer than many a kernel takes for one token (docs/performance.md). cpu/direct/ops.cpp is
+A call through Python takes longer than many a kernel takes for one token (docs/log/cpu.md). cpu/direct/ops.cpp is
 compiled against the torch at hand on first use. The kernels are those of cpu_library, and whatever is not plain goes to
 the operation's own implementation, so that bits and exceptions are the same.
 """

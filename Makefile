@@ -14,7 +14,7 @@ MODELS_ARGS ?=
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
-LINTED := detcompile tests benchmarks examples docs
+LINTED := detcompile tests benchmarks examples tools
 
 .PHONY: demo test check gpu-test bench census models clean help
 
@@ -53,14 +53,14 @@ bench:
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks $(BENCHMARKS)
 
 census: $(VENV)/.stamp-test
-	@$(VENV_PYTHON) -m docs.generate_census
+	@$(VENV_PYTHON) -m tools.generate_census
 
 models: $(VENV)/.stamp-test
-	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m docs.generate_models $(MODELS_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m tools.generate_models $(MODELS_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find detcompile tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find detcompile tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("detcompile needs Python >= 3.11: make PYTHON=...")'

@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from docs.generate_census import CENSUS, REASONS, census, forecast, page
+from tools.generate_census import CENSUS, REASONS, census, forecast, page
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from docs.generate_models import GPU_RESULTS, PAGE, RESULTS, versions
-from docs.half_checks import examine_half
-from docs.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT, examine
-from docs.model_configs import ARCHITECTURES
-from docs.models_page import counts, page
 from tests.draws import seed_of_run
+from tools.generate_models import GPU_RESULTS, PAGE, RESULTS, versions
+from tools.half_checks import examine_half
+from tools.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT, examine
+from tools.model_configs import ARCHITECTURES
+from tools.models_page import counts, page
 
 CONTENT = json.loads(RESULTS.read_text(encoding="utf-8"))
 ROWS = CONTENT["rows"]

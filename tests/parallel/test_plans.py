@@ -21,12 +21,12 @@ from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.experts import pin_experts
 from detcompile.passes.positions import give_positions
 from detcompile.passes.shard import moves_after_sharding, pin_row_parallel, shard
-from docs.generate_models import load
-from docs.model_configs import MAX_CONTEXT, OVERRIDES, SIZES, tiny_model
 from tests.bits import assert_bitwise_equal
 from tests.models import certified
 from tests.parallel.cases import Failure, answers, attempt, dense_logits
 from tests.parallel.ranks import run_ranks
+from tools.generate_models import load
+from tools.model_configs import MAX_CONTEXT, OVERRIDES, SIZES, tiny_model
 
 ops = torch.ops.detcompile
 

@@ -8,9 +8,9 @@ from torch._inductor.utils import run_and_get_code
 
 import detcompile
 from detcompile.templates.direct_ops import OPS
-from docs.model_configs import tiny_model
 from tests.bits import assert_bitwise_equal
 from tests.python_frames import functions_entered
+from tools.model_configs import tiny_model
 
 THROUGH_PYTHON = {f"{name}_cpu" for name in OPS}
 

@@ -7,8 +7,8 @@ from detcompile.passes.capture import freeze_rope, probe_attention
 from detcompile.passes.own_experts import OWN_EXPERTS, replace_experts
 from detcompile.passes.own_modules import OWN_MODULES
 from detcompile.passes.positions import give_positions
-from docs.model_checks import LENGTH, MEANING_LIMIT, relative_error
-from docs.model_configs import MAX_CONTEXT, VOCAB_SIZE, tiny_model
+from tools.model_checks import LENGTH, MEANING_LIMIT, relative_error
+from tools.model_configs import MAX_CONTEXT, VOCAB_SIZE, tiny_model
 
 IDS = torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 OWN = ("bigbird_pegasus", "ctrl", "deepseek_v2", "diffllama", "git", "hrm_text", "xglm", "xmod")

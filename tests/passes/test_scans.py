@@ -7,8 +7,8 @@ from detcompile.errors import UnsupportedModel
 from detcompile.passes.own_mixers import OWN_MIXERS
 from detcompile.passes.recurrences import Recurrences
 from detcompile.passes.scans import SCANS, pin_recurrences
-from docs.model_configs import VOCAB_SIZE, tiny_model
 from tests.models import random_model
+from tools.model_configs import VOCAB_SIZE, tiny_model
 
 # One architecture at least for every scan and every layer of our own.
 NAMES = ["kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "qwen3_next", "recurrent_gemma", "rwkv", "zamba"]

@@ -1,4 +1,4 @@
-"""Every architecture that is certified in float32, compiled in a 16-bit dtype: `python -m docs.half_checks bfloat16`.
+"""Every architecture that is certified in float32, compiled in a 16-bit dtype: `python -m tools.half_checks bfloat16`.
 
 Certified graphs are run as they are, operation by operation. A line is printed for each architecture, with its error
 and that of eager in the same dtype, then the counts. With names behind the dtype only these are examined.
@@ -19,9 +19,9 @@ import detcompile
 from detcompile.errors import DetcompileError
 from detcompile.passes import lowering
 from detcompile.passes.plain_graph import run_plainly
-from docs.generate_models import RESULTS
-from docs.model_checks import NUMERICS, Result, one_line, refusal_of, two_rows
-from docs.model_configs import MAX_CONTEXT, tiny_model
+from tools.generate_models import RESULTS
+from tools.model_checks import NUMERICS, Result, one_line, refusal_of, two_rows
+from tools.model_configs import MAX_CONTEXT, tiny_model
 
 __all__ = ["ERROR_LIMIT", "examine_half", "loaded"]
 

@@ -28,7 +28,7 @@ from detcompile.passes.plain_graph import run_plainly
 from detcompile.passes.positions import give_positions
 from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import shard
-from docs.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
+from tools.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
 
 __all__ = [
     "AXES_MEASURED",
@@ -45,7 +45,7 @@ __all__ = [
     "two_rows",
 ]
 
-LENGTH = 200  # tokens: past WINDOW, a chunk of keys, and the threshold of rotary tables (docs/model_configs.py)
+LENGTH = 200  # tokens: past WINDOW, a chunk of keys, and the threshold of rotary tables (tools/model_configs.py)
 AXES_MEASURED = ("batch", "composition", "padding", "chunking", "decode", "kv")
 GPU_AXES = (*AXES_MEASURED, "cuda_graphs")
 CONFIGURATIONS = 3  # of each axis for each of two targets, the first of them the target alone

@@ -4,7 +4,7 @@ import ast
 import re
 from typing import NamedTuple
 
-from docs.census_source import (
+from tools.census_source import (
     Definition,
     config_definition,
     field_default,

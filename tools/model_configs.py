@@ -1,7 +1,7 @@
 """Tiny random models of every causal-LM architecture: the default configuration with its sizes shrunk by name.
 
 Every layer kind that a default configuration lists stays at least once; windows and the tables of rotary positions
-become shorter than the sequences that docs/model_checks.py runs. OVERRIDES holds what no rule of names gives.
+become shorter than the sequences that tools/model_checks.py runs. OVERRIDES holds what no rule of names gives.
 """
 
 import inspect

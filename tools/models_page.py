@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from docs.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT
-from docs.model_configs import ARCHITECTURES, MAX_CONTEXT, WINDOW
+from tools.model_checks import AXES_MEASURED, GPU_AXES, MEANING_LIMIT
+from tools.model_configs import ARCHITECTURES, MAX_CONTEXT, WINDOW
 
 __all__ = ["counts", "page"]
 
@@ -43,7 +43,7 @@ def _header(rows: Mapping[str, Result], versions: Mapping[str, str], gpu: Mappin
         "",
         f"Measured on a CPU in float32, with {made_with}, for all {len(rows)} architectures of",
         "`MODEL_FOR_CAUSAL_LM_MAPPING`, as tiny random models of their default configuration, told to be causal",
-        "decoders where it asks (docs/model_configs.py).",
+        "decoders where it asks (tools/model_configs.py).",
         "[census.md](census.md) forecasts from source what is measured here.",
         "",
         "| | architectures |",

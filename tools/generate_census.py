@@ -1,6 +1,6 @@
 """Write docs/census.md: what every causal-LM architecture of the installed transformers would ask of detcompile.
 
-Run by `make census`. Everything is read from source (docs/census_source.py, docs/census_facts.py); no model is built,
+Run by `make census`. Everything is read from source (tools/census_source.py, tools/census_facts.py); no model is built,
 so the last column is a forecast, not a measurement.
 """
 
@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from detcompile.passes.adapters import ADAPTERS
-from docs.census_facts import STATE, Facts, read_facts
-from docs.census_source import mapping
+from tools.census_facts import STATE, Facts, read_facts
+from tools.census_source import mapping
 
 __all__ = ["CENSUS", "REASONS", "census", "forecast", "page"]
 
-CENSUS = Path(__file__).with_name("census.md")
+CENSUS = Path(__file__).parents[1] / "docs" / "census.md"
 
 UNKNOWN_SCANS = {STATE}
 

@@ -1,9 +1,9 @@
 """Write docs/models.json and docs/models.md: what became of every causal-LM architecture of the installed transformers.
 
-Run by `make models`. Each architecture is examined (docs/model_checks.py) in a process of its own, with a limit of time
-and of memory. Results are kept in models.json with the versions and the digest of the sources that gave them, so that a
-run that was cut short goes on where it was; --keep takes results of older sources as they are. On a machine with a GPU,
---gpu examines the named architectures there and writes models_gpu.json.
+Run by `make models`. Each architecture is examined (tools/model_checks.py) in a process of its own, with a limit of
+time and of memory. Results are kept in models.json with the versions and the digest of the sources that gave them, so
+that a run that was cut short goes on where it was; --keep takes results of older sources as they are. On a machine with
+a GPU, --gpu examines the named architectures there and writes models_gpu.json.
 """
 
 import argparse
@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 import torch
 
 from detcompile.fingerprints import source_digest
-from docs.model_checks import examine, examine_on_gpu
-from docs.model_configs import ARCHITECTURES
-from docs.models_page import page
+from tools.model_checks import examine, examine_on_gpu
+from tools.model_configs import ARCHITECTURES
+from tools.models_page import page
 
 __all__ = ["GPU_RESULTS", "PAGE", "RESULTS", "load", "run", "save"]
 
-RESULTS = Path(__file__).with_name("models.json")
-GPU_RESULTS = Path(__file__).with_name("models_gpu.json")
-PAGE = Path(__file__).with_name("models.md")
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS / "models.json"
+GPU_RESULTS = DOCS / "models_gpu.json"
+PAGE = DOCS / "models.md"
 TIME_LIMIT = 240.0  # seconds
 MEMORY_LIMIT = 8 << 30  # bytes of data
 Result = dict[str, Any]

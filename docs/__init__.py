@@ -1,1 +1,0 @@
-"""Generators of the pages that lie beside them."""

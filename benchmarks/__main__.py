@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-SCRIPTS = ("templates", "experts_and_quantized", "model", "dispatch", "serve", "speculation", "at_size", "cpu")
+SCRIPTS = ("templates", "experts_and_quantized", "model", "dispatch", "serve", "memory", "speculation", "at_size", "cpu")
 SEVERAL_GPUS = ("collectives",)
 
 

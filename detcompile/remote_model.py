@@ -162,7 +162,8 @@ class RemoteModel(CompiledModel):
             ranks = self.group.num_ranks
             devices = {rank_device(self.device.type, rank) for rank in range(ranks)}
             sharers = -(-ranks // len(devices))
-            num_blocks = min(self.group.call("affordable_blocks", config, sharers, seconds=START_SECONDS))
+            asked = (config, sharers, speculation is not None)
+            num_blocks = min(self.group.call("affordable_blocks", *asked, seconds=START_SECONDS))
         drafter = None if speculation is None else speculation.drafter
         with_states = getattr(drafter, "reads_states", False)
         if with_states:

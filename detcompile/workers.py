@@ -20,7 +20,7 @@ from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.passes.shard import moves_after_sharding
 from detcompile.remote_model import ModelFacts, RankPlan
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import affordable_blocks, new_cache, new_worker
+from detcompile.runtime.engine_setup import affordable_blocks, new_cache, new_worker, room_for_cache
 from detcompile.runtime.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.step_builder import StepArrays
@@ -88,9 +88,11 @@ class RankServer:
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
 
-    def affordable_blocks(self, config: EngineConfig, num_sharers: int) -> int:
+    def affordable_blocks(self, config: EngineConfig, num_sharers: int, drafts: bool) -> int:
         """KV blocks that this rank has room for, beside as many of the others on its device."""
-        return affordable_blocks(self.model.engine_model, config, num_sharers)
+        model = self.model.engine_model
+        room = room_for_cache(model, config, drafts=drafts, num_sharers=num_sharers)
+        return affordable_blocks(model, config, room, num_sharers)
 
     def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
         """Make the worker of an engine, whose steps hand out their hidden states or not."""

@@ -25,8 +25,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at a time.
         block_size: tokens a KV block, a multiple of 16.
         num_blocks: blocks of the KV cache; None sizes it by memory_fraction.
-        memory_fraction: of the device's memory that weights, the worst step and the KV cache may take together. On a
-            CPU: of the memory available now, for the KV cache alone.
+        memory_fraction: of a GPU's memory that weights, the worst step, CUDA graphs and the KV cache may take together,
+            beside what others hold there already. On a CPU: of the memory available now, for the KV cache alone.
         allocation: "lazy" takes blocks as a sequence grows and preempts the least urgent one where they run out;
             "reserve" takes them for prompt and max_tokens together before a sequence starts.
         prefix_caching: reuse the keys and values of prompts' common beginnings.

@@ -1,7 +1,7 @@
 """From a compiled forward to an engine: how large the KV cache may be, and what is warmed up before serving."""
 
+import functools
 import gc
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,29 +11,34 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.parallel import TensorParallel
 from detcompile.runtime.block_pool import BlockPool
+from detcompile.runtime.device_memory import available_memory, gpu_memory
 from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.intake import Intake
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.memory_probe import graph_bytes, worst_step_bytes
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler
-from detcompile.runtime.speculation import SpeculationConfig
+from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK
+from detcompile.runtime.speculation import DRAFT_ROWS, SpeculationConfig
+from detcompile.runtime.step_layout import graph_layouts
 from detcompile.runtime.worker import Worker
 from detcompile.step import KVGroup, StateShape
 
 __all__ = [
     "EngineModel",
+    "Room",
     "affordable_blocks",
     "affordable_states",
     "engine_over",
     "new_cache",
     "new_engine",
     "new_worker",
+    "room_for_cache",
 ]
 
-GRAPH_BYTES = 2 << 30  # left free for CUDA graphs, whose memory no profile sees
 STATE_SHARE = 2  # sequences' states may take one part in so many of the memory that is left
 
 
@@ -52,6 +57,13 @@ class EngineModel(NamedTuple):
     hidden_size: int = 0  # of the states that the head reads; 0 where they cannot be had
     forward_with_states: Callable[[], Callable[..., Any]] | None = None  # compiles it; None where it cannot be had
     state_shapes: tuple[StateShape, ...] = ()  # what its layers carry from token to token
+
+
+class Room(NamedTuple):
+    """Bytes of a device."""
+
+    cache: int  # that memory_fraction leaves for the KV cache and the states
+    step: int = 0  # that the worst step takes beside them; 0 where it was not measured
 
 
 def new_engine(
@@ -78,23 +90,30 @@ def new_engine(
         require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
         if model.forward_with_states is not None:
             model = model._replace(forward=model.forward_with_states())
-    num_blocks = config.num_blocks or affordable_blocks(model, config)
-    num_states = affordable_states(model, config)
-    if ranks is not None:
-        num_blocks = ranks.least(num_blocks)
+    sized = config.num_blocks is None
+    room = room_for_cache(model, config, drafts=speculation is not None) if sized or model.state_shapes else Room(0)
+    num_states = affordable_states(model, config, room)
+    num_blocks = config.num_blocks or affordable_blocks(model, config, room)
+    least = int if ranks is None else ranks.least
+    num_blocks = least(num_blocks)
     worker = new_worker(model, config, num_blocks, num_states)
+    if sized and room.step:
+        fitting = least(num_blocks - _blocks_too_many(model, config, room))
+        if fitting < num_blocks:  # graphs took more than those that were tried
+            del worker
+            gc.collect()
+            num_blocks = _require_some(fitting, model, config, room)
+            worker = new_worker(model, config, num_blocks, num_states)
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
 
 
 def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int, num_states: int = 0) -> Worker:
     """What runs an engine's steps, with its KV cache and its states, warmed up."""
-    on_gpu = model.device.type == "cuda"
-    cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
+    cuda_graphs = _has_graphs(model, config)
     runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size, num_states), cuda_graphs)
-    worker = Worker(runner, Sampler(model.num_logits, model.device))
+    worker = Worker(runner, _new_sampler(model, config))
     if cuda_graphs:
-        longest = min(num_blocks, -(-(model.max_context + 1) // config.block_size))
-        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, longest)
+        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, min(num_blocks, _longest(model, config)))
     return worker
 
 
@@ -131,8 +150,8 @@ def engine_over(
     )
 
 
-def affordable_blocks(model: EngineModel, config: EngineConfig, num_sharers: int = 1) -> int:
-    """Blocks that memory_fraction leaves after the worst step and the states, and no more than all seats can use.
+def affordable_blocks(model: EngineModel, config: EngineConfig, room: Room, num_sharers: int = 1) -> int:
+    """Blocks that fit the room beside the states, and no more than all seats can use.
 
     Args:
         num_sharers: ranks that have their blocks on this device.
@@ -140,26 +159,20 @@ def affordable_blocks(model: EngineModel, config: EngineConfig, num_sharers: int
     Raises:
         InvalidInput: not even one.
     """
-    per_block = KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
+    per_block = _bytes_per_block(model, config)
     seats, longest = config.max_num_seqs, -(-model.max_context // config.block_size)
     if not per_block:  # blocks that hold nothing only count what a step computes
         chunk = -(-max(config.max_num_batched_tokens, model.max_context) // config.block_size)
         return 3 * seats + 2 * chunk + 2
     useful = seats * longest * len(model.kv_groups) + 1
-    room = _room(model, config)
+    left = room.cache
     if model.state_shapes:
-        room -= affordable_states(model, config) * KVCache.bytes_per_state(model.state_shapes, model.dtype)
-    affordable = room // per_block // num_sharers
-    if affordable < 2:
-        raise InvalidInput(
-            f"memory_fraction={config.memory_fraction} leaves {max(0, room) / 2**30:.2f} GiB for the KV cache, whose"
-            f" blocks take {per_block / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
-        )
-    return min(affordable, useful)
+        left -= affordable_states(model, config, room) * KVCache.bytes_per_state(model.state_shapes, model.dtype)
+    return min(_require_some(left // per_block // num_sharers, model, config, room), useful)
 
 
-def affordable_states(model: EngineModel, config: EngineConfig) -> int:
-    """Sequences whose states fit their share of the memory that the worst step leaves, and no more than seats.
+def affordable_states(model: EngineModel, config: EngineConfig, room: Room) -> int:
+    """Sequences whose states fit their share of the room, and no more than seats.
 
     Raises:
         InvalidInput: not even one's.
@@ -167,31 +180,81 @@ def affordable_states(model: EngineModel, config: EngineConfig) -> int:
     if not model.state_shapes:
         return 0
     per_state = KVCache.bytes_per_state(model.state_shapes, model.dtype)
-    room = _room(model, config) // STATE_SHARE
-    if room < per_state:
+    share = room.cache // STATE_SHARE
+    if share < per_state:
         raise InvalidInput(
-            f"memory_fraction={config.memory_fraction} leaves {max(0, room) / 2**30:.2f} GiB for states, of which a"
+            f"memory_fraction={config.memory_fraction} leaves {max(0, share) / 2**30:.2f} GiB for states, of which a"
             f" sequence takes {per_state / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
         )
-    return min(config.max_num_seqs, room // per_state)
+    return min(config.max_num_seqs, share // per_state)
 
 
-def _room(model: EngineModel, config: EngineConfig) -> int:
-    """Bytes that memory_fraction leaves for the KV cache and the states."""
+def room_for_cache(model: EngineModel, config: EngineConfig, *, drafts: bool, num_sharers: int = 1) -> Room:
+    """What memory_fraction leaves of a GPU beside weights, the worst step and the CUDA graphs; of a host, all of it.
+
+    Args:
+        drafts: steps verify guesses. num_sharers: ranks on this device, each with a step and graphs of its own.
+    """
     if model.device.type != "cuda":
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(available * config.memory_fraction)
+        return Room(int(available_memory() * config.memory_fraction))
     gc.unfreeze()  # by an engine that was left with requests
     gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
+    tokens, width = config.max_num_batched_tokens, _longest(model, config)
     runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
-    probe = Worker(runner, Sampler(model.num_logits, model.device))
-    tokens = config.max_num_batched_tokens
-    if config.scheduler == "prefill_first":
-        tokens = max(tokens, model.max_context)
-    step = probe.peak_bytes(tokens, config.max_num_seqs)
-    free, total = torch.cuda.mem_get_info(model.device)
-    reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return int(total * config.memory_fraction) - (total - free - reserved) - step - GRAPH_BYTES
+    step = worst_step_bytes(
+        runner,
+        functools.partial(_new_sampler, model, config),
+        num_tokens=max(tokens, model.max_context) if config.scheduler == "prefill_first" else tokens,
+        num_sequences=config.max_num_seqs,
+        num_drafts=DRAFT_ROWS if drafts else 0,
+        num_prompt_tokens=PROMPT_LOGPROBS_CHUNK,
+        width=width,
+    )
+    graphs = 0
+    if _has_graphs(model, config):
+        worker = Worker(Runner(model.forward, runner.kv_cache, True), _new_sampler(model, config))
+        graphs = graph_bytes(worker, graph_layouts(config.max_num_seqs, tokens, width, config.block_size))
+        del worker
+    del runner
+    gc.collect()
+    memory = gpu_memory(model.device)
+    left = int(memory.total * config.memory_fraction) - memory.used
+    return Room(left - num_sharers * (step + graphs), step)
+
+
+def _blocks_too_many(model: EngineModel, config: EngineConfig, room: Room) -> int:
+    """Blocks of a warmed-up engine that the worst step has no room beside."""
+    memory = gpu_memory(model.device)
+    excess = memory.used + room.step - int(memory.total * config.memory_fraction)
+    return max(0, -(-excess // max(1, _bytes_per_block(model, config))))
+
+
+def _require_some(num_blocks: int, model: EngineModel, config: EngineConfig, room: Room) -> int:
+    if num_blocks < 2:
+        raise InvalidInput(
+            f"memory_fraction={config.memory_fraction} leaves {max(0, room.cache) / 2**30:.2f} GiB for the KV cache,"
+            f" whose blocks take {_bytes_per_block(model, config) / 2**20:.1f} MiB: raise it, or lower"
+            " max_num_batched_tokens or max_num_seqs"
+        )
+    return num_blocks
+
+
+def _bytes_per_block(model: EngineModel, config: EngineConfig) -> int:
+    return KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
+
+
+def _longest(model: EngineModel, config: EngineConfig) -> int:
+    """Blocks of the longest sequence and a token more."""
+    return -(-(model.max_context + 1) // config.block_size)
+
+
+def _has_graphs(model: EngineModel, config: EngineConfig) -> bool:
+    return model.device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
+
+
+def _new_sampler(model: EngineModel, config: EngineConfig) -> Sampler:
+    seats = config.max_num_seqs if model.device.type == "cuda" else 0
+    return Sampler(model.num_logits, model.device, penalised_seats=seats)
 
 
 def new_cache(model: EngineModel, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:

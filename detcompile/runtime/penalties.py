@@ -31,11 +31,15 @@ class TokenCounts:
 
     ``place`` and ``fresh`` run on the host when a step is planned; ``admit`` and ``count`` on the device, in the order
     in which the steps were planned.
+
+    Args:
+        seats: requests that get room with the first; beyond them it grows by copies, for which memory has to be free.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, seats: int = 0) -> None:
         self.words = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [S, V]
         self.num_slots = 0
+        self._seats = seats
         self._vocab_size = vocab_size
         self._free_slots: list[int] = []
         self._slot_of: dict[Hashable, int] = {}
@@ -79,7 +83,7 @@ class TokenCounts:
     def admit(self, num_slots: int, fresh: FreshCounts) -> None:
         """Write the starting counts; ``fresh`` is on the device by now."""
         if num_slots > len(self.words):
-            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words)), self._vocab_size)
+            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words), self._seats), self._vocab_size)
             grown[: len(self.words)] = self.words
             self.words = grown
         if len(fresh.slots):

@@ -17,7 +17,7 @@ from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import MOST_SEQUENCES
 from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.speculation import Speculator
+from detcompile.runtime.speculation import DRAFT_ROWS, Speculator
 from detcompile.runtime.speculation_switch import Load
 from detcompile.runtime.step_builder import BlockTables, StepEntry
 from detcompile.runtime.step_work import Draw, build_work, lay_out
@@ -25,8 +25,6 @@ from detcompile.runtime.tree_verification import Verification
 from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
 
 __all__ = ["Ledger", "Pipeline"]
-
-DRAFT_ROWS = 1024  # of logits, that fit beside what the largest step was measured to take
 
 
 class Ledger(Protocol):
@@ -145,6 +143,7 @@ class Pipeline:
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
             self._tables.leave(sequence)
+            self._worker.sampler.forget(sequence)  # its counts make room for another's
             self.tally.num_preemptions += 1
             self._ledger.preempted(sequence)
         for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last

@@ -22,7 +22,7 @@ from detcompile.step import NO_SLOT, StepInputs
 from detcompile.templates.next_tokens_triton import fill_pending_cuda
 from detcompile.templates.tuning import capture, for_graph
 
-__all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
+__all__ = ["Forward", "MOST_SEQUENCES", "Runner", "unowned"]
 
 MOST_SEQUENCES = 4096  # of a step
 NUM_STAGING = 3  # one being written while the copies of those before may still run
@@ -245,10 +245,14 @@ class _Staging:
 
 
 class _Graph:
-    """Captured forwards over buffers whose addresses never change."""
+    """Captured forwards over buffers whose addresses never change.
+
+    What they give is kept by address alone, so that the graphs captured after it may write theirs to the same memory.
+    """
 
     def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
         self.buffers = buffers
+        torch.cuda.empty_cache()  # of steps: the forward's warm-up allocates on a stream of its own
         warmup_stream = _warmup_stream(torch.cuda.current_device())
         warmup_stream.wait_stream(torch.cuda.current_stream())
         self.graph = torch.cuda.CUDAGraph()
@@ -257,12 +261,23 @@ class _Graph:
                 forward()  # compiles kernels and settles workspaces
             torch.cuda.current_stream().wait_stream(warmup_stream)
             with capture(self.graph, pool=memory_pool):
-                self.found = forward()
+                found = forward()
+            self.found = unowned(found)
 
     def replay(self) -> Any:
         """What the forwards give for the layouts, overwritten by the next replay of any graph of the memory pool."""
         self.graph.replay()
         return self.found
+
+
+def unowned(value: Any) -> Any:
+    """The tensors of a nest of tuples over the same memory, which they do not keep from being used again."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        found = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
+        place = value.storage_offset(), value.size(), value.stride()
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(found, *place)
+    return tuple(map(unowned, value)) if isinstance(value, tuple) else value
 
 
 @functools.cache

@@ -67,6 +67,7 @@ class Sampler:
     Args:
         eos_token_ids: end requests, so min_tokens forbids them too, unless a request ignores them.
         radices: leaves of the sums over the vocabulary, as the softmax operations take them.
+        penalised_seats: sequences with penalties whose counts get their memory at once, with the first of them.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Sampler:
         device: torch.device | str,
         radices: Sequence[int] = (),
         eos_token_ids: Sequence[int] = (),
+        penalised_seats: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.radices = tuple(radices)
         self.eos_token_ids = tuple(eos_token_ids)
-        self._counts = TokenCounts(vocab_size, self.device)
+        self._counts = TokenCounts(vocab_size, self.device, penalised_seats)
         self._float_mode = float_mode(self.device)
 
     def prepare(self, rows: Sequence[SampleRow]) -> SamplingPlan:

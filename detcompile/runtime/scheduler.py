@@ -112,7 +112,9 @@ class Scheduler:
         self.waiting.sort(key=self._urgency)
         for sequence in self.waiting:
             too_long = self.whole_prompts and draft.entries and sequence.num_tokens > draft.budget
-            if draft.budget == 0 or len(self.running) >= self.config.max_num_seqs or too_long:
+            if len(self.running) >= self.config.max_num_seqs or too_long:
+                break
+            if draft.budget == 0 or self._chunk(sequence) == 0:
                 break
             if sequence.num_pending or not self._start(sequence):
                 break
@@ -175,13 +177,14 @@ class Scheduler:
 
     def _prefill(self, ready: list[Sequence]) -> None:
         for sequence in sorted(ready, key=self._urgency):
-            if self._draft.budget > 0 and sequence not in self._draft.lost:
+            if self._draft.budget > 0 and sequence not in self._draft.lost and self._chunk(sequence):
                 self._extend(sequence, self._chunk(sequence))
 
     def _chunk(self, sequence: Sequence) -> int:
+        """Tokens of a prompt that the step still has room for; none where it has all the prompt logits it may have."""
         wanted = sequence.num_uncomputed
-        if _wants_prompt_logits(sequence):
-            wanted = min(wanted, PROMPT_LOGPROBS_CHUNK)
+        if _gives_prompt_logits(sequence, sequence.num_computed):
+            wanted = min(wanted, self._draft.prompt_logits)
         return wanted if self.whole_prompts else min(wanted, self._draft.budget)
 
     def _start(self, sequence: Sequence) -> bool:
@@ -217,13 +220,18 @@ class Scheduler:
     def _enter(self, sequence: Sequence, num_tokens: int) -> None:
         self._draft.entries[sequence] = StepEntry(sequence, sequence.num_computed, num_tokens)
         self._draft.budget = max(0, self._draft.budget - num_tokens)
+        if _gives_prompt_logits(sequence, sequence.num_computed):
+            self._draft.prompt_logits -= num_tokens
         sequence.num_computed += num_tokens
         sequence.last_step = self.step
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's blocks; it starts over from its tokens, and comes to the same bits."""
         entry = self._draft.entries.pop(sequence, None)
-        self._draft.budget += 0 if entry is None else entry.num_tokens
+        if entry is not None:
+            self._draft.budget += entry.num_tokens
+            if _gives_prompt_logits(sequence, entry.start):
+                self._draft.prompt_logits += entry.num_tokens
         del self.running[sequence]
         self.blocks.release(sequence)
         self.waiting.append(sequence)
@@ -240,11 +248,17 @@ def _wants_prompt_logits(sequence: Sequence) -> bool:
     return sequence.sampling.prompt_logprobs is not None and sequence.sample_index == 0
 
 
+def _gives_prompt_logits(sequence: Sequence, start: int) -> bool:
+    """Whether the logits of all its tokens from ``start`` on are wanted in a step."""
+    return _wants_prompt_logits(sequence) and start < sequence.num_prompt_tokens - 1
+
+
 class _Draft:
     """A step in the making."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.prompt_logits = PROMPT_LOGPROBS_CHUNK
         self.entries: dict[Sequence, StepEntry] = {}
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []

@@ -28,9 +28,11 @@ from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
 from detcompile.runtime.step_builder import StepEntry
 from detcompile.runtime.tree_verification import Verification, tree_layout
 
-__all__ = ["AcceptanceName", "SpeculationConfig", "Speculator", "SwitchName"]
+__all__ = ["AcceptanceName", "DRAFT_ROWS", "SpeculationConfig", "Speculator", "SwitchName"]
 
 logger = logging.getLogger(__name__)
+
+DRAFT_ROWS = 1024  # of logits in a step at most, beside one of each sequence
 
 AcceptanceName = Literal["exact", "rejection"]
 SwitchName = Literal["automatic", "always"]

@@ -24,6 +24,7 @@ __all__ = [
     "StepBuffers",
     "StepLayout",
     "TOKEN_BUCKETS",
+    "graph_layouts",
     "host_tensors",
     "mixed_layouts",
     "table_widths",
@@ -198,6 +199,24 @@ def table_widths(most_blocks: int, block_size: int) -> list[int]:
     while widths[-1] < most_blocks:
         widths.append(min(8 * widths[-1], 1 << (most_blocks - 1).bit_length()))
     return widths
+
+
+def graph_layouts(
+    most_sequences: int, most_tokens: int, most_blocks: int, block_size: int
+) -> list[tuple[int, int, int]]:
+    """Tokens, sequences and table widths of the graphs that a warm-up captures for steps up to these sizes.
+
+    The largest come first: the memory that they share is then as large as it has to be. Of one size the narrowest does,
+    as a step takes a wider graph where there is one.
+    """
+    sizes = [(size, size) for size in TOKEN_BUCKETS if size <= min(most_sequences, most_tokens)]
+    sizes += [
+        (tokens, sequences)
+        for tokens, sequences in mixed_layouts()
+        if tokens <= most_tokens and sequences < 2 * most_sequences
+    ]
+    widths = table_widths(most_blocks, block_size)
+    return [(*size, width) for size in sorted(sizes, reverse=True) for width in widths]
 
 
 def mixed_layouts() -> list[tuple[int, int]]:

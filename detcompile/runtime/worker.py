@@ -15,11 +15,11 @@ from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step_builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step_layout import TOKEN_BUCKETS, mixed_layouts, table_widths
+from detcompile.runtime.step_layout import TOKEN_BUCKETS, graph_layouts
 from detcompile.step import NO_SLOT, PADDING_SLOT
 from detcompile.templates.float_mode import float_mode
 
-__all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker"]
+__all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker", "idle_arrays"]
 
 
 class PromptRows(NamedTuple):
@@ -119,15 +119,16 @@ class Worker:
 
         A capture takes as long as many steps: later ones would be stalls.
         """
-        num_groups = len(self.runner.kv_cache.groups)
-        for width in table_widths(most_blocks, self.runner.kv_cache.block_size):  # a wider graph would serve for these
-            for size in reversed(TOKEN_BUCKETS):
-                if size <= min(most_sequences, most_tokens):
-                    self.runner.launch(idle_arrays(size, size, num_groups, width))
-            for tokens, sequences in mixed_layouts():
-                if tokens <= most_tokens and sequences < 2 * most_sequences:
-                    for _ in range(2):  # a mixed step is captured at second sight
-                        self.runner.launch(idle_arrays(tokens, sequences, num_groups, width))
+        block_size = self.runner.kv_cache.block_size
+        for layout in graph_layouts(most_sequences, most_tokens, most_blocks, block_size):
+            self.capture(*layout)
+        torch.cuda.empty_cache()
+
+    def capture(self, tokens: int, sequences: int, width: int) -> None:
+        """Capture the graph of a step of so many tokens and sequences, with tables of so many blocks."""
+        arrays = idle_arrays(tokens, sequences, len(self.runner.kv_cache.groups), width)
+        for _ in range(1 if tokens == sequences else 2):  # a mixed step is captured at second sight
+            self.runner.launch(arrays)
 
     def warm_up_chains(self, most_sequences: int, num_steps: int) -> None:
         """Capture chains of greedy decode steps of up to so many sequences, the first of one or two tokens each."""
@@ -137,17 +138,6 @@ class Worker:
                 later = [idle_arrays(size, size, num_groups)] * (num_steps - 1)
                 for tokens in (size, 2 * size):
                     self.runner.launch_chain([idle_arrays(tokens, size, num_groups), *later])
-
-    def peak_bytes(self, num_tokens: int, num_sequences: int) -> int:
-        """Device memory that the largest step takes beside weights and caches."""
-        arrays = idle_arrays(num_tokens, min(num_sequences, num_tokens), len(self.runner.kv_cache.groups))
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        logits = self.runner.launch(arrays)
-        logits.float().argmax(-1)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)

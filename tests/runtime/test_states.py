@@ -10,7 +10,7 @@ from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.lowering import lower
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import affordable_states, new_cache
+from detcompile.runtime.engine_setup import affordable_states, new_cache, room_for_cache
 from detcompile.runtime.sampling_params import SamplingParams
 from tests.invariance.axis import assert_every_axis_holds
 from tests.models import STATEFUL, VOCAB_SIZE, compiled, random_model
@@ -94,7 +94,8 @@ def test_states_take_their_share_of_the_memory(device: str) -> None:
     """Of a model without attention too, whose blocks hold nothing."""
     model = model_of("mamba2", device)
     config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=64, cuda_graphs=False)
-    assert affordable_states(model.engine_model, config) == 5
+    room = room_for_cache(model.engine_model, config, drafts=False)
+    assert affordable_states(model.engine_model, config, room) == 5
     states = new_cache(model.engine_model, 2, 16, 5).states
     assert len(states) == 4 and all(len(state) == 5 for state in states)
     assert {state.dtype for state in states} == {torch.float32, model.dtype}

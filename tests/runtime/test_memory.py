@@ -1,0 +1,278 @@
+"""An engine takes no more memory than it may: limits are read, graphs share, the worst step is measured."""
+
+import functools
+import gc
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from detcompile.runtime import device_memory, engine_setup, memory_probe
+from detcompile.runtime.device_memory import GPUMemory, available_memory, cgroup_room, gpu_memory, ran_out_of_memory
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import EngineModel, Room, new_engine
+from detcompile.runtime.kv_cache import KVShape
+from detcompile.runtime.memory_probe import graph_bytes, worst_step_bytes
+from detcompile.runtime.penalties import TokenCounts
+from detcompile.runtime.runner import Runner, unowned
+from detcompile.runtime.sampling import Sampler, SamplingParams
+from detcompile.runtime.step_layout import graph_layouts, mixed_layouts, table_widths
+from detcompile.runtime.worker import Worker
+from detcompile.step import KVGroup
+from tests.bits import assert_bitwise_equal
+from tests.conftest import NEEDS_CUDA
+from tests.runtime.runner_cases import forward, make_cache
+
+VERSION_1 = "9:name=systemd:/\n4:cpu,memory:/jobs/7\n0::/\n"
+
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(NEEDS_CUDA(test))
+
+
+def write_tree(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "room"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": 100, "a/b/memory.current": 40}, 60),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": 40}, None),
+        ("0::/a/b\n", {"a/b/memory.high": 90, "a/b/memory.max": 100, "a/b/memory.current": 40}, 50),
+        ("0::/a/b\n", {"a/b/memory.max": 30, "a/b/memory.current": 40}, 0),
+        (  # a level above is tighter
+            "0::/a/b\n",
+            {"a/b/memory.max": 100, "a/b/memory.current": 10, "a/memory.max": 70, "a/memory.current": 50},
+            20,
+        ),
+        (  # in a container the process's own cgroup is the root
+            "0::/\n",
+            {"memory.max": 100, "memory.current": 40, "memory.stat": "anon 3\ninactive_file 15\nfile 20"},
+            75,
+        ),
+        ("0::/a/b\n", {"memory.max": 100, "memory.current": 1}, 99),  # whose path may name what is not there
+        ("0::/../x\n", {"memory.max": 100, "memory.current": 1}, 99),
+        (
+            VERSION_1,
+            {"memory/jobs/7/memory.limit_in_bytes": 2**63 - 4096, "memory/jobs/7/memory.usage_in_bytes": 5}
+            | {"memory/jobs/memory.limit_in_bytes": 100, "memory/jobs/memory.usage_in_bytes": 30}
+            | {"memory/jobs/memory.stat": "cache 9\ntotal_inactive_file 7"},
+            77,
+        ),
+        (VERSION_1, {"memory/memory.limit_in_bytes": 100, "memory/memory.usage_in_bytes": 30}, 70),
+        (VERSION_1, {"cpu/jobs/7/memory.limit_in_bytes": 100}, None),
+        ("", {"memory.max": 100, "memory.current": 40}, None),
+        ("nonsense\n", {}, None),
+    ],
+)
+def test_a_cgroup_leaves_what_its_tightest_level_leaves(tmp_path, membership, files, room):
+    write_tree(tmp_path / "mount", files)
+    (tmp_path / "membership").write_text(membership)
+    assert cgroup_room(tmp_path / "mount", tmp_path / "membership") == room
+    assert cgroup_room(tmp_path / "mount", tmp_path / "missing") is None
+
+
+def test_a_cpu_cache_is_sized_by_the_limit_of_a_cgroup(tmp_path):
+    free = available_memory()
+    write_tree(tmp_path, {"a/memory.max": 3 << 20, "a/memory.current": 1 << 20})
+    (tmp_path / "membership").write_text("0::/a\n")
+    limited = functools.partial(cgroup_room, tmp_path, tmp_path / "membership")
+    with mock.patch.object(device_memory, "cgroup_room", limited):
+        assert available_memory() == 2 << 20 < free
+        config = EngineConfig(max_num_seqs=1000, memory_fraction=0.5)
+        engine = new_engine(small_model(torch.device("cpu")), config, None)
+    assert engine.stats.num_blocks == (1 << 20) // (64 * 8 * 8 * 2 * 2) - 1  # one is nobody's
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_that_say_that_memory_ran_out_are_known(error, is_one):
+    assert ran_out_of_memory(error) is is_one
+
+
+def test_unowned_tensors_lie_where_the_others_do_and_keep_nothing():
+    whole = torch.randn(6, 8, dtype=torch.float32).to(torch.bfloat16)
+    given = (whole[1:5, ::2], (whole.t(), None))
+    found = unowned(given)
+    assert found[1][1] is None
+    for mine, theirs in ((found[0], given[0]), (found[1][0], given[1][0])):
+        assert mine.data_ptr() == theirs.data_ptr() and mine.stride() == theirs.stride()
+        assert_bitwise_equal(mine, theirs)
+        assert mine.untyped_storage()._cdata != theirs.untyped_storage()._cdata
+    whole.fill_(7)
+    assert found[0].eq(7).all()
+
+
+def test_graphs_are_captured_from_the_largest_to_the_smallest_and_narrow_before_wide():
+    found = graph_layouts(100, 256, 641, 64)
+    sizes = list(dict.fromkeys(layout[:2] for layout in found))
+    widths = table_widths(641, 64)
+    assert sizes == sorted(sizes, reverse=True) and found == [(*size, width) for size in sizes for width in widths]
+    mixed = {layout for layout in mixed_layouts() if layout[0] <= 256 and layout[1] < 200}
+    assert set(sizes) == {(size, size) for size in (1, 2, 4, 8, *range(16, 97, 16))} | mixed
+
+
+class FakeGPU:
+    """Stands for ``gpu_memory``: every look at it is the next of ``looks``."""
+
+    def __init__(self, *looks):
+        self.looks = list(looks)
+
+    def __call__(self, device):
+        return self.looks.pop(0)
+
+
+def test_what_graphs_take_is_measured_of_some_and_counted_for_all():
+    worker = mock.Mock()
+    worker.runner.kv_cache.device, worker.runner.kv_cache.groups = torch.device("cpu"), [KVGroup((0,), 0)]
+    layouts = graph_layouts(1024, 8192, 641, 64)
+    gpu = FakeGPU(GPUMemory(1000, 100, 60), GPUMemory(1000, 100 + 700 + 50, 60 + 700))
+    with mock.patch.object(memory_probe, "gpu_memory", gpu):
+        found = graph_bytes(worker, layouts)
+    captured = [call.args for call in worker.capture.call_args_list]
+    assert captured[: len(table_widths(641, 64))] == [layout for layout in layouts if layout[0] == 1024]
+    assert len(captured) < len(layouts) / 8 and set(captured) <= set(layouts)
+    assert {layout[0] == layout[1] for layout in captured} == {True, False}
+    nodes, inputs = 50 * len(layouts) // len(captured), sum(4 * seqs * width for _, seqs, width in layouts)
+    assert 700 + nodes + inputs < found < 700 + nodes + 1.2 * inputs
+
+
+def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
+    """On a CPU, where the allocator cannot be asked: what it runs, and that it runs."""
+    runner = Runner(lambda *step: forward(*step).float(), make_cache(0.0), False)
+    steps, samplers = [], []
+
+    def new_sampler():
+        samplers.append(Sampler(7, "cpu"))
+        return samplers[-1]
+
+    launch = Worker.launch
+
+    def recorded(worker, work):
+        steps.append(work)
+        return launch(worker, work)
+
+    gpu = FakeGPU(*[GPUMemory(1000, 100, 40)] * 2)
+    with (
+        mock.patch.object(memory_probe, "gpu_memory", gpu),
+        mock.patch.object(torch.cuda, "reset_peak_memory_stats"),
+        mock.patch.object(torch.cuda, "max_memory_reserved", lambda device: 97),
+        mock.patch.object(Worker, "launch", recorded),
+    ):
+        sizes = {"num_tokens": 24, "num_sequences": 4, "num_drafts": 3, "num_prompt_tokens": 5, "width": 2}
+        assert worst_step_bytes(runner, new_sampler, **sizes) == 57
+    assert [len(work.arrays.input_ids) for work in steps] == [24, 18, 12] * 2 and len(samplers) == 2
+    for work in steps:
+        params = [row.params for row in work.rows]
+        assert len(params) == 7 and sum(own.penalised for own in params) == 4
+        assert all(own.filtered and own.logprobs and own.logit_bias for own in params)
+        assert [len(prompt.targets) for prompt in work.prompts] == [5]
+        np.testing.assert_array_equal(work.arrays.logits_to_keep, np.arange(12))
+
+
+def small_model(device, vocab_size=11, layers=1, kv_heads=8, head_dim=8):
+    """A model without attention, whose logits are rows of a table; made of gathers alone."""
+    table = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+
+    def forward(input_ids, position_ids, step, logits_to_keep):
+        return table[((input_ids[0] * 5 + position_ids[0] * 3) % 64)[logits_to_keep]]
+
+    return EngineModel(
+        forward=forward,
+        kv_shapes=(KVShape(kv_heads, head_dim, head_dim),) * layers,
+        kv_groups=(KVGroup(tuple(range(layers)), 0),),
+        dtype=torch.bfloat16,
+        device=device,
+        max_context=4096,
+        num_token_ids=vocab_size,
+        num_logits=vocab_size,
+        eos_token_ids=(),
+    )
+
+
+@pytest.mark.parametrize(("excess", "fewer"), [(-5000, 0), (0, 0), (1, 1), (3 * 64 * 256 + 1, 4)])
+def test_an_engine_whose_graphs_take_more_than_was_measured_gives_up_blocks(excess, fewer):
+    room, config = Room(cache=50 * 64 * 256, step=100), EngineConfig(memory_fraction=0.5)
+    gpu = FakeGPU(GPUMemory(4000, 2000 - 100 + excess, 1000))
+    with (
+        mock.patch.object(engine_setup, "room_for_cache", lambda *_, **__: room),
+        mock.patch.object(engine_setup, "gpu_memory", gpu),
+    ):
+        engine = new_engine(small_model(torch.device("cpu")), config, None)
+    assert engine.stats.num_blocks == 50 - fewer - 1 and not gpu.looks
+
+
+def test_counts_of_penalties_get_their_memory_once():
+    counts = TokenCounts(20, torch.device("cpu"), seats=5)
+    for key in range(5):
+        counts.place(key, [1, 2], 2, 0)
+        counts.admit(counts.num_slots, counts.fresh())
+        if key == 0:
+            memory = counts.words.data_ptr()
+    assert len(counts.words) == 5 and counts.words.data_ptr() == memory
+
+
+@on_a_gpu
+def test_graphs_of_all_sizes_share_the_memory_of_their_outputs():
+    model = small_model(torch.device("cuda", 0), vocab_size=1 << 20)
+    size = 64 * (1 << 20) * 2  # of the largest output
+    runner = Runner(model.forward, engine_setup.new_cache(model, 8, 64), True)
+    worker = Worker(runner, Sampler(model.num_logits, model.device))
+    before = gpu_memory(model.device).reserved
+    worker.warm_up(64, 64, 4)
+    assert gpu_memory(model.device).reserved - before < 1.5 * size
+    assert len(runner._graphs) > 9
+    outputs = {graph.found[0].data_ptr() for graph in runner._graphs.values()}
+    assert len(outputs) < len(runner._graphs) / 2
+
+
+@on_a_gpu
+@pytest.mark.parametrize("max_num_seqs", [256, 64])
+def test_an_engine_takes_no_more_than_its_fraction_of_a_small_gpu(max_num_seqs):
+    """After the warm-up, and after a load that asks for everything; with the answers that it gives without graphs."""
+    device = torch.device("cuda", 0)
+    gc.collect()
+    total = torch.cuda.mem_get_info(device)[1]
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (gpu_memory(device).used + (6 << 30)) / total), 0)
+    try:
+        model = small_model(device, vocab_size=151936, layers=8, head_dim=128)
+        config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
+        torch.cuda.reset_peak_memory_stats(device)
+        engine = new_engine(model, config, None)
+        answers = []
+        for _ in range(2):
+            params = [params_of(index) for index in range(300)]
+            answers.append(engine.generate([[index, 3] * (1 + index % 90) for index in range(300)], params))
+            memory = gpu_memory(device)
+            most = torch.cuda.max_memory_reserved(device) + memory.outside
+            assert most <= memory.total * config.memory_fraction
+        assert most > 0.8 * memory.total * config.memory_fraction
+        engine.check()
+        del engine
+        gc.collect()
+        plain = new_engine(model, EngineConfig(num_blocks=500, cuda_graphs=False), None)
+        answers.append(plain.generate([[index, 3] * (1 + index % 90) for index in range(300)], params))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, 0)
+    tokens = [[(own.outputs[0].token_ids, own.outputs[0].logprobs) for own in given] for given in answers]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def params_of(index):
+    everything = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "presence_penalty": 0.5, "logprobs": 20}
+    kinds = [{"temperature": 0.0}, everything, everything | {"prompt_logprobs": 20}]
+    return SamplingParams(max_tokens=12, ignore_eos=True, seed=index, **kinds[index % 3])

@@ -10,7 +10,9 @@ import sys
 
 import torch
 
-SCRIPTS = ("templates", "experts_and_quantized", "model", "dispatch", "serve", "memory", "speculation", "at_size", "cpu")
+SCRIPTS = (
+    "templates", "experts_and_quantized", "model", "dispatch", "serve", "memory", "speculation", "at_size", "cpu"
+)  # fmt: skip
 SEVERAL_GPUS = ("collectives",)
 
 

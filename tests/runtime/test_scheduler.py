@@ -131,6 +131,15 @@ def within_budget(plan, config):
     return sum(entry.num_tokens for entry in plan.entries) <= config.max_num_batched_tokens
 
 
+def num_prompt_logits(plan):
+    """Tokens of the step whose logits are all wanted, as the pipeline counts them."""
+    return sum(
+        entry.num_tokens
+        for entry in plan.entries
+        if entry.sequence.sampling.prompt_logprobs is not None and entry.start < entry.sequence.num_prompt_tokens - 1
+    )
+
+
 def check_stall_free(plan, before, config):
     assert within_budget(plan, config)
     decodes, prefills = split(plan)
@@ -147,9 +156,8 @@ def check_prefill_first(plan, before, config):
     assert not (decodes and prefills)
     for entry in prefills:
         whole = entry.start + entry.num_tokens == entry.sequence.num_tokens
-        assert whole or (
-            entry.sequence.sampling.prompt_logprobs is not None and entry.num_tokens == PROMPT_LOGPROBS_CHUNK
-        ), "part of a prompt"
+        full = num_prompt_logits(plan) == PROMPT_LOGPROBS_CHUNK
+        assert whole or (entry.sequence.sampling.prompt_logprobs is not None and full), "part of a prompt"
     over = [entry for entry in prefills if entry.num_tokens > config.max_num_batched_tokens]
     assert within_budget(plan, config) or len(prefills) == 1 or (over and prefills[-1] not in over)
 
@@ -327,6 +335,19 @@ def test_prefill_first_takes_a_long_prompt_alone_and_lets_decodes_wait() -> None
         drive.scheduler.add(new_sequence(prompt, 5, arrival))
     shapes = [[(e.sequence.arrival, e.start, e.num_tokens) for e in drive.step().entries] for _ in range(4)]
     assert shapes == [[(0, 0, 4), (1, 0, 5)], [(2, 0, 30)], [(3, 0, 3)], [(0, 4, 1), (1, 5, 1), (2, 30, 1), (3, 3, 1)]]
+
+
+@pytest.mark.parametrize("scheduler", ["stall_free", "prefill_first", "simple_chunking"])
+def test_a_step_gives_no_more_prompt_logits_than_fit(scheduler) -> None:
+    """However many sequences want theirs."""
+    drive = Drive(new_scheduler(1000, scheduler=scheduler, max_num_batched_tokens=4096, prefix_caching=False))
+    for arrival, length in enumerate([300, 300, 40, 700, 513, 1]):
+        drive.scheduler.add(new_sequence(length, 3, arrival, prompt_logprobs=0))
+    counts = []
+    while drive.scheduler.num_unfinished:
+        counts.append(num_prompt_logits(drive.step()))
+    assert max(counts) == PROMPT_LOGPROBS_CHUNK
+    assert sum(counts) >= 300 + 300 + 40 + 700 + 513 - 5 and sum(count > 0 for count in counts) == 4
 
 
 def test_simple_chunking_alternates() -> None:

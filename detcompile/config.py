@@ -13,10 +13,14 @@
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
+
+from detcompile.errors import StorageError
 
 __all__ = [
     "cache_directory",
+    "compiler_environment",
     "cpu_isa_override",
     "cxx_compiler",
     "gpus_shared",
@@ -28,8 +32,16 @@ __all__ = [
 
 
 def cache_directory() -> Path:
-    """Folder for artifacts that can be rebuilt at any time."""
-    return Path(os.environ.get("DETCOMPILE_CACHE", Path.home() / ".cache" / "detcompile"))
+    """Folder for artifacts that can be rebuilt at any time.
+
+    Raises:
+        StorageError: none is named, and this user has no home folder.
+    """
+    named = os.environ.get("DETCOMPILE_CACHE")
+    try:
+        return Path(named) if named else Path.home() / ".cache" / "detcompile"
+    except RuntimeError as error:
+        raise StorageError("this user has no home folder for a cache: set DETCOMPILE_CACHE to one") from error
 
 
 def cpu_isa_override() -> str | None:
@@ -40,6 +52,16 @@ def cpu_isa_override() -> str | None:
 def cxx_compiler() -> str:
     """Command that compiles C++17, and C++20 against torch's headers."""
     return os.environ.get("CXX", "g++")
+
+
+def compiler_environment(folder: str) -> dict[str, str]:
+    """Of a C++ compiler that keeps its own files in ``folder`` and complains in English."""
+    return os.environ | {"TMPDIR": folder, "LC_ALL": "C"}
+
+
+def inductor_folder() -> Path:
+    """Where torch's Inductor writes, as far as it was said."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
 
 
 def settle_symmetric_memory() -> None:

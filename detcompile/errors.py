@@ -8,6 +8,7 @@ DetcompileError
 ├── InvalidInput          a call's arguments cannot be served (also a ValueError)
 │   └── NumericsError     a Numerics that no order can satisfy
 ├── ScheduleError         no schedule of a template may run on this device
+├── StorageError          a folder or file cannot be written, is full, or may be somebody else's
 ├── UnsupportedModel      the model cannot be captured with its meaning intact
 └── UncertifiedOp         the certificate refuses the compiled graph
 
@@ -22,6 +23,7 @@ __all__ = [
     "InvalidInput",
     "NumericsError",
     "ScheduleError",
+    "StorageError",
     "UncertifiedOp",
     "UnsupportedModel",
     "WorkerError",
@@ -54,6 +56,10 @@ class NumericsError(InvalidInput):
 
 class ScheduleError(DetcompileError):
     """No schedule of a template reproduces the template's order on this device."""
+
+
+class StorageError(DetcompileError):
+    """A folder or file cannot be written, has no room left, or may hold what somebody else put there."""
 
 
 class UnsupportedModel(DetcompileError):

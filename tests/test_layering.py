@@ -41,6 +41,7 @@ LAYERS = [
         "detcompile.parallel",
         "detcompile.start_progress",
         "detcompile.step",
+        "detcompile.storage",
         "detcompile.stored_weights",
         "detcompile.weights",
     },

@@ -1,7 +1,8 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
-from detcompile.config import sizes_asserted
+from detcompile.config import inductor_folder, sizes_asserted
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
@@ -40,10 +41,12 @@ from detcompile.passes.recurrences import Recurrences
 from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
+from detcompile.storage import disk_failure
 from detcompile.weights import weights_digest
 
 __all__ = ["Lowered", "Packaged", "lower", "lower_view", "lower_with_states", "package"]
 
+DISK_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
 
 
@@ -96,6 +99,7 @@ def lower(
         UncertifiedOp: an operation could make a row's bits depend on other rows.
         NumericsError: a row-parallel linear has no equal leaves, or what ranks share does not divide.
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
+        StorageError: the cache, or Inductor's own, is full or cannot be written.
     """
     if getattr(model, TAKEN, False):
         raise InvalidInput(
@@ -210,13 +214,13 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
 def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: int, num_states: int) -> None:
     """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here."""
     backend = Backend(numerics, _dense_role, num_attention, certify_only=True, expected_recurrences=num_states)
-    dense = torch.compile(_with_own_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
+    dense = partial(torch.compile, _with_own_code(DenseForward(model)), backend=backend, fullgraph=True, dynamic=None)
     device = next(model.parameters()).device
     input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
     position_ids = torch.arange(5, device=device).repeat(3, 1)
     for tensor in (input_ids, position_ids):
         torch._dynamo.mark_dynamic(tensor, [0, 1])
-    _run(lambda: dense(input_ids, position_ids), model)
+    _run(dense, (input_ids, position_ids), model)
 
 
 def _compile_packed(
@@ -243,12 +247,12 @@ def _trace_packed(
     """The program, its certificate and the step that it was traced with."""
     backend = Backend(numerics, _packed_roles(groups), len(attention), join_weights=True, lower=compile_graph)
     backend.expected_recurrences = len(states)
-    packed = torch.compile(_with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
+    packed = partial(torch.compile, _with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
     parameter = next(module.model.parameters())
     shapes = [call.shape for call in attention]
     example = example_step(shapes, len(groups), states, module.model.dtype, parameter.device)
     with inductor_config.patch(size_asserts=sizes_asserted()):
-        _run(lambda: packed(*example), module.model)
+        _run(packed, example, module.model)
     (certificate,), (program,) = backend.certificates, backend.programs
     return program, certificate, example
 
@@ -298,25 +302,27 @@ def _with_own_code(module: nn.Module) -> Callable[..., Tensor]:
     return types.MethodType(types.FunctionType(code, function.__globals__), module)
 
 
-def _run(call: Callable[[], Any], model: PreTrainedModel) -> None:
-    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's.
+def _run(compile: Callable[[], Callable[..., Any]], arguments: Sequence[Any], model: PreTrainedModel) -> None:
+    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's and the disk's.
 
     Dynamo makes symbols of numbers that differ from those of a model which had this one's code name before it. Which
     extents are symbolic was marked.
     """
     try:
         with torch.no_grad(), dynamo_config.patch(automatic_dynamic_shapes=False):
-            call()
+            compile()(*arguments)
     except DetcompileError:
         raise
     except TorchDynamoException as error:
-        ours = cause(error)
+        ours = cause(error) or disk_failure(error, inductor_folder(), DISK_ADVICE)
         if ours is not None:
             raise ours from None
         raise UnsupportedModel(
             f"{type(model).__name__} is not one graph over any number of tokens: {str(error).strip().splitlines()[0]}\n"
             "The model's source line is in the cause below."
         ) from error
+    except OSError as error:
+        raise disk_failure(error, inductor_folder(), DISK_ADVICE) or error from None
 
 
 def _packed_roles(groups: tuple[KVGroup, ...]) -> Callable[[str, Any], Role]:

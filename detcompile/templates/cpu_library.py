@@ -9,10 +9,8 @@ pairs and of tiles are used only on a machine where they were compared with thei
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 
 from detcompile import config
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.storage import CACHE_ADVICE, cache_folder, naming, put
 from detcompile.templates.shared_objects import build, compiler_version, is_intact
 
 __all__ = [
@@ -175,6 +174,7 @@ def library(name: str | None = None) -> ctypes.CDLL:
 
     Raises:
         CompilerNotFound: they are not in the cache and cannot be compiled.
+        StorageError: the cache is full, cannot be written, or is not this user's alone.
     """
     return _default_library() if name is None else _library(name)
 
@@ -190,8 +190,9 @@ def adopt(name: str, content: bytes) -> None:
 
     Raises:
         InvalidInput: a library for this instruction set, compiled otherwise, was loaded before.
+        StorageError: as ``library``.
     """
-    path = config.cache_directory() / "cpu" / f"{name}-{hashlib.sha256(content).hexdigest()[:24]}-adopted.so"
+    path = cache_folder("cpu") / f"{name}-{hashlib.sha256(content).hexdigest()[:24]}-adopted.so"
     if _loaded.get(name, path) != path and _loaded[name].read_bytes() != content:
         raise InvalidInput(
             f"this process runs CPU templates for {name} that another compiler made: load the archive in a process"
@@ -200,11 +201,8 @@ def adopt(name: str, content: bytes) -> None:
     if name in _loaded:
         return
     if not is_intact(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="adopt-") as folder:
-            copy = Path(folder, path.name)
-            copy.write_bytes(content)
-            os.replace(copy, path)
+        with naming(path, CACHE_ADVICE):
+            put(path, content)
     _adopted[name] = path
 
 
@@ -284,4 +282,4 @@ def _library_file(name: str) -> Path:
     if name in _adopted:
         return _adopted[name]
     key = hashlib.sha256(f"{source_digest()} {name} {config.cxx_compiler()} {compiler_version()}".encode()).hexdigest()
-    return config.cache_directory() / "cpu" / f"{name}-{key[:24]}.so"
+    return cache_folder("cpu") / f"{name}-{key[:24]}.so"

@@ -15,7 +15,8 @@ import torch
 
 import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile import config
-from detcompile.errors import CompilerNotFound
+from detcompile.errors import CompilerNotFound, StorageError
+from detcompile.storage import cache_folder
 from detcompile.templates import cpu_library
 from detcompile.templates.shared_objects import build, compiler_version, is_intact
 
@@ -40,7 +41,7 @@ def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
     """
     try:
         loaded = _load()
-    except (CompilerNotFound, OSError) as error:
+    except (CompilerNotFound, StorageError, OSError) as error:
         warnings.warn(f"a CPU's operations are called through Python, which is slower: {error}", stacklevel=2)
         return {}
     kernels = (getattr(cpu_library.library(), f"detcompile_{name}") for name in OPS)
@@ -55,7 +56,7 @@ def _load() -> ctypes.CDLL:
     source = _SOURCES / "direct" / "ops.cpp"
     for path in (source, _SOURCES / "kernels.h", _SOURCES / "matmul_call.h"):
         digest.update(path.read_bytes())
-    path = config.cache_directory() / "cpu" / f"direct-{digest.hexdigest()[:24]}.so"
+    path = cache_folder("cpu") / f"direct-{digest.hexdigest()[:24]}.so"
     if not is_intact(path):
         build(path, [source], _FLAGS, _LIBRARIES)
     return ctypes.CDLL(str(path))

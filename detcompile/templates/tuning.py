@@ -10,7 +10,8 @@ gate compares schedules with each other, not with `SumOrder.evaluate`. Row reduc
 
 Decisions live in ``<cache>/schedules/<template>-<digest>.json``; the digest covers the device, the versions and the
 template's source. Writers merge under a file lock and replace the file atomically; a file that does not parse, or that
-was written for something else, is rebuilt.
+was written for something else, is rebuilt. One that somebody else could have written is neither read nor written: it
+could name schedules that the gate never admitted.
 """
 
 import contextvars
@@ -33,6 +34,7 @@ import triton
 
 from detcompile.config import cache_directory
 from detcompile.errors import ScheduleError
+from detcompile.storage import CACHE_ADVICE, distrust
 
 __all__ = [
     "Decision",
@@ -81,6 +83,7 @@ class Tuner:
         self.environment = dict(environment)
         digest = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
         self.path = directory / f"{template}-{digest}.json"
+        self._distrust = _distrust_of(self.path)
         self._decisions = self._read()
 
     def choose(
@@ -194,6 +197,8 @@ class Tuner:
         return True
 
     def _read(self) -> dict[str, Decision]:
+        if self._distrust:
+            return {}
         try:
             content = json.loads(self.path.read_text())
             if content["environment"] != self.environment:
@@ -203,15 +208,18 @@ class Tuner:
             return {}  # missing, corrupted or foreign: the gate simply runs again
 
     def _write(self, problem: str) -> None:
+        if self._distrust:
+            return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             with _locked(self.path.with_suffix(".lock")):
                 merged = self._read()
                 merged.setdefault(problem, Decision()).absorb(self._decisions[problem])
                 content = {"environment": self.environment, "decisions": {p: asdict(d) for p, d in merged.items()}}
                 _replace(self.path, json.dumps(content, indent=1, sort_keys=True))
         except OSError as error:
-            warnings.warn(f"schedule decisions are not kept: {self.path}: {error}", stacklevel=3)
+            reason = error.strerror or error
+            warnings.warn(f"schedule decisions are not kept: {self.path}: {reason}. {CACHE_ADVICE}", stacklevel=3)
 
 
 def template_tuner(template: str, sources: tuple[str | None, ...], device: torch.device) -> Tuner:
@@ -300,6 +308,19 @@ def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) ->
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e-3 / len(launches))
     return sorted(times)[len(times) // 2]
+
+
+def _distrust_of(path: Path) -> str:
+    """Why decisions in this file may be somebody else's, which is told; empty if they are not, or there are none."""
+    try:
+        folder = path.parent
+        reason = distrust(folder) if folder.exists() else ""
+        reason = reason or (distrust(path) if path.exists() else "")
+    except OSError as error:
+        reason = f"{path}: {error.strerror}"
+    if reason:
+        warnings.warn(f"schedule decisions are neither read nor kept: {reason}. {CACHE_ADVICE}", stacklevel=4)
+    return reason
 
 
 def _reference_bits(template: str, problem: str, reference: S, bits: Callable[[S], bytes]) -> bytes:

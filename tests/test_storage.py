@@ -5,19 +5,15 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
-import detcompile
-from detcompile import DetcompileError, StorageError, config
+from detcompile import StorageError, config
 from detcompile.storage import cache_folder, disk_failure, distrust, put
 from detcompile.templates import shared_objects
 from detcompile.templates.tuning import Tuner
-from tests.models import random_model
 
 OTHER = 4711  # a user that is neither this one nor root
 

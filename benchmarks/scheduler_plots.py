@@ -9,7 +9,7 @@ __all__ = ["SIMULATED", "scheduler_plots"]
 
 SIMULATED = "schedulers-simulated-d93cac2.json"
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 320, 44, 50, 64
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 780, 340, 64, 66, 64
 COLORS = ("#2a6f97", "#81b29a", "#e07a5f", "#9a6fb0")
 
 Lines = dict[str, list[tuple[float, float]]]  # legend -> points, x ascending
@@ -27,7 +27,7 @@ def scheduler_plots(results: Path) -> dict[str, str]:
             ("median to the first token", "ttft_p50_ms"),
         )
     }
-    title = "Schedulers on one trace: milliseconds (log) over requests a second"
+    title = "Schedulers on one trace, by load"
     note = f"simulated: real scheduler, cost model of an H200 with an 8B model; commit {report['commit']}"
     return {"schedulers.svg": log_lines(title, note, panels)}
 
@@ -49,6 +49,10 @@ def log_lines(title: str, note: str, panels: dict[str, Lines]) -> str:
         _, y = at(0, first, 10.0**power)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 4}" y="{y + 4:.1f}" font-size="10" text-anchor="end">{10**power}</text>')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(
+        f'<g transform="translate(14 {middle:.1f}) rotate(-90)"><text {_TITLE}>milliseconds, log scale</text></g>'
+    )
     for place, legend in enumerate(next(iter(panels.values()))):
         x = LEFT + 170 * place
         parts.append(f'<rect x="{x}" y="30" width="10" height="10" fill="{COLORS[place]}"/>')
@@ -56,6 +60,8 @@ def log_lines(title: str, note: str, panels: dict[str, Lines]) -> str:
     for panel, (name, lines) in enumerate(panels.items()):
         middle = LEFT + (panel + 0.5) * wide
         parts.append(f'<text x="{middle:.1f}" y="56" font-size="11" text-anchor="middle">{escape(name)}</text>')
+        below = HEIGHT - BOTTOM + 32
+        parts.append(f'<text x="{middle:.1f}" y="{below}" {_TITLE}>requests a second</text>')
         for color, line in zip(COLORS, lines.values()):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(panel, *point) for point in line))
             parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
@@ -66,6 +72,7 @@ def log_lines(title: str, note: str, panels: dict[str, Lines]) -> str:
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
 
 
+_TITLE = 'font-size="11" text-anchor="middle"'
 _SMALL = 'font-size="10" text-anchor="middle"'
 
 

@@ -1,10 +1,12 @@
 """The plots in docs are those of the results they name."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
-from benchmarks.plots import PLOTS, bars, plots
+from benchmarks.bar_charts import Panel, bar_chart
+from benchmarks.plots import PLOTS, plots
 from benchmarks.scheduler_plots import log_lines
 
 
@@ -16,9 +18,18 @@ def test_the_plots_are_up_to_date():
 
 
 def test_a_bar_is_as_high_as_its_value():
-    svg = bars("t", "n", {"ours": {"a": 1.0, "b": 2.0}})
+    svg = bar_chart("t", "n", [Panel("x", "y", {"ours": {"a": 1.0, "b": 2.0}})])
     _page, _legend, one, two = (float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)', svg))
     assert two == pytest.approx(2 * one, rel=1e-3)
+
+
+def test_labels_of_many_groups_do_not_touch():
+    groups = [f"256×{512 + place}" for place in range(20)]
+    svg = bar_chart("t", "n", [Panel("x", "y", {"ours": dict.fromkeys(groups, 1.0)})])
+    drawn = re.findall(r'<text x="([\d.]+)" y="[\d.]+" font-size="([\d.]+)" text-anchor="middle">(256×\d+)</text>', svg)
+    assert [group for _x, _size, group in drawn] == groups
+    edges = [(float(x), 0.65 * float(size) * len(group) / 2) for x, size, group in drawn]
+    assert all(x + half < y - other for (x, half), (y, other) in pairwise(edges))
 
 
 def test_a_line_climbs_by_the_logarithm_of_its_values():

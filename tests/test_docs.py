@@ -28,6 +28,7 @@ def anchors(text: str) -> set[str]:
 
 def broken_links(text: str, folder: Path) -> list[str]:
     """The relative links of a page in ``folder`` that lead to no file, or to no heading of it."""
+
     def leads(link: str) -> bool:
         path, _, anchor = link.partition("#")
         if not (folder / path).exists():
@@ -59,6 +60,15 @@ def test_the_contract_names_every_axis_and_tests_that_exist() -> None:
         for name in re.findall(r"(?:tests/)?[\w/]*(?:test_\w+\.py|parallel/)", row):
             folder = (ROOT / name).parent if name.startswith("tests/") else folder
             assert (folder / Path(name).name).exists(), name
+
+
+def test_recipes_name_files_and_tests_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert text.count("\nFails until done: ") == text.count("\n### ") == 4
+    named = re.findall(r"`((?:detcompile|tests|docs)/[^`*\s]*)`", text)
+    for path, _, test in (name.partition("::") for name in named):
+        assert (ROOT / path).exists(), path
+        assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
 
 
 def test_the_manual_of_speeds_stays_a_manual() -> None:

@@ -77,6 +77,7 @@ def make_drafter(kind: str, device: str, num_tokens: int, siblings: int, num_seq
         return target(device).drafter(num_tokens, layers=1, **chain)
     if kind == "layer skip":
         return target(device).drafter(num_tokens, layers=(1,), **chain)
+    assert kind == "medusa", f"{kind}: no such drafter"
     heads = random_heads(seed, 1 + num_tokens % 4, own=seed % 2 == 0, num_layers=1 + seed % 2)
     paths = [(0,), (1,), (1, 0), (1, 2)] if siblings and heads.num_heads > 1 else None
     return target(device).medusa_drafter(heads, num_nodes=num_tokens, num_candidates=siblings + 1, paths=paths)

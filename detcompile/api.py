@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from detcompile.checkpoints import load_checkpoint, require_json
 from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.lowering import lower
 from detcompile.passes.positions import position_tables
-from detcompile.passes.quantized_checkpoints import load_quantized, quantization_of
 from detcompile.remote_model import compile_in_workers
 
 __all__ = ["TINY", "compile", "compile_here", "load_model"]
@@ -120,31 +120,29 @@ def load_model(
     Args:
         random: the folder's (or file's) config with random weights.
         dtype: default: the checkpoint's own. device: default: a GPU if there is one.
+
+    Raises:
+        InvalidInput: no such model, a file that is missing or damaged, or a weight that no file has.
     """
     path = EMBEDDED.get(str(name)) or Path(name)
     if not path.exists():
         embedded = " or ".join(map(repr, EMBEDDED))
         raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {embedded}")
     device = _device(device)
-    try:
-        if random:
-            return _random_model(path, dtype, device)
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        settings = quantization_of(config)
-        if settings is not None:
-            model = load_quantized(path, config, settings, dtype or "auto")
-        else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{name} cannot be loaded as a causal LM: {error}") from error
-    return model.to(device).eval()
+    return _random_model(path, dtype, device) if random else load_checkpoint(path, dtype).to(device).eval()
 
 
 def _random_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path)
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32).eval()
+    require_json(path.parent, [path.name]) if path.is_file() else require_json(path, ["config.json"])
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32).eval()
+    except MemoryError:
+        raise
+    except Exception as error:  # a config may say anything
+        raise InvalidInput(f"{path} is no config of a causal LM: {type(error).__name__}: {error}") from error
 
 
 def _device(device: str | torch.device | None) -> torch.device:

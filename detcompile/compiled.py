@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from detcompile.checkpoints import load_tokenizer
 from detcompile.errors import InvalidInput
 from detcompile.fingerprints import fingerprint, fingerprint_parts
 from detcompile.numerics import Numerics
@@ -104,11 +105,12 @@ class CompiledModel:
 
     @cached_property
     def tokenizer(self) -> Any | None:
-        """The tokenizer in the folder that the model was loaded from; None if there is none."""
-        try:
-            return AutoTokenizer.from_pretrained(self.model.name_or_path, local_files_only=True)
-        except (OSError, ValueError):
-            return None
+        """The tokenizer in the folder that the model was loaded from; None if there is none.
+
+        Raises:
+            InvalidInput: it is damaged.
+        """
+        return load_tokenizer(self.model.name_or_path)
 
     def engine(
         self,

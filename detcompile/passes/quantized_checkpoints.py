@@ -49,15 +49,19 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def load_quantized(
-    path: Path, config: PretrainedConfig, settings: dict[str, Any], dtype: torch.dtype | str
-) -> PreTrainedModel:
-    """The causal LM of a local folder, its quantised linears as QuantizedLinear, on the CPU.
+    path: Path, config: PretrainedConfig, settings: dict[str, Any], **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The causal LM of a local folder, its quantised linears as QuantizedLinear, on the CPU; and what was not found.
+
+    Args:
+        options: of from_pretrained, output_loading_info among them.
 
     Raises:
         UnsupportedModel: the checkpoint quantises something other than linears, or in a way that is not read.
     """
     config.quantization_config = {"quant_method": METHOD, "checkpoint": settings}
-    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
+    model, found = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    return model, found
 
 
 class PackedLinear(nn.Module):

@@ -22,6 +22,7 @@ from detcompile.exported import ExportedModel, load
 from detcompile.exporting import export
 from detcompile.numerics import Numerics
 from detcompile.passes.backend import Backend, detcompile_backend
+from detcompile.passes.calls import enter_calls
 from detcompile.passes.certificate import Certificate
 from detcompile.runtime.draft_tree import DraftTree
 from detcompile.runtime.drafters import NGramDrafter
@@ -72,4 +73,5 @@ __all__ = [
 __version__ = "0.1.0"
 
 register_backend(detcompile_backend, name="detcompile")  # torch.compile(model, backend="detcompile")
+enter_calls()  # before torch.compile sees a backend of ours
 settle_ptxas()  # at import: a kernel that Inductor compiles before it would have another assembler

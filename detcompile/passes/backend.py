@@ -1,9 +1,10 @@
 """The torch.compile backend: rewrite, certify, then lower through Inductor.
 
-torch.compile(model, backend="detcompile")                          any module, or
-torch.compile(model, backend=Backend(numerics), fullgraph=True)     to keep the certificate
+torch.compile(model, backend="detcompile")              any module, or
+torch.compile(model, backend=Backend(numerics))         to keep the certificate
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,16 +14,19 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from detcompile.errors import DetcompileError, UncertifiedOp, UnsupportedModel
+from detcompile.errors import DetcompileError, InvalidInput, UncertifiedOp, UnsupportedModel
 from detcompile.numerics import Numerics
 from detcompile.passes.attention import pin_sdpa
+from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
 from detcompile.passes.certificate import Certificate, Role, certify
 from detcompile.passes.direct_calls import call_directly
 from detcompile.passes.gates import fuse_gated_products
 from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.plain_graph import run_plainly
+from detcompile.passes.provenance import sympy_size
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
+from detcompile.passes.traced_call import TracedCall
 from detcompile.templates.direct_ops import direct_ops
 from detcompile.templates.float_mode import in_float_mode
 
@@ -48,14 +52,16 @@ class Backend:
 
     Args:
         numerics: the declared orders.
-        roles_of: the Role of a tensor input from its name and fake value in Dynamo's graph; default: parameters and
-            buffers are weights; of any other tensor the first dimension holds a batch, every symbolic one rows.
+        roles_of: the Role of a tensor input from its name and fake value in Dynamo's graph. Default: what the caller
+            gives holds a batch in its first dimension, which is made symbolic, and rows in every other symbolic one;
+            what the compiled module holds are weights; and every output has the batch in its first dimension.
         expected_attention: attention calls a causal LM makes; None for any other module.
         certify_only: run the certified graph as it is, without Inductor (to trace, not to serve).
         lower: what compiles the certified graph.
         expected_recurrences: its calls that carry a state from token to token.
         join_weights: linears of one input share a product: their weights become views of one tensor, and have to
             stay so.
+        graph_breaks: "raise", or "warn" where torch did not make one graph of a whole call.
     """
 
     def __init__(
@@ -67,9 +73,12 @@ class Backend:
         join_weights: bool = False,
         lower: Callable[..., Compiled] = compile_fx_inner,
         expected_recurrences: int = 0,
+        graph_breaks: str = "raise",
     ) -> None:
+        if graph_breaks not in GRAPH_BREAKS:
+            raise InvalidInput(f"graph_breaks={graph_breaks!r}: it is one of {', '.join(map(repr, GRAPH_BREAKS))}")
         self.numerics = numerics
-        self.roles_of = roles_of or default_role
+        self.roles_of = roles_of
         self.expected_attention = expected_attention
         self.expected_recurrences = expected_recurrences
         self.certify_only = certify_only
@@ -77,11 +86,21 @@ class Backend:
         self.lower = lower
         self.certificates: list[Certificate] = []
         self.programs: list[Program] = []
+        self.graph_breaks = graph_breaks
+        self.backend_ctx_ctor = self.around_calls({})  # where torch._dynamo.optimize is called with this object itself
+
+    def around_calls(self, options: Mapping[str, Any]) -> Callable[[], Call]:
+        """What torch.compile enters around each call."""
+        return functools.partial(Call, self.graph_breaks, self.roles_of is None)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
         if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
-        roles = [self._role(node) for node in gm.graph.find_nodes(op="placeholder")]
+        traced = TracedCall(call.owner if (call := current_call()) is not None else None)
+        _refuse(traced.left_behind(), "the module keeps state from call to call, so that a row follows earlier batches")
+        if self.roles_of is None:
+            _refuse(traced.identified(), "the module looks at more of its arguments than their values")
+        roles = [self._role(node, traced) for node in gm.graph.find_nodes(op="placeholder")]
         checked = _only_checked(gm)
         pin_sdpa(gm, self.numerics.kv_chunk)
         named: dict[str, Role] = {}
@@ -99,6 +118,8 @@ class Backend:
                 weights = {i for i, role in enumerate(roles) if role.kind == "weight"}
                 groups.extend(lift_weights(fuse_gated_products(fuse_siblings(graph_module)), weights))
                 inputs = _with_joined(graph_module, inputs, groups)
+            if self.roles_of is None:
+                _refuse(traced.splits(), "the module looks at the number of rows")  # torch's decompositions may too
             # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
             self.certificates.append(self._certify(graph_module, named))
             if self.certify_only:
@@ -113,11 +134,13 @@ class Backend:
         wide = {positions[0]: joined([example_inputs[i] for i in positions]) for positions in groups}
         run = _in_float_mode(run, example_inputs)
         self.programs.append(Program(run, values, list(example_inputs), roles, wide, checked))
-        return _fed(run, wide)
+        return reporting(_fed(run, wide))
 
-    def _role(self, node: fx.Node) -> Role:
+    def _role(self, node: fx.Node, traced: TracedCall) -> Role:
         value = node.meta.get("example_value")
-        return self.roles_of(str(node.target), value) if isinstance(value, torch.Tensor) else Role("weight")
+        if not isinstance(value, torch.Tensor):
+            return Role("weight")
+        return self.roles_of(str(node.target), value) if self.roles_of else role_by_source(node, value, traced)
 
     def _post_grad(self, named: Mapping[str, Role], inputs: Sequence[Any]) -> GraphPass:
         """What runs behind Inductor's own rewrites, unless its cache has the graph; that then finds what it calls."""
@@ -135,7 +158,8 @@ class Backend:
         return rewrite(pin_collectives(gm, self.numerics))
 
     def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:
-        return certify(gm.graph, named, self.numerics, self.expected_attention, self.expected_recurrences)
+        expected = (self.expected_attention, self.expected_recurrences)
+        return certify(gm.graph, named, self.numerics, *expected, leading="batch" if self.roles_of is None else None)
 
 
 def _only_checked(gm: fx.GraphModule) -> frozenset[int]:
@@ -178,28 +202,63 @@ def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
     return in_float_mode(run, torch.device("cpu"), torch.get_num_threads())
 
 
-def default_role(name: str, value: torch.Tensor) -> Role:
-    """Parameters and buffers are weights; of any other tensor the first and every symbolic dimension holds rows.
+def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Role:
+    """What the compiled module holds are weights; of an argument the first and every symbolic dimension holds rows.
 
     Raises:
-        UncertifiedOp: a first dimension of extent 1, over which a reduction would not be seen.
+        UncertifiedOp: an argument whose first dimension is a number, where a count would be seen as a constant.
     """
-    if isinstance(value, torch.nn.Parameter) or "_parameters_" in name or "_buffers_" in name:
+    given = node.meta.get("grapharg")
+    source = getattr(given, "source", None)
+    name = source.name if source is not None else str(node.target)
+    is_argument = traced.is_argument(source) if source is not None else None
+    call = current_call()
+    if is_argument is None:
+        _refuse([f"{name}: neither an argument of the call nor held by the module"], "an input of unknown origin")
+    if not is_argument:
+        if call is not None and any(given.example is argument for argument in call.arguments):
+            _refuse([f"{name}: held by the module, and an argument of the call"], "an input of two origins")
         return Role("weight")
-    if value.dim() and not isinstance(value.shape[0], torch.SymInt) and value.shape[0] == 1:
-        reason = f"input {name} has one row: what an operation over the batch does cannot be seen at an extent of 1"
-        raise UncertifiedOp(f"{reason}. Trace with two rows or more, or mark the dimension dynamic.", (reason,))
+    rows = {d: f"dim {d}" for d, size in enumerate(value.shape) if sympy_size(size).free_symbols}
     names = {0: "batch", 1: "tokens"}
-    rows = {
-        d: names.get(d, f"dim {d}") for d, size in enumerate(value.shape) if d == 0 or isinstance(size, torch.SymInt)
-    }
-    return Role("rows", rows)
+    if value.dim() and 0 not in rows:
+        if call is not None and call.graph_breaks == "warn" and value.shape[0] > 1:  # a later part of a broken graph
+            return Role("rows", {0: "batch"} | {d: names.get(d, name) for d, name in rows.items()})
+        _refuse(
+            [*traced.splits(), f"{name} has {int(value.shape[0])} rows in every call of this graph"],
+            "the number of rows is fixed, so that a value may follow it. Where no code of the module looks at it, "
+            "torch._dynamo.decorators.mark_unbacked(tensor, 0) before the call makes it unknown to torch's own code "
+            "too; tensors inside objects other than lists, tuples and dicts have to be marked in any case",
+        )
+    return Role("rows", {d: names.get(d, name) for d, name in rows.items()})
 
 
-def detcompile_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
-    """The backend by name, with ``options={"numerics": Numerics(...)}`` to choose the orders."""
-    numerics = (kwargs.get("options") or {}).get("numerics", Numerics())
-    return Backend(numerics)(gm, example_inputs)
+def _refuse(lines: Sequence[str], why: str) -> None:
+    if lines:
+        listed = "\n  ".join(lines)
+        raise UncertifiedOp(f"{why}:\n  {listed}\nNothing was compiled.", tuple(lines))
+
+
+class NamedBackend:
+    """The backend by name: ``options`` may hold "numerics" and "graph_breaks", as Backend takes them."""
+
+    __name__ = "detcompile"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+        return _with_options(kwargs.get("options") or {})(gm, example_inputs)
+
+    def around_calls(self, options: Mapping[str, Any]) -> Callable[[], Call]:
+        return _with_options(options).around_calls({})
+
+
+def _with_options(options: Mapping[str, Any]) -> Backend:
+    unknown = options.keys() - {"numerics", "graph_breaks"}
+    if unknown:
+        raise InvalidInput(f"options={dict(options)!r}: {', '.join(sorted(unknown))} is none of numerics, graph_breaks")
+    return Backend(**{"numerics": Numerics(), **options})
+
+
+detcompile_backend = NamedBackend()
 
 
 def cause(error: BaseException) -> DetcompileError | None:

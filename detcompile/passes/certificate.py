@@ -17,7 +17,7 @@ from torch import fx
 
 from detcompile.errors import UncertifiedOp
 from detcompile.numerics import Numerics
-from detcompile.passes.context import Context, require_arguments, size_arithmetic
+from detcompile.passes.context import Context, place_of, require_arguments, size_arithmetic, source_of
 from detcompile.passes.provenance import (
     LAYOUT,
     SIZE,
@@ -115,6 +115,7 @@ def certify(
     numerics: Numerics,
     expected_attention: int | None,
     expected_recurrences: int = 0,
+    leading: str | None = None,
 ) -> Certificate:
     """Prove the graph or raise UncertifiedOp naming every offender.
 
@@ -124,6 +125,7 @@ def certify(
         numerics: the declared orders.
         expected_attention: attention calls the model makes; None if the graph is not a causal LM.
         expected_recurrences: calls that carry a state from token to token, of a causal LM.
+        leading: the row space that the first dimension of every output has to be; None if the caller knows.
     """
     context = _context(graph, roles)
     entries, offenders = [], []
@@ -140,7 +142,7 @@ def certify(
             try:
                 context.states[node], entry, order = _certify_node(node, context, numerics)
             except Refusal as refusal:
-                offenders.append(f"{node.target} at {place_of(node)}: {refusal}")
+                offenders.append(f"{node.target} at {source_of(node)}: {refusal}")
                 context.states[node] = None
             else:
                 if entry:
@@ -148,10 +150,10 @@ def certify(
                 if order:
                     sums[order] = None
         elif node.op in ("call_module", "call_method"):
-            offenders.append(f"{node.target} at {place_of(node)}: not an ATen operation")
+            offenders.append(f"{node.target} at {source_of(node)}: not an ATen operation")
             context.states[node] = None
         elif node.op == "output" and not offenders:
-            offenders.extend(lost_of(node, context))
+            offenders.extend(lost_of(node, context, leading))
     for kind, expected in (("attention", expected_attention), ("recurrence", expected_recurrences)):
         found = sum(entry.kind == kind for entry in entries)
         if expected_attention is not None and found != expected and not offenders:
@@ -162,7 +164,9 @@ def certify(
 
 
 def _refusal_text(offenders: list[str]) -> str:
-    listed = "\n  ".join(offenders[:20])
+    times = Counter(offenders)
+    listed = "\n  ".join(f"{count} × {line}" if count > 1 else line for line, count in list(times.items())[:20])
+    listed += f"\n  and {len(times) - 20} other lines" if len(times) > 20 else ""
     return (
         f"{len(offenders)} operation(s) could make a row's bits depend on other rows:\n  {listed}\n"
         "Rewrite them row by row, or compile a model without them; nothing was compiled."
@@ -301,13 +305,3 @@ def layer_of(node: fx.Node) -> str:
     """Path of the innermost module that produced the node, as the Hugging Face model names it."""
     stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return stack[-1].removeprefix("L['self'].").removeprefix("model.") if stack else ""
-
-
-def place_of(node: fx.Node) -> str:
-    """File, line and function of the model's source that produced the node, innermost frame."""
-    trace = node.meta.get("stack_trace")
-    frames = [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
-    if not frames:
-        return "no source recorded"
-    file, line, where = frames[-1].removeprefix("File ").split(", ")[:3]
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')} {where}"

@@ -11,14 +11,18 @@ from detcompile.passes.provenance import shape_of
 __all__ = ["join_fills"]
 
 aten = torch.ops.aten
+ALL = 2**63 - 1
 ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.full.default)
 
 
 def join_fills(gm: fx.GraphModule) -> fx.GraphModule:
     """slice_scatter(slice_scatter(empty, a, d, 0, n), b, d, n, m)  ->  cat([a, b], d)        where m is the extent of d
 
-    Only a fill without a gap is rewritten; where one has a gap, the certificate names what was not written.
+    Only a fill without a gap is rewritten; where one has a gap, the certificate names what was not written. Slices
+    of everything, as of an unknown number of rows, are left out first.
     """
+    if gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        _drop_whole_slices(gm)
     for node in reversed(gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default)):
         slices = _slices(node)
         if slices is not None:
@@ -26,6 +30,19 @@ def join_fills(gm: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(joined)
     gm.graph.eliminate_dead_code()
     return gm
+
+
+def _drop_whole_slices(gm: fx.GraphModule) -> None:
+    """slice(x, d, 0, all)  ->  x        and        slice_scatter(x, y, d, 0, all)  ->  y"""
+    for target, first in ((aten.slice.Tensor, 1), (aten.slice_scatter.default, 2)):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            kept = node.args[first - 1]
+            _, start, end, step = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
+            of_all = start in (0, None) and step == 1 and (end is None or end == ALL)
+            as_wide = shape_of(kept) == shape_of(node) and kept.meta["val"].dtype == node.meta["val"].dtype
+            if of_all and not node.kwargs and as_wide:
+                node.replace_all_uses_with(kept)
+                gm.graph.erase_node(node)
 
 
 def _slices(last: fx.Node) -> list[fx.Node] | None:

@@ -14,7 +14,7 @@ from detcompile.errors import DetcompileError
 from detcompile.numerics import Numerics, matmul_order
 from detcompile.parallel import process_group
 from detcompile.passes.canonicalize import VIEWS, insert
-from detcompile.passes.certificate import place_of
+from detcompile.passes.context import place_of
 from detcompile.passes.matmuls import transposed_weight
 
 __all__ = ["pin_collectives"]

@@ -1,9 +1,11 @@
 """What the certificate asks of a graph as a whole: where its results are, and what only an assertion reads."""
 
+from collections.abc import Sequence
+
 from torch import fx
 
-from detcompile.passes.context import Context
-from detcompile.passes.provenance import Rows, describe, is_feature
+from detcompile.passes.context import Context, source_of
+from detcompile.passes.provenance import Dim, Rows, Size, describe, is_feature
 
 __all__ = ["is_assertion", "lost_of", "only_checked"]
 
@@ -22,24 +24,36 @@ def is_assertion(node: fx.Node) -> bool:
     return str(node.target).startswith(("aten._assert", "aten.sym_constrain"))
 
 
-def lost_of(output: fx.Node, context: Context) -> list[str]:
+def lost_of(output: fx.Node, context: Context, leading: str | None = None) -> list[str]:
     """What the caller of the graph would not find: logits in the rows it asked for, keys and values in their caches.
 
     Nor a result with a copy of all rows for each of as many places as a count says, which look like rows themselves.
+
+    Args:
+        leading: the row space that the first dimension of every output has to be, unless the output reads no row.
     """
     lost = []
-    for place, state in enumerate(context.states[arg] for arg in output.all_input_nodes):
+    for place, arg in enumerate(output.all_input_nodes):
+        state = context.states[arg]
+        if isinstance(state, Size) and leading is not None:
+            lost.append(f"output {place}: is computed from a token or batch count")
         if not isinstance(state, Rows):
             continue
-        shown = f"output {place}: holds {' '.join(map(describe, state.dims))}"
+        shown = f"output {place} of {source_of(arg)}: holds {' '.join(map(describe, state.dims))}"
         if context.final_gather and not _is_chosen(state, context):
             lost.append(f"{shown}, not the rows that the caller chose")
         elif any(axis.row is None and axis.size.free_symbols for dim in state.dims for axis in dim):
             lost.append(f"{shown}, an extent computed from a token or batch count that is no row")
+        elif leading is not None and state.row_spaces and not _is_row(state.dims[:1], leading):
+            lost.append(f"{shown}, and its first dimension is not the {leading}")
     for cache in context.caches:
         if cache not in context.kept:
             lost.append(f"{cache.part}[{cache.index}]: what attention wrote is not kept for the next step")
     return lost
+
+
+def _is_row(dims: Sequence[Dim], name: str) -> bool:
+    return [axis.row for dim in dims for axis in dim] == [name]
 
 
 def _is_chosen(state: Rows, context: Context) -> bool:

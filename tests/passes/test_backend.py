@@ -72,10 +72,10 @@ def test_masked_attention_is_refused_by_name() -> None:
     assert isinstance(cause(refused.value), detcompile.UncertifiedOp)
 
 
-@pytest.mark.parametrize(("rows", "said"), [(4, "over"), (1, "has one row")])
-def test_a_mean_over_a_batch_is_refused(rows: int, said: str) -> None:
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_mean_over_a_batch_is_refused(rows: int) -> None:
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="depend on other rows"):
         torch.compile(lambda x: x - x.mean(0), backend="detcompile")(torch.randn(rows, 8))
 
 

@@ -145,7 +145,7 @@ REFUSED = {
     "another tree below": (lambda x, w: product(x, w, [4]), "a subtree \\(4,\\) on each of 2 ranks"),
     "ranks that were not declared": (lambda x, w: product(x, w, [2], [3]), "on each of 3 ranks"),
     "a bias of rows": (lambda x, w: product(x, w, bias=x[:, 0]), "the bias"),
-    "a weight of rows": (lambda x, w: product(x[:8], x), "the second matrix"),
+    "a weight of rows": (lambda x, w: product(x, x), "the second matrix"),
     "a partial sum that is read": (lambda x, w: of_experts(x, w) * 2, "a rank's partial sum is read by aten.mul"),
     "a partial sum that is returned": (lambda x, w: of_experts(x, w), "a rank's partial sum is read by output"),
     "a partial sum read beside its tree": (

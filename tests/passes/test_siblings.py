@@ -105,7 +105,8 @@ class Projections(nn.Module):
         self.biased = nn.Linear(48, 5, dtype=dtype)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.a(x), self.b(x.view(-1, 48)), self.tied(x), self.biased(x), x + self.tied.weight[0]
+        b = self.b(x.view(-1, 48)).view(*x.shape[:2], 20)
+        return self.a(x), b, self.tied(x), self.biased(x), x + self.tied.weight[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])

@@ -1,0 +1,198 @@
+"""One call of a compiled module: its batch is made symbolic before it, and one certified graph has to answer all of it.
+
+Dynamo asks a backend about the graphs that it makes. What it leaves to Python - modules that it does not trace, code
+between the graphs of a broken one, hooks of the compiled module, everything once it has compiled too often - no
+certificate sees. So torch.compile enters a Call around each call of what it compiled, and the graphs report to it.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch.fx.experimental import _config as shape_config
+from torch.nn.modules import module as module_calls
+from torch.utils import _contextlib
+from torch.utils._pytree import tree_leaves
+
+from detcompile.errors import UnsupportedModel
+
+__all__ = ["Call", "GRAPH_BREAKS", "current_call", "enter_calls", "reporting"]
+
+GRAPH_BREAKS = ("raise", "warn")
+
+# Frames between a compiled one and torch.compile's own that compute nothing of the caller's.
+TRANSPARENT = {
+    (module_calls.__file__, "_wrapped_call_impl"),
+    (module_calls.__file__, "_call_impl"),  # with hooks it goes on in `inner`
+    (_contextlib.__file__, "decorate_context"),  # @torch.no_grad()
+}
+# Counts are symbols from zero up, of the first dimension alone: every other extent is what it is, and has its graph.
+ONE_GRAPH_A_SHAPE = dynamo_config._make_closure_patcher(
+    assume_static_by_default=True,
+    automatic_dynamic_shapes=False,
+    force_parameter_static_shapes=False,  # of a parameter that is given as an argument
+    recompile_limit=64,
+)
+FROM_ZERO_UP = shape_config._make_closure_patcher(backed_size_oblivious=True)
+LOUD = dynamo_config._make_closure_patcher(suppress_errors=False, fail_on_recompile_limit_hit=True)
+ADVICE = 'Compile a part that torch traces as a whole, or take options={"graph_breaks": "warn"}.'
+TOO_OFTEN = (
+    "torch made a graph for each extent and number that this module was called with, and makes no more. Mark a "
+    "dimension of rows that varies by torch._dynamo.mark_dynamic(tensor, dim), or call it with fewer lengths."
+)
+MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+
+_threads = threading.local()
+
+
+class Call:
+    """Entered by torch.compile around each call.
+
+    Args:
+        graph_breaks: "raise" if not all of the call is one graph, or "warn".
+        mark_batch: make the first dimension of every tensor argument symbolic.
+
+    Attributes:
+        arguments: the tensors that the caller gave.
+        owner: of the compiled method; None if a function was compiled.
+    """
+
+    def __init__(self, graph_breaks: str, mark_batch: bool) -> None:
+        self.graph_breaks = graph_breaks
+        self.mark_batch = mark_batch
+        self.num_graphs = 0
+        self._frame: types.FrameType | None = _compile_wrapper()
+        given = self._frame.f_locals
+        leaves = tree_leaves((given["args"], given["kwargs"]))
+        self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.owner = getattr(given["fn"], "__self__", None)
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._raised_before: BaseException | None = sys.exc_info()[1]
+        if self.graph_breaks == "raise":
+            self._stack.enter_context(torch._dynamo.error_on_graph_break(True))
+            self._stack.callback(LOUD())
+        if self.mark_batch:
+            self._stack.callback(ONE_GRAPH_A_SHAPE())
+            self._stack.callback(FROM_ZERO_UP())
+            self._stack.enter_context(_marked(self.arguments))
+        self._stack.callback(setattr, _threads, "call", current_call())
+        _threads.call = self
+
+    def __exit__(self, *_: object) -> None:
+        """torch.compile tells nothing of an exception: whether one is under way is looked up."""
+        self._stack.close()
+        raised = sys.exc_info()[1]
+        new = raised is not self._raised_before
+        self._frame = self._raised_before = None  # which hold this call, and what it was given
+        self.arguments = []
+        if new and self.mark_batch and isinstance(raised, FailOnRecompileLimitHit):
+            raise UnsupportedModel(f"{TOO_OFTEN}\n{raised}") from raised
+        if new and self.mark_batch and isinstance(raised, Unsupported):
+            raise UnsupportedModel(f"torch does not make one graph of this call. {ADVICE}\n{raised}") from raised
+        if not new and not self.num_graphs:
+            self._complain("torch made no graph of this call")
+
+    def count_graph(self, frame: types.FrameType | None) -> None:
+        """A graph is about to run, called from ``frame``."""
+        self.num_graphs += 1
+        if self.num_graphs > 1:
+            self._complain("torch made several graphs of this call")
+            return
+        while frame is not None and _place(frame)[0] == eval_frame.__file__ and frame is not self._frame:
+            frame = frame.f_back
+        outside = frame and frame.f_back  # around the frame that was compiled
+        while outside is not None and outside is not self._frame and _place(outside) in TRANSPARENT:
+            outside = outside.f_back
+        if outside is None:
+            raise UnsupportedModel("a compiled graph was called by somebody else than the module it was made for")
+        if outside is not self._frame:
+            file, name = _place(outside)
+            hooks = " (hooks of the compiled module)" if file == module_calls.__file__ else ""
+            self._complain(f"{name} in {file}:{outside.f_lineno} calls the graph, and is no part of it{hooks}")
+
+    def _complain(self, found: str) -> None:
+        text = f"{found}: what Python computes there has no certificate, and may let rows meet."
+        if self.graph_breaks == "warn":
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            return
+        raise UnsupportedModel(f"{text} {ADVICE}")
+
+
+def current_call() -> Call | None:
+    """The innermost call of this thread that is under way."""
+    return getattr(_threads, "call", None)
+
+
+def reporting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that counts itself in the call that it answers."""
+
+    def counted(*given: Any) -> Any:
+        call = current_call()
+        if call is not None:
+            call.count_graph(sys._getframe(1))
+        return run(*given)
+
+    return counted
+
+
+def enter_calls() -> None:
+    """Have torch.compile enter what a backend's ``around_calls`` makes of its options.
+
+    torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend.
+    """
+    wrapper = torch._TorchCompileWrapper
+    make = wrapper.__init__
+
+    @functools.wraps(make)
+    def make_entered(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        around_calls = getattr(self.compiler_fn, "around_calls", None)
+        if around_calls is not None:
+            self.backend_ctx_ctor = around_calls(self.kwargs.get("options") or {})
+
+    if not hasattr(make, "__wrapped__"):  # the package may be imported anew
+        wrapper.__init__ = make_entered
+
+
+def _place(frame: types.FrameType) -> tuple[str, str]:
+    return frame.f_code.co_filename, frame.f_code.co_name
+
+
+def _compile_wrapper() -> types.FrameType:
+    """The frame of torch.compile that calls what it compiled."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if _place(frame)[0] == eval_frame.__file__ and {"fn", "args", "kwargs"} <= frame.f_locals.keys():
+            return frame
+        frame = frame.f_back
+    raise UnsupportedModel(f"torch {torch.__version__} calls compiled modules in a way that detcompile does not know")
+
+
+@contextlib.contextmanager
+def _marked(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Their first dimensions are symbolic for torch.compile meanwhile."""
+    before = []
+    for tensor in tensors:
+        own = tensor.__dict__
+        if tensor.dim() and 0 not in own.get(MARKS[0], ()):
+            before.append((own, {name: own[name] for name in MARKS if name in own}))
+            own[MARKS[0]] = {*own.get(MARKS[0], ()), 0}
+            own[MARKS[1]] = True
+    try:
+        yield
+    finally:
+        for own, had in reversed(before):  # one tensor may be given twice
+            for name in MARKS:
+                own.pop(name, None)
+            own.update(had)

@@ -1,0 +1,185 @@
+"""What Dynamo knows about the call it traces: where inputs come from, what the call leaves behind, and its guards."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._dynamo import side_effects, variables
+from torch._dynamo.source import (
+    GlobalSource,
+    LocalSource,
+    NNModuleSource,
+    Source,
+    TensorProperty,
+    TensorPropertySource,
+)
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from detcompile.errors import UnsupportedModel
+
+__all__ = ["TracedCall"]
+
+TORCH = str(Path(torch.__file__).parent)
+# Shape functions of torch's whose guards decide the strides of a fake result, or an error, and no value.
+OF_STRIDES = (("_subclasses/fake_impls.py", "conv"), ("_meta_registrations.py", "meta_copy_"))
+
+
+class TracedCall:
+    """The frame that Dynamo is compiling in this thread.
+
+    Args:
+        owner: of the method that was compiled, where there is one: what it holds is no argument.
+    """
+
+    def __init__(self, owner: object) -> None:
+        try:
+            translator = InstructionTranslator.current_tx()
+        except AttributeError:
+            raise UnsupportedModel("this backend takes graphs that torch.compile is tracing") from None
+        self._graph: Any = translator.output
+        self._code = translator.f_code
+        self._owner = owner
+
+    def is_argument(self, source: Source) -> bool | None:
+        """Whether the caller gave it, or the compiled callable holds it; None for what is neither."""
+        root = source
+        while True:
+            if isinstance(root, NNModuleSource):
+                return False
+            base = getattr(root, "base", None)
+            if base is None:
+                break
+            root = base
+        if isinstance(root, GlobalSource):
+            return False
+        if not isinstance(root, LocalSource):
+            return None
+        code, name = self._code, root.local_name
+        if name in code.co_freevars:
+            return False
+        num_names = code.co_argcount + code.co_kwonlyargcount
+        num_names += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args, **kwargs
+        if name not in code.co_varnames[:num_names]:
+            return None
+        value = self._graph.local_scope.get(name)
+        return not (isinstance(value, nn.Module) or (value is self._owner and value is not None))
+
+    def left_behind(self) -> list[str]:
+        """What the next call would find changed, and what is drawn anew at each: one line for each."""
+        effects = self._graph.side_effects
+        found = [line for var in effects.id_to_variable.values() for line in _changes(var, effects, self._graph)]
+        if self._graph.random_calls:
+            found.append("Python's random numbers are drawn anew in each call: draw them before it, and give them")
+        if effects.tensor_hooks:
+            found.append("hooks are put on tensors")
+        return found
+
+    def splits(self) -> list[str]:
+        """Guards under which another number of rows would be traced anew, as other code: one line for each."""
+        shape_env = self._graph.shape_env
+        counts = {symbol for symbol, sources in shape_env.var_to_sources.items() if any(map(self._is_count, sources))}
+        counts |= {symbol for name in counts for symbol in shape_env.replace(name).free_symbols}
+        found = {}
+        for guard in shape_env.guards:
+            expr = guard.expr
+            if not expr.free_symbols & counts or _of_equal_counts(expr, counts) or _holds(expr, counts):
+                continue
+            if not _of_strides(guard.sloc):
+                found[f"{_readable(expr, shape_env)} at {_line_of(guard.sloc)}: of some numbers of rows alone"] = None
+        return list(found)
+
+    def identified(self) -> list[str]:
+        """Tensor arguments whose identity the traced code asked for: one line for each."""
+        guards = [guard for guard in self._graph.guards if guard.create_fn_name() == "ID_MATCH"]
+        sources = {guard.originating_source for guard in guards if self.is_argument(guard.originating_source)}
+        given = {arg.source for arg in self._graph.graphargs if isinstance(arg.example, torch.Tensor)}
+        return [f"{source.name}: which object it is" for source in sources & given]
+
+    def _is_count(self, source: Source) -> bool:
+        is_extent = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx == 0
+        return is_extent and self.is_argument(source) is True
+
+
+def _changes(var: Any, effects: side_effects.SideEffects, graph: Any) -> Iterator[str]:
+    existing = isinstance(var.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
+    if not existing or var in effects.ignore_mutation_on_these_variables or not effects.is_modified(var):
+        return
+    name = getattr(var, "local_name", None) or _name_of(var.source)
+    assigned = effects.store_attr_mutations.get(var, {})
+    for attribute, value in assigned.items():
+        if not _is_as_before(var, attribute, value, graph):
+            of = "" if isinstance(var, variables.NewGlobalVariable) else f"{name}."
+            yield f"{of}{attribute} is assigned{_at(effects, var)}"
+    has_new_items = getattr(var, "has_new_items", lambda: True)  # of a dict
+    has_new_content = getattr(var, "is_base_vt_modified", lambda _: False)  # of an object that is a list or dict too
+    if has_new_content(effects) if assigned else has_new_items():
+        yield f"{name} is changed{_at(effects, var)}"
+
+
+def _name_of(source: Source | None) -> str:
+    try:
+        return "a value of the caller's" if source is None else source.name
+    except NotImplementedError:  # a cell that two functions share has no name in the frame
+        return "a variable of the function around"
+
+
+def _is_as_before(var: Any, attribute: str, value: Any, graph: Any) -> bool:
+    """Whether a constant is put where it already stands."""
+    if not value.is_python_constant():
+        return False
+    missing = object()
+    if isinstance(var, variables.NewGlobalVariable):
+        present = graph.global_scope.get(attribute, missing)
+    else:
+        present = getattr(getattr(var, "value", missing), attribute, missing)
+    constant = value.as_python_constant()
+    plain = (bool, int, float, str, type(None))
+    return isinstance(constant, plain) and type(present) is type(constant) and present == constant
+
+
+def _at(effects: Any, var: Any) -> str:
+    """Where the model's own source does it, where this torch keeps that."""
+    stacks = getattr(effects, "mutation_user_stacks", {}).get(var) or [[]]
+    own = [frame for frame in stacks[-1] if not frame.filename.startswith(TORCH)]
+    return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} {own[-1].name}" if own else ""
+
+
+def _of_equal_counts(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
+    """Two arguments have as many rows: they hold one batch."""
+    return isinstance(expr, sympy.Eq) and all(side in counts for side in expr.args)
+
+
+def _holds(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
+    """Whether a guard holds for every number of rows from one up."""
+    bound = bound_sympy(expr, {symbol: ValueRanges(1, int_oo) for symbol in counts})
+    return bound.is_singleton() and bound.lower is sympy.true
+
+
+def _of_strides(where: Any) -> bool:
+    frame = getattr(where, "framework_loc", None)
+    file, name = getattr(frame, "filename", ""), getattr(frame, "name", "")
+    return any(file.endswith(f"torch/{own}") and name == function for own, function in OF_STRIDES)
+
+
+def _line_of(where: Any) -> str:
+    """The line of the model's that asked, which torch gives behind the line's text, and torch's own."""
+    user = str(getattr(where, "maybe_user_loc", None) or "")
+    found = re.search(r"([^/\s]+:\d+) in (\S+)$", user.rsplit("#", 1)[-1].strip())
+    return f"{found[1]} {found[2]}" if found else str(where)
+
+
+def _readable(expr: sympy.Basic, shape_env: Any) -> str:
+    """The guard with inputs' names for its symbols."""
+    named = {}
+    for symbol in expr.free_symbols:
+        sources = shape_env.var_to_sources.get(symbol)
+        if sources:
+            named[symbol] = sympy.Symbol(sources[0].name)
+    return str(expr.xreplace(named))

@@ -1,0 +1,414 @@
+"""Modules to plant behind torch.compile(module, backend=Backend(...)): those to refuse, and those to certify."""
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CERTIFIED", "REFUSED", "Held", "rows"]
+
+D = 8
+SCALE = torch.linspace(0.5, 1.5, D)
+SEEN: list[Tensor] = []
+CALLS = 0
+
+
+class Held(nn.Module):
+    """What a module may hold, and a forward of its own."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.emb, self.lstm = nn.Linear(D, D), nn.Embedding(10, D), nn.LSTM(D, D)
+        self.register_buffer("last", torch.zeros(4, D))
+        self.register_buffer("offset", torch.ones(D), persistent=False)
+        self.scale, self.table = torch.ones(D), {"a": torch.ones(D), "b": [torch.ones(D)]}
+        self.calls = 0
+        self.seen: list[Tensor] = []
+        self.cache: dict[str, Tensor] = {}
+        self.own_forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(self, *args, **kwargs)
+
+
+# -- refused
+
+
+def reassigned_buffer(m, x):
+    y = x - m.last.mean(0)
+    m.last = x
+    return y
+
+
+def reassigned_attribute(m, x):
+    y = x * m.scale
+    m.scale = x.detach()[0]
+    return y
+
+
+def new_attribute(m, x):
+    m.newest = x
+    return x * 2
+
+
+def counted(m, x):
+    m.calls += 1
+    return x * m.calls
+
+
+def counted_globally(m, x):
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+def appended(m, x):
+    m.seen.append(x)
+    return x * 2
+
+
+def appended_globally(m, x):
+    SEEN.append(x)
+    return x * 2
+
+
+def cached(m, x):
+    m.cache["x"] = x
+    return x * 2
+
+
+def cached_keys(m, x):
+    keys = m.cache.get("keys", x)
+    m.cache["keys"] = torch.cat([keys, x], 1)
+    return x + keys.sum(-1, keepdim=True)
+
+
+def buffer_in_place(m, x):
+    m.last.add_(1)
+    return x * 2
+
+
+def attribute_in_place(m, x):
+    m.scale.mul_(2)
+    return x * m.scale
+
+
+def global_in_place(m, x):
+    SCALE.mul_(2)
+    return x * SCALE
+
+
+def data_in_place(m, x):
+    m.scale.data.mul_(2)
+    return x * m.scale
+
+
+def input_in_place(m, x):
+    x.add_(1)
+    return x * 2
+
+
+def input_transposed_in_place(m, x):
+    x.t_()
+    return x * 2
+
+
+def argument_changed(m, x, kept):
+    kept.append(x)
+    return x * 2
+
+
+def drawn_in_python(m, x):
+    return x * random.random()
+
+
+def drawn_integer(m, x):
+    return x * random.randint(1, 1000)
+
+
+def drawn_by_numpy(m, x):
+    return x * np.random.rand()
+
+
+def drawn_by_torch(m, x):
+    return x + torch.rand(D)
+
+
+def timed(m, x):
+    return x * time.time()
+
+
+def timed_counter(m, x):
+    return x * time.perf_counter()
+
+
+def more_than_four(m, x):
+    return x * 2.1 if x.shape[0] > 4 else x * 2.2
+
+
+def just_one(m, x):
+    return x * 2.1 if len(x) == 1 else x * 2.2
+
+
+def many_elements(m, x):
+    return x * 2.1 if x.numel() > 4 * D else x * 2.2
+
+
+def even(m, x):
+    return x * 2.1 if x.size(0) % 2 else x * 2.2
+
+
+def scaled_by_count(m, x):
+    return x * x.shape[0]
+
+
+def divided_by_length(m, x):
+    return x / len(x)
+
+
+def scaled_by_unused(m, x, y):
+    return x * 2.1 if y.shape[0] > 4 else x * 2.2
+
+
+def for_each_row(m, x):
+    return torch.stack([row * i for i, row in enumerate(x)])
+
+
+def batch_mean(m, in_parameters_x):
+    return in_parameters_x - in_parameters_x.mean(0)
+
+
+def mean_of_buffers(m, in_buffers_x):
+    return in_buffers_x - in_buffers_x.mean(0)
+
+
+def mean_of_listed(m, given):
+    return given[0] - given[0].mean(0)
+
+
+def mean_of_nested(m, given):
+    return given["a"]["b"][0] - given["a"]["b"][0].mean(0)
+
+
+def transposed(m, x):
+    return x.t()
+
+
+def read_as_columns(m, x):
+    return x.t().reshape(x.shape)
+
+
+def without_first(m, x):
+    return x[1:]
+
+
+def reversed_rows(m, x):
+    return x.flip(0)
+
+
+def rolled_rows(m, x):
+    return x.roll(1, 0)
+
+
+def repeated_rows(m, x):
+    return x.repeat(2, 1)
+
+
+def interleaved_rows(m, x):
+    return x.repeat_interleave(2, 0)
+
+
+def summed_rows(m, x):
+    return x * 2, x.sum(0)
+
+
+def largest_of_rows(m, x):
+    return {"y": x * 2, "largest": x.amax(0)}
+
+
+def whole_mean(m, x):
+    return x * 2, x.mean()
+
+
+def stacked_first(m, x):
+    return torch.stack([x, x * 2])
+
+
+def batch_behind(m, x):
+    return x[None] * 2
+
+
+def tokens_first(m, x):
+    return x.transpose(0, 1)
+
+
+def one_transposed(m, x):
+    return {"y": x * 2, "z": (x, [x.t()])}
+
+
+def of_rows_in_an_object(m, box):
+    return box.x - box.x.mean(0)
+
+
+def by_identity(m, x):
+    return x * (id(x) % 7)
+
+
+def disabled(m, x):
+    return outside(x) * 2
+
+
+@torch._dynamo.disable
+def outside(x):
+    return x - x.mean(0)
+
+
+def broken(m, x):
+    torch._dynamo.graph_break()
+    return x * 2
+
+
+@dataclass
+class Box:
+    x: Tensor
+
+
+class Pair(NamedTuple):
+    y: Tensor
+    z: Any
+
+
+def rows(*shape: int) -> Tensor:
+    """Four rows."""
+    return torch.randn(4, *(shape or (D,)), generator=torch.Generator().manual_seed(0))
+
+
+def called(function: Callable[..., Any], *args: Any) -> tuple[nn.Module, tuple[Any, ...]]:
+    return Held(function).eval(), args
+
+
+def hooked(hook: Callable[..., Any]) -> nn.Module:
+    module = Held(lambda m, x: m.lin(x)).eval()
+    module.register_forward_hook(hook)
+    return module
+
+
+def hooked_within(hook: Callable[..., Any]) -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D), nn.ReLU())
+    module[0].register_forward_hook(hook)
+    return module
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return count
+
+
+x, x3 = rows(), rows(4, D)
+# -- By name, with what the refusal says: a module or function, and the arguments of its call.
+STATE, COUNT, WRITES, NO_GRAPH = "keeps state", "number of rows", "writes rows into", "does not make one graph"
+REFUSED: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+    function.__name__: (said, *called(function, *args))
+    for said, args, functions in [
+        (STATE, (x,), [reassigned_buffer, reassigned_attribute, new_attribute, counted, counted_globally, appended]),
+        (STATE, (x,), [appended_globally, cached, cached_keys, drawn_integer]),
+        (STATE, (x, []), [argument_changed]),
+        (WRITES, (x,), [buffer_in_place, attribute_in_place, global_in_place, data_in_place, input_in_place]),
+        (NO_GRAPH, (x,), [input_transposed_in_place, drawn_in_python, drawn_by_numpy, timed, timed_counter]),
+        (NO_GRAPH, (x,), [disabled, broken]),
+        ("random numbers", (x,), [drawn_by_torch]),
+        (COUNT, (x,), [more_than_four, just_one, many_elements, even, for_each_row, read_as_columns]),
+        (COUNT, (x, x), [scaled_by_unused]),
+        (COUNT, (Box(x),), [of_rows_in_an_object]),
+        ("token or batch count", (x,), [scaled_by_count, divided_by_length, rolled_rows]),
+        ("no rule", (x,), [batch_mean, mean_of_buffers, whole_mean]),
+        ("no rule", ([x],), [mean_of_listed]),
+        ("no rule", ({"a": {"b": [x]}},), [mean_of_nested]),
+        ("over [batch]", (x,), [without_first, reversed_rows, repeated_rows, largest_of_rows]),
+        ("not pinned", (x,), [summed_rows]),
+        ("not the batch", (x,), [transposed, interleaved_rows, stacked_first, batch_behind, one_transposed]),
+        ("not the batch", (x3,), [tokens_first]),
+        ("which object it is", (x,), [by_identity]),
+    ]
+    for function in functions
+} | {
+    "a parameter given": ("no rule", *called(lambda m, w: w - w.mean(0), nn.Parameter(rows()))),
+    "parameters given in a list": ("no rule", *called(lambda m, w: w[0] - w[0].mean(0), [nn.Parameter(rows())])),
+    "a count returned": ("token or batch count", *called(lambda m, x: (x * 2, x.shape[0]), x)),
+    "a table of the batch": (COUNT, *called(lambda m, x: x + m.last, x)),
+    "a table of this batch": (COUNT, *called(lambda m, x: x + m.last[: x.shape[0]], x)),
+    "rows meet another batch": ("second matrix", *called(lambda m, x, y: (x @ y.t()).softmax(-1) @ y, x, rows()[:3])),
+    "a closure that counts": (STATE, counting(), (x,)),
+    "a hook outside": ("no part of it", hooked(lambda m, i, o: o * 2), (x,)),
+    "a hook outside in numpy": ("no part of it", hooked(lambda m, i, o: o.numpy().mean(0)), (x,)),
+    "a hook within": ("no rule", hooked_within(lambda m, i, o: o - o.mean(0)), (x,)),
+    "batch norm in training": (COUNT, nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)), (x,)),
+    "dropout in training": ("random numbers", nn.Sequential(nn.Linear(D, D), nn.Dropout()), (x,)),
+    "lstm": (NO_GRAPH, nn.LSTM(D, D), (x3,)),
+    "lstm and a mean": (NO_GRAPH, *called(lambda m, x: m.lstm(x)[0] + x.mean(0), x3)),
+}
+
+
+class Plain:
+    """No module, which holds a tensor."""
+
+    def __init__(self) -> None:
+        self.w, self.lin = torch.full((D,), 0.5), nn.Linear(D, D)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.lin(x) * self.w
+
+
+class WithoutGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+def attend(m: Held, x: Tensor) -> Tensor:
+    heads = m.lin(x).view(x.shape[0], -1, 2, D // 2).transpose(1, 2)
+    y = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return y.transpose(1, 2).reshape(x.shape[0], -1, D)
+
+
+CERTIFIED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "attributes": called(lambda m, x: x * m.scale + m.offset + m.table["a"] * m.table["b"][0], x),
+    "a global": called(lambda m, x: x * SCALE, x),
+    "a closure": (functools.partial(lambda w: lambda x: x * w, SCALE.clone())(), (x,)),
+    "a partial": (functools.partial(torch.mul, SCALE.clone()), (x,)),
+    "an object": (Plain(), (x,)),
+    "a method": (Plain().__call__, (x,)),
+    "nested arguments": called(lambda m, d: d["a"]["b"][0] * 2 + d["c"][1], {"a": {"b": [x]}, "c": (x, x)}),
+    "an integer": called(lambda m, x, n: x * n, x, 3),
+    "a parameter": called(lambda m, w: m.lin(w), nn.Parameter(rows())),
+    "a temperature": called(lambda m, x, t: x / t, x, torch.tensor(2.0)),
+    "nested outputs": called(lambda m, x: Pair(x * 2, (x + 1, None, {"k": x, "w": m.lin.bias * 2})), x),
+    "two batches": called(lambda m, x, y: (x * 2, y * 2), x, rows()[:3]),
+    "rows beside rows": called(lambda m, x, y: x * y.sum(-1, keepdim=True) + y.softmax(-1), x, rows()),
+    "ids and a mask": called(lambda m, i, k: m.emb(i) * k[..., None], torch.zeros(4, 5, dtype=torch.int64), rows(5)),
+    "attention": called(attend, x3),
+    "a leading token": called(lambda m, x: torch.cat([m.lin.bias.expand(x.shape[0], 1, -1), m.lin(x)], 1), x3),
+    "tokens flattened and back": called(lambda m, x: m.lin(x.view(-1, D)).view(x.shape), x3),
+    "a hook that scales": (hooked_within(lambda m, i, o: o * 2), (x,)),
+    "no gradient": (WithoutGradient(), (x,)),
+    "batch norm": (nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).eval(), (x,)),
+    "dropout": (nn.Sequential(nn.Linear(D, D), nn.Dropout()).eval(), (x,)),
+    "a flag set to what it is": called(lambda m, x: (setattr(m, "calls", 0), x * 2)[1], x),
+}

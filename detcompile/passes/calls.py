@@ -162,7 +162,7 @@ def enter_calls() -> None:
             self.backend_ctx_ctor = around_calls(self.kwargs.get("options") or {})
 
     if not hasattr(make, "__wrapped__"):  # the package may be imported anew
-        wrapper.__init__ = make_entered
+        setattr(wrapper, "__init__", make_entered)  # noqa: B010
 
 
 def _place(frame: types.FrameType) -> tuple[str, str]:

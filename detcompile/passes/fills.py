@@ -36,8 +36,9 @@ def _drop_whole_slices(gm: fx.GraphModule) -> None:
     """slice(x, d, 0, all)  ->  x        and        slice_scatter(x, y, d, 0, all)  ->  y"""
     for target, first in ((aten.slice.Tensor, 1), (aten.slice_scatter.default, 2)):
         for node in gm.graph.find_nodes(op="call_function", target=target):
-            kept = node.args[first - 1]
-            _, start, end, step = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
+            kept: Any = node.args[first - 1]
+            given: tuple[Any, ...] = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
+            _, start, end, step = given
             of_all = start in (0, None) and step == 1 and (end is None or end == ALL)
             as_wide = shape_of(kept) == shape_of(node) and kept.meta["val"].dtype == node.meta["val"].dtype
             if of_all and not node.kwargs and as_wide:

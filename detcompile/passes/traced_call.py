@@ -86,7 +86,7 @@ class TracedCall:
         shape_env = self._graph.shape_env
         counts = {symbol for symbol, sources in shape_env.var_to_sources.items() if any(map(self._is_count, sources))}
         counts |= {symbol for name in counts for symbol in shape_env.replace(name).free_symbols}
-        found = {}
+        found: dict[str, None] = {}
         for guard in shape_env.guards:
             expr = guard.expr
             if not expr.free_symbols & counts or _of_equal_counts(expr, counts) or _holds(expr, counts):

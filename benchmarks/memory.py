@@ -57,7 +57,7 @@ def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine,
         return mock.patch.object(engine_setup, name, record)
 
     start = time.perf_counter()
-    with recorded("worst_step_bytes"), recorded("graph_bytes"), recorded("room_for_cache"):
+    with recorded("step_needs"), recorded("graph_bytes"), recorded("room_for_cache"):
         engine = model.engine(config)
     found["seconds"] = time.perf_counter() - start
     graphs = list(engine._pipeline._worker.runner._graphs)
@@ -67,8 +67,9 @@ def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine,
     return engine, found
 
 
-def taken(config: EngineConfig) -> dict[str, float]:
+def taken(engine: Engine) -> dict[str, float]:
     """GiB: the most that was reserved so far, what else the process holds, and what both may be together."""
+    config, memory = engine.config, engine._pipeline._worker.memory
     free, total = torch.cuda.mem_get_info()
     allowed = total * torch.cuda.get_per_process_memory_fraction() * config.memory_fraction
     most, now = torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
@@ -80,6 +81,7 @@ def taken(config: EngineConfig) -> dict[str, float]:
         "outside": outside / GIB,
         "allowed": allowed / GIB,
         "left": left / GIB,
+        "refills": 0 if memory is None else memory.num_refills,
     }
 
 
@@ -126,10 +128,10 @@ def parts(model: CompiledModel, config: EngineConfig) -> Iterator[tuple[str, obj
     torch.cuda.reset_peak_memory_stats()
     engine, found = measured_engine(model, config)
     yield "engine", found
-    yield "after warm-up", taken(config)
+    yield "after warm-up", taken(engine)
     for name in "abc":
-        yield name, {"seconds": served(engine, name), **taken(config)}
-    yield "full house", {"seconds": full_house(engine), **taken(config)}
+        yield name, {"seconds": served(engine, name), **taken(engine)}
+    yield "full house", {"seconds": full_house(engine), **taken(engine)}
     with_graphs = answers(engine)
     yield "preemptions", engine.stats.num_preemptions
     engine.check()

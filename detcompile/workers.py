@@ -20,7 +20,7 @@ from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.passes.shard import moves_after_sharding
 from detcompile.remote_model import ModelFacts, RankPlan
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import affordable_blocks, new_cache, new_worker, room_for_cache
+from detcompile.runtime.engine_setup import Room, affordable_blocks, new_cache, new_worker, room_for_cache
 from detcompile.runtime.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.step_builder import StepArrays
@@ -51,6 +51,7 @@ class RankServer:
         self.note = note
         self._store: dist.TCPStore | None = None
         self._made: dict[int, _Served | Runner] = {}
+        self._room = Room(0)  # of the engine that is made next
 
     def open_store(self) -> int:
         """Rank 0 opens the place where the ranks meet, on a port that the system picks; returns the port."""
@@ -91,8 +92,8 @@ class RankServer:
     def affordable_blocks(self, config: EngineConfig, num_sharers: int, drafts: bool) -> int:
         """KV blocks that this rank has room for, beside as many of the others on its device."""
         model = self.model.engine_model
-        room = room_for_cache(model, config, drafts=drafts, num_sharers=num_sharers)
-        return affordable_blocks(model, config, room, num_sharers)
+        self._room = room_for_cache(model, config, drafts=drafts, num_sharers=num_sharers)
+        return affordable_blocks(model, config, self._room, num_sharers)
 
     def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
         """Make the worker of an engine, whose steps hand out their hidden states or not."""
@@ -100,7 +101,8 @@ class RankServer:
         if with_states:
             assert model.forward_with_states is not None
             model = model._replace(forward=model.forward_with_states())
-        self._made[name] = _Served(new_worker(model, config, num_blocks), WorkReader(), deque())
+        step = self._room.step if config.num_blocks is None else None
+        self._made[name] = _Served(new_worker(model, config, num_blocks, step=step), WorkReader(), deque())
 
     def launch(self, name: int, packed: PackedWork) -> None:
         """Start a step of an engine."""

@@ -4,13 +4,14 @@ A GPU has what this process may take of it (``torch.cuda.set_per_process_memory_
 now, within the limits of every cgroup that the process is in.
 """
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["GPUMemory", "available_memory", "cgroup_room", "gpu_memory", "ran_out_of_memory"]
+__all__ = ["GPUMemory", "StepMemory", "available_memory", "cgroup_room", "gpu_memory", "ran_out_of_memory"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -41,6 +42,49 @@ def gpu_memory(device: torch.device) -> GPUMemory:
     index = torch.cuda.current_device() if device.index is None else device.index
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(index))
     return GPUMemory(min(total, allowed), total - free, torch.cuda.memory_reserved(device))
+
+
+class StepMemory:
+    """What the allocator of a GPU keeps between steps: one block that their tensors are cut from.
+
+    Steps of ever other sizes would each leave blocks that fit no later one. Where more than ``most`` is kept after a
+    step, everything is given back, and one block taken anew.
+
+    Args:
+        block: bytes of the block. most: bytes that may be kept.
+
+    Attributes:
+        num_refills: times that a block was taken.
+    """
+
+    def __init__(self, device: torch.device, block: int, most: int) -> None:
+        self.device = device
+        self.block = block
+        self.most = most
+        self.num_refills = 0
+        torch.cuda.empty_cache()
+        self._least = self._fixed = self._kept()  # what cannot be given back: of the graphs' pool, above all
+
+    def tidy(self) -> None:
+        """After a step that allocated, once its tensors are gone. Waits for the device where too much is kept."""
+        if self._kept() - self._fixed > self.most:
+            self.refill()
+
+    def refill(self) -> None:
+        """Keep one block, or less where others' tensors hold on to an earlier one."""
+        torch.cuda.empty_cache()
+        self.num_refills += 1
+        self._fixed = self._kept()
+        size = self.block - max(0, self._fixed - self._least)
+        if size > 0:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _kept(self) -> int:
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved: int = statistics["reserved_bytes"]["all"]["current"]
+        allocated: int = statistics["allocated_bytes"]["all"]["current"]
+        return reserved - allocated
 
 
 def available_memory() -> int:

@@ -279,6 +279,12 @@ class Engine:
         metrics.num_drafted_tokens += num_drafted
         metrics.num_accepted_tokens += num_accepted
 
+    def broke(self, sequence: Sequence, error: Exception) -> None:
+        """Something that is the request's own fault raised where it was planned or drawn: it ends alone."""
+        request = self._owner.get(sequence)
+        if request is not None:
+            self._break(request, error)
+
     def _advance(self) -> list[Request]:
         self._touched = {}
         self._pipeline.advance()
@@ -296,6 +302,26 @@ class Engine:
         self._start_held(request)
         name = request.output.request_id
         if request.output.finished and self._requests.get(name) is request:  # another may have its name by now
+            self._forget(name)
+
+    def _break(self, request: Request, error: Exception) -> None:
+        """End a request that raised, and it alone: its sequences leave before the next step is planned."""
+        name = request.output.request_id
+        failure = EngineError(f"request {name} failed, and it alone: {error!r}")
+        failure.__cause__ = error
+        request.fail(failure)
+        request.held = []
+        for sequence in request.sequences:
+            self._owner.pop(sequence, None)
+        self._touched[request] = None
+        self._inbox.append(lambda: self._let_go(request))
+
+    def _let_go(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence in self.scheduler:
+                self._pipeline.forget(sequence)
+        name = request.output.request_id
+        if self._requests.get(name, request) is request:
             self._forget(name)
 
     def _forget(self, request_id: str) -> Request | None:

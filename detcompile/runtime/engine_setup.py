@@ -11,14 +11,14 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.parallel import TensorParallel
 from detcompile.runtime.block_pool import BlockPool
-from detcompile.runtime.device_memory import available_memory, gpu_memory
+from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
 from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.intake import Intake
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVCache, KVShape
-from detcompile.runtime.memory_probe import graph_bytes, worst_step_bytes
+from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler
 from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK
@@ -63,7 +63,7 @@ class Room(NamedTuple):
     """Bytes of a device."""
 
     cache: int  # that memory_fraction leaves for the KV cache and the states
-    step: int = 0  # that the worst step takes beside them; 0 where it was not measured
+    step: StepNeeds | None = None  # left free beside them; None where it was not measured
 
 
 def new_engine(
@@ -96,24 +96,36 @@ def new_engine(
     num_blocks = config.num_blocks or affordable_blocks(model, config, room)
     least = int if ranks is None else ranks.least
     num_blocks = least(num_blocks)
-    worker = new_worker(model, config, num_blocks, num_states)
-    if sized and room.step:
-        fitting = least(num_blocks - _blocks_too_many(model, config, room))
+    worker = new_worker(model, config, num_blocks, num_states, room.step)
+    if sized and room.step is not None:
+        fitting = least(num_blocks - _blocks_too_many(model, config, room.step))
         if fitting < num_blocks:  # graphs took more than those that were tried
             del worker
             gc.collect()
             num_blocks = _require_some(fitting, model, config, room)
-            worker = new_worker(model, config, num_blocks, num_states)
+            worker = new_worker(model, config, num_blocks, num_states, room.step)
+    if worker.memory is not None:
+        worker.memory.refill()
+    worker.is_alone = ranks is None
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
 
 
-def new_worker(model: EngineModel, config: EngineConfig, num_blocks: int, num_states: int = 0) -> Worker:
-    """What runs an engine's steps, with its KV cache and its states, warmed up."""
+def new_worker(
+    model: EngineModel, config: EngineConfig, num_blocks: int, num_states: int = 0, step: StepNeeds | None = None
+) -> Worker:
+    """What runs an engine's steps, with its KV cache and its states, warmed up.
+
+    Args:
+        step: what was left free for its steps, which then keep to it.
+    """
     cuda_graphs = _has_graphs(model, config)
     runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size, num_states), cuda_graphs)
-    worker = Worker(runner, _new_sampler(model, config))
+    worker = Worker(runner, Sampler(model.num_logits, model.device, penalised_seats=config.max_num_seqs if step else 0))
     if cuda_graphs:
         worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, min(num_blocks, _longest(model, config)))
+    if step is not None:
+        worker.memory = StepMemory(model.device, step.block, step.most + step.most // 16)  # half of what is left beside
+        worker.memory.refill()
     return worker
 
 
@@ -201,9 +213,9 @@ def room_for_cache(model: EngineModel, config: EngineConfig, *, drafts: bool, nu
     gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
     tokens, width = config.max_num_batched_tokens, _longest(model, config)
     runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
-    step = worst_step_bytes(
+    step = step_needs(
         runner,
-        functools.partial(_new_sampler, model, config),
+        functools.partial(Sampler, model.num_logits, model.device, penalised_seats=config.max_num_seqs),
         num_tokens=max(tokens, model.max_context) if config.scheduler == "prefill_first" else tokens,
         num_sequences=config.max_num_seqs,
         num_drafts=DRAFT_ROWS if drafts else 0,
@@ -212,20 +224,20 @@ def room_for_cache(model: EngineModel, config: EngineConfig, *, drafts: bool, nu
     )
     graphs = 0
     if _has_graphs(model, config):
-        worker = Worker(Runner(model.forward, runner.kv_cache, True), _new_sampler(model, config))
+        worker = Worker(Runner(model.forward, runner.kv_cache, True), Sampler(model.num_logits, model.device))
         graphs = graph_bytes(worker, graph_layouts(config.max_num_seqs, tokens, width, config.block_size))
         del worker
     del runner
     gc.collect()
     memory = gpu_memory(model.device)
     left = int(memory.total * config.memory_fraction) - memory.used
-    return Room(left - num_sharers * (step + graphs), step)
+    return Room(left - num_sharers * (step.total + graphs), step)
 
 
-def _blocks_too_many(model: EngineModel, config: EngineConfig, room: Room) -> int:
-    """Blocks of a warmed-up engine that the worst step has no room beside."""
+def _blocks_too_many(model: EngineModel, config: EngineConfig, step: StepNeeds) -> int:
+    """Blocks of a warmed-up engine that its steps have no room beside."""
     memory = gpu_memory(model.device)
-    excess = memory.used + room.step - int(memory.total * config.memory_fraction)
+    excess = memory.used + step.total - step.counts - int(memory.total * config.memory_fraction)
     return max(0, -(-excess // max(1, _bytes_per_block(model, config))))
 
 
@@ -250,11 +262,6 @@ def _longest(model: EngineModel, config: EngineConfig) -> int:
 
 def _has_graphs(model: EngineModel, config: EngineConfig) -> bool:
     return model.device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
-
-
-def _new_sampler(model: EngineModel, config: EngineConfig) -> Sampler:
-    seats = config.max_num_seqs if model.device.type == "cuda" else 0
-    return Sampler(model.num_logits, model.device, penalised_seats=seats)
 
 
 def new_cache(model: EngineModel, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:

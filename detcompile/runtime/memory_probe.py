@@ -5,22 +5,23 @@ been gated and loaded before the measurement.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from detcompile.runtime.device_memory import gpu_memory
+from detcompile.runtime.device_memory import StepMemory, gpu_memory
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampler, SampleRow
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.step_layout import StepBuffers, StepLayout
 from detcompile.runtime.worker import PromptRows, StepWork, Worker, idle_arrays
 
-__all__ = ["graph_bytes", "worst_step_bytes"]
+__all__ = ["StepNeeds", "graph_bytes", "step_needs"]
 
-PARTS = (1.0, 0.75, 0.5)  # of the token budget: the allocator keeps blocks that fit one size of step and not another
+PARTS = (8, 5, 3)  # eighths of the rows: the allocator keeps blocks that fit one size of step and not another
 NUM_LOGPROBS = 20  # of each token
-NUM_SAMPLED_GRAPHS = 12
+NUM_SAMPLED_GRAPHS = 8
 FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=NUM_LOGPROBS, logit_bias={0: 1.0}, seed=0)
 PENALISED = SamplingParams(
     temperature=1.0,
@@ -34,7 +35,20 @@ PENALISED = SamplingParams(
 )
 
 
-def worst_step_bytes(
+class StepNeeds(NamedTuple):
+    """Bytes that steps take of a GPU beside weights, caches and graphs."""
+
+    counts: int  # of the sampler's penalties, there from the start
+    block: int  # that the largest step takes of an allocator that keeps nothing
+    most: int  # that steps of other sizes take where the allocator keeps one such block
+
+    @property
+    def total(self) -> int:
+        """What has to be left free; steps in an order that was not tried may take somewhat more."""
+        return self.counts + self.most + self.most // 8
+
+
+def step_needs(
     runner: Runner,
     new_sampler: Callable[[], Sampler],
     *,
@@ -43,8 +57,8 @@ def worst_step_bytes(
     num_drafts: int,
     num_prompt_tokens: int,
     width: int,
-) -> int:
-    """Bytes by which the allocator's memory grows over the largest step with all that a sampler can be asked for.
+) -> StepNeeds:
+    """What the largest step takes, with all that a sampler can be asked for.
 
     Args:
         runner: without CUDA graphs.
@@ -52,22 +66,29 @@ def worst_step_bytes(
         num_prompt_tokens: rows of prompt tokens, at most, whose logprobs are wanted.
         width: blocks of the widest table.
     """
+    rows = num_sequences, num_drafts, num_prompt_tokens
+    steps = [_busiest(runner, num_tokens, width, *(-(-part * most // PARTS[0]) for most in rows)) for part in PARTS]
+    _peak(runner, new_sampler(), steps[:1])  # kernels are gated and loaded, which is not the step's
+    before = gpu_memory(runner.kv_cache.device).reserved
+    sampler = new_sampler()
+    counts = gpu_memory(runner.kv_cache.device).reserved - before
+    block = _peak(runner, sampler, steps[:1])
+    return StepNeeds(counts, block, max(block, _peak(runner, sampler, steps, block)))
+
+
+def _peak(runner: Runner, sampler: Sampler, steps: list[StepWork], block: int = 0) -> int:
+    """Bytes that are reserved over these steps, at most, if the allocator keeps a block of so many before them."""
     device = runner.kv_cache.device
-    steps = [
-        _busiest(max(1, int(part * num_tokens)), num_sequences, num_drafts, num_prompt_tokens, runner, width)
-        for part in PARTS
-    ]
-    for _ in range(2):  # the first time kernels are gated and loaded, which is not the step's
-        before = gpu_memory(device).reserved
-        torch.cuda.reset_peak_memory_stats(device)
-        worker = Worker(runner, new_sampler())
-        for work in steps:
-            worker.collect(worker.launch(work))
-            for row in work.rows:
-                worker.sampler.forget(row.key)
-        peak = torch.cuda.max_memory_reserved(device)
-        del worker
-    return peak - before
+    before = gpu_memory(device).reserved
+    if block:
+        StepMemory(device, block, block).refill()
+    torch.cuda.reset_peak_memory_stats(device)
+    worker = Worker(runner, sampler)
+    for work in steps:
+        worker.collect(worker.launch(work))
+        for row in work.rows:
+            sampler.forget(row.key)
+    return torch.cuda.max_memory_reserved(device) - before
 
 
 def graph_bytes(worker: Worker, layouts: list[tuple[int, int, int]]) -> int:
@@ -100,7 +121,7 @@ def graph_bytes(worker: Worker, layouts: list[tuple[int, int, int]]) -> int:
 
 
 def _busiest(
-    num_tokens: int, num_sequences: int, num_drafts: int, num_prompt_tokens: int, runner: Runner, width: int
+    runner: Runner, num_tokens: int, width: int, num_sequences: int, num_drafts: int, num_prompt_tokens: int
 ) -> StepWork:
     """A step whose rows ask for everything; as many rows of each kind as its tokens allow."""
     own = min(num_sequences, num_tokens)

@@ -33,13 +33,12 @@ class TokenCounts:
     in which the steps were planned.
 
     Args:
-        seats: requests that get room with the first; beyond them it grows by copies, for which memory has to be free.
+        seats: requests that have room from the start; beyond them it grows by copies, for which memory has to be free.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, seats: int = 0) -> None:
-        self.words = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [S, V]
+        self.words = torch.zeros(seats, vocab_size, dtype=torch.int32, device=device)  # [S, V]
         self.num_slots = 0
-        self._seats = seats
         self._vocab_size = vocab_size
         self._free_slots: list[int] = []
         self._slot_of: dict[Hashable, int] = {}
@@ -67,7 +66,9 @@ class TokenCounts:
     def forget(self, key: Hashable) -> None:
         """Free the slot of a request, if it has one."""
         if key in self._slot_of:
-            self._free_slots.append(self._slot_of.pop(key))
+            slot = self._slot_of.pop(key)
+            self._free_slots.append(slot)
+            self._fresh = [fresh for fresh in self._fresh if fresh[0] != slot]
             del self._num_tokens[key]
 
     def fresh(self) -> FreshCounts:
@@ -83,7 +84,7 @@ class TokenCounts:
     def admit(self, num_slots: int, fresh: FreshCounts) -> None:
         """Write the starting counts; ``fresh`` is on the device by now."""
         if num_slots > len(self.words):
-            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words), self._seats), self._vocab_size)
+            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words)), self._vocab_size)
             grown[: len(self.words)] = self.words
             self.words = grown
         if len(fresh.slots):

@@ -5,12 +5,18 @@ yet are taken from the device, where that step will have drawn them. A sequence 
 row too many, which nobody reads. A step that drafts needs to know every token before it, and what follows one needs
 to know where it ended, so there the step ahead is read back first; what the caller does with its tokens has time while
 the next one runs.
+
+A step that finds no memory is taken back, and its sequences run in smaller ones: they stand where they stood, and come
+to the same bits.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from detcompile.errors import EngineError
+from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.metrics import StepRecord, Tally
 from detcompile.runtime.outputs import Logprobs
@@ -22,9 +28,11 @@ from detcompile.runtime.speculation_switch import Load
 from detcompile.runtime.step_builder import BlockTables, StepEntry
 from detcompile.runtime.step_work import Draw, build_work, lay_out
 from detcompile.runtime.tree_verification import Verification
-from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
+from detcompile.runtime.worker import LaunchedStep, StepResult, StepWork, Worker
 
 __all__ = ["Ledger", "Pipeline"]
+
+logger = logging.getLogger(__name__)
 
 
 class Ledger(Protocol):
@@ -51,6 +59,9 @@ class Ledger(Protocol):
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """So many drafts were tried, and so many were right."""
 
+    def broke(self, sequence: Sequence, error: Exception) -> None:
+        """It cannot go on, and ends alone."""
+
 
 class _InFlight(NamedTuple):
     """A launched step and whose rows are whose."""
@@ -64,6 +75,10 @@ class _InFlight(NamedTuple):
     started: float
     host_seconds: float
     num_waiting: int
+
+
+class _OutOfMemory(EngineError):
+    """Why a step was not launched."""
 
 
 class Pipeline:
@@ -118,6 +133,11 @@ class Pipeline:
         if before is not None and in_order:
             self._finish(before)
         launched = self._launch(None if in_order else before, self._wants_drafts())
+        if isinstance(launched, _OutOfMemory):
+            if before is not None and not in_order:
+                self._finish(before)
+                in_order = True
+            launched = self._launch_smaller()
         if before is None and not self._overlap:
             before, launched = launched, None
         self._in_flight = launched
@@ -137,15 +157,19 @@ class Pipeline:
     def _wants_drafts(self) -> bool:
         return self._speculator is not None and self._speculator.wants(self._load)
 
-    def _launch(self, before: _InFlight | None, drafting: bool) -> _InFlight | None:
+    def _launch_smaller(self) -> _InFlight | None:
+        """The next step, after one that found no memory; all tokens before it are known."""
+        launched = self._launch(None, drafting=False)
+        while isinstance(launched, _OutOfMemory):
+            launched = self._launch(None, drafting=False)
+        return launched
+
+    def _launch(self, before: _InFlight | None, drafting: bool) -> "_InFlight | _OutOfMemory | None":
         started = time.perf_counter()
         self._ledger.planning()
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
-            self._tables.leave(sequence)
-            self._worker.sampler.forget(sequence)  # its counts make room for another's
-            self.tally.num_preemptions += 1
-            self._ledger.preempted(sequence)
+            self._lost_seat(sequence)
         for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
             self._ledger.admitted(entry)
         if not plan.entries:
@@ -155,14 +179,17 @@ class Pipeline:
         self._load = Load(num_decodes, num_tokens - num_decodes)
         drafted: dict[Sequence, Verification] = {}
         if self._speculator is not None and drafting:
-            config = self._scheduler.config
-            rows_left = min(config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
-            drafted = self._speculator.draft(plan.entries, min(config.max_num_batched_tokens - num_tokens, rows_left))
+            rows_left = min(self._scheduler.config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
+            drafted = self._speculator.draft(plan.entries, min(self._scheduler.budget - num_tokens, rows_left))
         entries, draws = lay_out(plan.entries, drafted)
         prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
         pending = {} if before is None else {draw.sequence: draw.row for draw in before.draws}
         size = self._scheduler.blocks.pool.block_size
-        launched = self._worker.launch(build_work(entries, draws, prompts, self._tables, size, pending))
+        work = build_work(entries, draws, prompts, self._tables, size, pending)
+        launched = self._try(work)
+        if isinstance(launched, _OutOfMemory):
+            self._take_back(plan, draws, len(work.arrays.input_ids), launched)
+            return launched
         for draw in draws:
             draw.sequence.num_pending += 1
         host_seconds = time.perf_counter() - started
@@ -179,6 +206,39 @@ class Pipeline:
             host_seconds,
             len(self._scheduler.waiting),
         )
+
+    def _lost_seat(self, sequence: Sequence) -> None:
+        """It starts over from its tokens, also in the sampler."""
+        self._tables.leave(sequence)
+        self._worker.sampler.forget(sequence)
+        self.tally.num_preemptions += 1
+        self._ledger.preempted(sequence)
+
+    def _try(self, work: StepWork) -> "LaunchedStep | _OutOfMemory":
+        """Launch it, or find that a worker which can do without the step had no memory for it."""
+        try:
+            return self._worker.launch(work)
+        except Exception as error:
+            if not getattr(self._worker, "is_alone", False) or not ran_out_of_memory(error):
+                raise
+            message = str(error)
+        self._worker.recover()  # out of the except clause, as the error holds the step's tensors
+        return _OutOfMemory(message)
+
+    def _take_back(self, plan: StepPlan, draws: list[Draw], num_tokens: int, error: "_OutOfMemory") -> None:
+        """Undo a plan whose step found no memory, and plan smaller; a sequence for whose one token there is none ends.
+
+        What it wrote to the cache is written again, with the same bits, before anyone reads it.
+        """
+        for draw in draws:
+            self._worker.sampler.forget(draw.sequence)
+            if self._speculator is not None and draw.verification is not None:
+                self._speculator.discard(draw.verification)
+        for sequence in self._scheduler.take_back(plan, max(1, num_tokens // 2)):
+            self._lost_seat(sequence)
+        logger.warning("a step of %d tokens ran out of memory and is tried in parts: %s", num_tokens, error)
+        if num_tokens == 1:
+            self._ledger.broke(plan.entries[0].sequence, error)
 
     def _finish(self, step: _InFlight) -> None:
         result = self._worker.collect(step.launched)

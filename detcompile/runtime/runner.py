@@ -66,6 +66,7 @@ class Runner:
         self._widest = 0  # table among them
         self._chains: dict[tuple[StepLayout, ...], _Graph] = {}
         self._seen: set[StepLayout] = set()
+        self._refused: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
 
@@ -112,6 +113,7 @@ class Runner:
         layouts = tuple(self.layout(arrays) for arrays in steps)
         graph = self._chains.get(layouts)
         if graph is None:
+            torch.cuda.empty_cache()
             buffers = self._buffers(*layouts)
             self._start_upload([_without_states(arrays) for arrays in steps], buffers).record()
             graph = self._chains[layouts] = _Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
@@ -129,7 +131,9 @@ class Runner:
         layout = self.layout(arrays)
         graph = self._graph_for(layout)
         if graph is None and self._worth_a_graph(layout):
+            self._refused.add(layout)  # a capture that finds no memory is not tried again
             graph = self._graphs[layout] = self._capture(arrays, layout)
+            self._refused.remove(layout)
             self._widest = max(self._widest, layout.blocks)
         buffers = self._buffers(layout) if graph is None else graph.buffers
         uploaded = self._start_upload((arrays,), buffers)
@@ -146,7 +150,7 @@ class Runner:
         return graph
 
     def _worth_a_graph(self, layout: StepLayout) -> bool:
-        if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1]:
+        if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1] or layout in self._refused:
             return False
         if layout.tokens == layout.sequences == layout.rows:
             return True
@@ -159,6 +163,7 @@ class Runner:
 
         States are left as they are, as they would advance twice, and so are the tokens that the step before drew.
         """
+        torch.cuda.empty_cache()  # the buffers stay, and the forward's warm-up allocates on a stream of its own
         buffers = self._buffers(layout)
         self._start_upload([_without_states(arrays)], buffers).record()
         drawn_before = self.sampled.clone()
@@ -252,7 +257,6 @@ class _Graph:
 
     def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
         self.buffers = buffers
-        torch.cuda.empty_cache()  # of steps: the forward's warm-up allocates on a stream of its own
         warmup_stream = _warmup_stream(torch.cuda.current_device())
         warmup_stream.wait_stream(torch.cuda.current_stream())
         self.graph = torch.cuda.CUDAGraph()

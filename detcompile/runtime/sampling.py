@@ -67,7 +67,7 @@ class Sampler:
     Args:
         eos_token_ids: end requests, so min_tokens forbids them too, unless a request ignores them.
         radices: leaves of the sums over the vocabulary, as the softmax operations take them.
-        penalised_seats: sequences with penalties whose counts get their memory at once, with the first of them.
+        penalised_seats: sequences with penalties whose counts have their memory from the start.
     """
 
     def __init__(

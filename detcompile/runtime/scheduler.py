@@ -19,10 +19,12 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.step_builder import StepEntry
+from detcompile.step import NO_SLOT
 
 __all__ = ["PROMPT_LOGPROBS_CHUNK", "Scheduler", "StepPlan"]
 
 PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens a step whose logits are all wanted: bounds the memory of their logprobs
+CALM_STEPS = 16  # after which a token budget that was cut for want of memory doubles
 
 
 class StepPlan(NamedTuple):
@@ -45,10 +47,12 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # in the order of their admission
         self.waiting: list[Sequence] = []
         self.step = 0
+        self.budget = config.max_num_batched_tokens  # tokens of a step; less for a while where memory ran out
+        self._calm = 0  # steps planned since
         self._policy = POLICIES[config.scheduler]
         self._prefill_turn = True  # simple_chunking
         self._waiting_since: dict[Sequence, int] = {}
-        self._draft = _Draft(config.max_num_batched_tokens)
+        self._draft = _Draft(self.budget)
 
     @property
     def num_unfinished(self) -> int:
@@ -59,6 +63,11 @@ class Scheduler:
     def whole_prompts(self) -> bool:
         """Whether the policy computes every prompt in one step."""
         return self.config.scheduler == "prefill_first"
+
+    @property
+    def _cut(self) -> bool:
+        """Whether steps are smaller than configured."""
+        return self.budget < self.config.max_num_batched_tokens
 
     def most_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence can come to hold: what the pool must have, or it could never finish."""
@@ -73,6 +82,9 @@ class Scheduler:
         self._waiting_since.setdefault(sequence, self.step)
         self.waiting.append(sequence)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._waiting_since
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or cancelled sequence and give its blocks back."""
         self._waiting_since.pop(sequence)
@@ -84,12 +96,28 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step; without entries if nothing can run before pending tokens are read back."""
-        self._draft = _Draft(self.config.max_num_batched_tokens)
+        if self._calm >= CALM_STEPS and self._cut:
+            self.budget, self._calm = min(2 * self.budget, self.config.max_num_batched_tokens), 0
+        self._draft = _Draft(self.budget)
         self._policy(self)
         draft = self._draft
         if draft.entries:
             self.step += 1
+            self._calm += 1
         return StepPlan(tuple(draft.entries.values()), tuple(draft.preempted), tuple(draft.admitted))
+
+    def take_back(self, plan: StepPlan, budget: int) -> list[Sequence]:
+        """A planned step found no memory: its sequences stand where they stood, and the next steps have ``budget``.
+
+        Where layers carry a state, which the step may have moved on, its sequences are preempted, and returned.
+        """
+        stateful = [entry.sequence for entry in plan.entries if entry.sequence.state_slot != NO_SLOT]
+        for entry in plan.entries:
+            entry.sequence.num_computed = entry.start
+        for sequence in stateful:
+            self._give_up(sequence)
+        self.budget, self._calm = budget, 0
+        return stateful
 
     def decode(self) -> None:
         """One token of each running sequence that decodes, least recently served first, as the budget allows."""
@@ -185,7 +213,7 @@ class Scheduler:
         wanted = sequence.num_uncomputed
         if _gives_prompt_logits(sequence, sequence.num_computed):
             wanted = min(wanted, self._draft.prompt_logits)
-        return wanted if self.whole_prompts else min(wanted, self._draft.budget)
+        return wanted if self.whole_prompts and not self._cut else min(wanted, self._draft.budget)
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.
@@ -232,11 +260,14 @@ class Scheduler:
             self._draft.budget += entry.num_tokens
             if _gives_prompt_logits(sequence, entry.start):
                 self._draft.prompt_logits += entry.num_tokens
+        self._give_up(sequence)
+        self._draft.lost.add(sequence)
+        self._draft.preempted.append(sequence)
+
+    def _give_up(self, sequence: Sequence) -> None:
         del self.running[sequence]
         self.blocks.release(sequence)
         self.waiting.append(sequence)
-        self._draft.lost.add(sequence)
-        self._draft.preempted.append(sequence)
 
     def _urgency(self, sequence: Sequence) -> tuple[int, int, int]:
         waited = self.step - self._waiting_since[sequence]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from detcompile.runtime.device_memory import StepMemory
 from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
@@ -63,25 +64,43 @@ class Worker:
     Args:
         runner: of this rank's model.
         sampler: of its vocabulary.
+
+    Attributes:
+        is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
+        memory: of a GPU that its steps use; None leaves it to the allocator.
     """
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self.runner = runner
         self.sampler = sampler
+        self.is_alone = True
+        self.memory: StepMemory | None = None
+        self._allocates = False  # the last step did, for more than its results
         self.device = runner.kv_cache.device
         self._float_mode = float_mode(self.device)
 
     def launch(self, work: StepWork) -> LaunchedStep:
         """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
         with self._float_mode:
-            return self._launch(work)
+            launched = self._launch(work)
+        if self.memory is not None and self._allocates:
+            self.memory.tidy()
+        return launched
+
+    def recover(self) -> None:
+        """After a launch that ran out of memory: wait for what it did launch, and give back what is kept for later."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # its arrays may still be on their way
+            torch.cuda.empty_cache()
 
     def _launch(self, work: StepWork) -> LaunchedStep:
         logits = self.runner.launch(work.arrays)
         sampled = None
+        self._allocates = self.runner.drawn is None or bool(work.prompts)
         if work.rows:
             plan, drawn = self.sampler.prepare(work.rows), self.runner.drawn  # laid out while the forward runs
             sampled = self.sampler(logits, plan, drawn)
+            self._allocates |= plan.columns is not None
             if drawn is None or plan.columns is not None:
                 self.runner.keep(sampled.drawn)
         prompts = [

@@ -187,6 +187,8 @@ class Tuner:
             return True
         try:
             reason = None if bits(candidate) == expected else "its bits differ from the reference schedule's"
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the schedule
         except Exception as error:  # compilers and launchers raise what they like; all of it means "cannot run here"
             reason = f"{type(error).__name__}: {str(error)[:200]}"
         if reason is not None:
@@ -326,6 +328,8 @@ def _distrust_of(path: Path) -> str:
 def _reference_bits(template: str, problem: str, reference: S, bits: Callable[[S], bytes]) -> bytes:
     try:
         return bits(reference)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise ScheduleError(f"{template}: the reference schedule {reference} cannot run {problem}: {error}") from error
 

@@ -47,12 +47,17 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # in the order of their admission
         self.waiting: list[Sequence] = []
         self.step = 0
-        self.budget = config.max_num_batched_tokens  # tokens of a step; less for a while where memory ran out
+        self._cut: int | None = None  # tokens of a step, for a while after memory ran out
         self._calm = 0  # steps planned since
         self._policy = POLICIES[config.scheduler]
         self._prefill_turn = True  # simple_chunking
         self._waiting_since: dict[Sequence, int] = {}
-        self._draft = _Draft(self.budget)
+        self._draft = _Draft(config.max_num_batched_tokens)
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a step."""
+        return self.config.max_num_batched_tokens if self._cut is None else self._cut
 
     @property
     def num_unfinished(self) -> int:
@@ -63,11 +68,6 @@ class Scheduler:
     def whole_prompts(self) -> bool:
         """Whether the policy computes every prompt in one step."""
         return self.config.scheduler == "prefill_first"
-
-    @property
-    def _cut(self) -> bool:
-        """Whether steps are smaller than configured."""
-        return self.budget < self.config.max_num_batched_tokens
 
     def most_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence can come to hold: what the pool must have, or it could never finish."""
@@ -96,8 +96,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step; without entries if nothing can run before pending tokens are read back."""
-        if self._calm >= CALM_STEPS and self._cut:
-            self.budget, self._calm = min(2 * self.budget, self.config.max_num_batched_tokens), 0
+        if self._cut is not None and self._calm >= CALM_STEPS:
+            self._cut, self._calm = 2 * self._cut, 0
+            if self._cut >= self.config.max_num_batched_tokens:
+                self._cut = None
         self._draft = _Draft(self.budget)
         self._policy(self)
         draft = self._draft
@@ -116,7 +118,7 @@ class Scheduler:
             entry.sequence.num_computed = entry.start
         for sequence in stateful:
             self._give_up(sequence)
-        self.budget, self._calm = budget, 0
+        self._cut, self._calm = budget, 0
         return stateful
 
     def decode(self) -> None:
@@ -213,7 +215,7 @@ class Scheduler:
         wanted = sequence.num_uncomputed
         if _gives_prompt_logits(sequence, sequence.num_computed):
             wanted = min(wanted, self._draft.prompt_logits)
-        return wanted if self.whole_prompts and not self._cut else min(wanted, self._draft.budget)
+        return wanted if self.whole_prompts and self._cut is None else min(wanted, self._draft.budget)
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.

@@ -34,7 +34,7 @@ LAUNCH = Worker._launch
 
 
 class Scarce:
-    """Launches that do all of their work and then find no memory: where a step is too large, and now and then."""
+    """Launches that do all of their work and then find no memory: the first, those too large, and others by chance."""
 
     def __init__(self, most_tokens, seed=0, chance=0.0):
         self.most_tokens, self.chance = most_tokens, chance
@@ -45,7 +45,7 @@ class Scarce:
         def launch(worker, work):
             launched = LAUNCH(worker, work)
             size = len(work.arrays.input_ids)
-            if size > self.most_tokens or (size > 1 and self.random.random() < self.chance):
+            if size > self.most_tokens or (size > 1 and self.random.random() < (self.chance if self.sizes else 1)):
                 self.num_failed += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             self.sizes.append(size)
@@ -64,12 +64,12 @@ def serve(engine, requests):
     return [(output, names[output.request_id]) for output in run(engine)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     config=engine_configs(30, 161),
     most_tokens=st.sampled_from([1, 3, 20]),
     seed=st.integers(0, 10**6),
-    drawn=st.lists(sampling_params(most_tokens=9), min_size=1, max_size=5),
+    drawn=st.lists(sampling_params(most_tokens=9), min_size=1, max_size=4),
 )
 def test_requests_get_the_same_bits_where_memory_is_scarce(device, config, most_tokens, seed, drawn):
     model = tiny_model(device)
@@ -78,7 +78,7 @@ def test_requests_get_the_same_bits_where_memory_is_scarce(device, config, most_
         requests = [(prompt_of(7 + 13 * index, seed), params) for index, params in enumerate(drawn)]
         for output, params in serve(engine, requests):
             assert_as_alone(model, output, params)
-    assert scarce.num_failed or config.max_num_batched_tokens <= 3
+    assert scarce.num_failed
 
 
 @OVERLAP
@@ -140,7 +140,7 @@ def test_steps_get_large_again_once_memory_is_there(device):
         while engine.scheduler.budget < 64 and len(plenty.sizes) < 7 * CALM_STEPS:
             serve(engine, [(prompt_of(100, len(plenty.sizes)), GREEDY)])
         serve(engine, [(prompt_of(100, 99), GREEDY)])
-    assert max(plenty.sizes) == 64 and plenty.num_failed == 0
+    assert max(plenty.sizes) == 64 and plenty.num_failed < 7
 
 
 def test_ranks_that_share_a_model_do_not_go_on_without_a_step(device):

@@ -45,7 +45,7 @@ class Scarce:
         def launch(worker, work):
             launched = LAUNCH(worker, work)
             size = len(work.arrays.input_ids)
-            if size > self.most_tokens or (size > 1 and self.random.random() < (self.chance if self.sizes else 1)):
+            if size > self.most_tokens or (size > 1 and self.random.random() < (self.chance if self.num_failed else 1)):
                 self.num_failed += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             self.sizes.append(size)

@@ -1,5 +1,6 @@
 """What Dynamo knows about the call it traces: where inputs come from, what the call leaves behind, and its guards."""
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,6 +47,10 @@ class TracedCall:
         self._graph: Any = translator.output
         self._code = translator.f_code
         self._owner = owner
+        code = self._code
+        num_named = code.co_argcount + code.co_kwonlyargcount
+        num_packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        self._packed = code.co_varnames[num_named : num_named + num_packed]  # *args and **kwargs
 
     def is_argument(self, source: Source) -> bool | None:
         """Whether the caller gave it, or the compiled callable holds it; None for what is neither."""
@@ -64,9 +69,7 @@ class TracedCall:
         code, name = self._code, root.local_name
         if name in code.co_freevars:
             return False
-        num_names = code.co_argcount + code.co_kwonlyargcount
-        num_names += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args, **kwargs
-        if name not in code.co_varnames[:num_names]:
+        if name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] + self._packed:
             return None
         value = self._graph.local_scope.get(name)
         return not (isinstance(value, nn.Module) or (value is self._owner and value is not None))
@@ -74,7 +77,8 @@ class TracedCall:
     def left_behind(self) -> list[str]:
         """What the next call would find changed, and what is drawn anew at each: one line for each."""
         effects = self._graph.side_effects
-        found = [line for var in effects.id_to_variable.values() for line in _changes(var, effects, self._graph)]
+        kept = [var for var in effects.id_to_variable.values() if not self._is_of_this_call(var.source)]
+        found = [line for var in kept for line in _changes(var, effects, self._graph)]
         if self._graph.random_calls:
             found.append("Python's random numbers are drawn anew in each call: draw them before it, and give them")
         if effects.tensor_hooks:
@@ -101,6 +105,10 @@ class TracedCall:
         sources = {guard.originating_source for guard in guards if self.is_argument(guard.originating_source)}
         given = {arg.source for arg in self._graph.graphargs if isinstance(arg.example, torch.Tensor)}
         return [f"{source.name}: which object it is" for source in sources & given]
+
+    def _is_of_this_call(self, source: Source | None) -> bool:
+        """Whether it is the *args or **kwargs of the frame itself, which Python makes anew for each call."""
+        return isinstance(source, LocalSource) and source.local_name in self._packed
 
     def _is_count(self, source: Source) -> bool:
         is_extent = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx == 0

@@ -382,6 +382,14 @@ class WithoutGradient(nn.Module):
         return self.lin(x)
 
 
+class TakesOptions(nn.Module):
+    """As transformers' decorators, it takes options out of the dict of its keywords."""
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        options["scale"] = options.pop("scale", 2)
+        return x * options["scale"]
+
+
 def attend(m: Held, x: Tensor) -> Tensor:
     heads = m.lin(x).view(x.shape[0], -1, 2, D // 2).transpose(1, 2)
     y = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
@@ -407,6 +415,7 @@ CERTIFIED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a leading token": called(lambda m, x: torch.cat([m.lin.bias.expand(x.shape[0], 1, -1), m.lin(x)], 1), x3),
     "tokens flattened and back": called(lambda m, x: m.lin(x.view(-1, D)).view(x.shape), x3),
     "a hook that scales": (hooked_within(lambda m, i, o: o * 2), (x,)),
+    "options taken out": (TakesOptions(), (x,)),
     "no gradient": (WithoutGradient(), (x,)),
     "batch norm": (nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).eval(), (x,)),
     "dropout": (nn.Sequential(nn.Linear(D, D), nn.Dropout()).eval(), (x,)),

@@ -1,5 +1,6 @@
 """CompiledModel: called like the Hugging Face model it was made from; its bits depend on each row's own tokens."""
 
+import threading
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from functools import cached_property
@@ -38,6 +39,8 @@ from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.weights import require_weights_at, weight_addresses
 
 __all__ = ["CompiledModel"]
+
+_MAKING = threading.Lock()  # two threads that generate share the engine that one of them makes
 
 CACHE_TOKENS = 1 << 17  # of a draft model's KV cache, where nobody says
 
@@ -356,7 +359,7 @@ class CompiledModel:
         prompts = batch.rows()
         if self.ranks is not None and do_sample and seed is None:
             raise InvalidInput("ranks that share a model have to draw the same tokens: pass seed, the same to each")
-        stop = stop_tokens(self.model, eos_token_id)
+        stop = stop_tokens(self.model, eos_token_id, self._num_logits)
         params = [
             SamplingParams(
                 max_tokens=max_new_tokens,
@@ -371,7 +374,8 @@ class CompiledModel:
             for row_seed in row_seeds(seed, len(prompts))
         ]
         check_batch(batch, self.vocab_size, self.max_context, max_new_tokens)
-        engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
+        with _MAKING:
+            engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
         outputs = engine.generate(prompts, params, progress=False)
         for output in outputs:
             if output.error is not None:

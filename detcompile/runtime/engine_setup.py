@@ -154,6 +154,7 @@ def engine_over(
         tokenizer,
         max_context=model.max_context,
         vocab_size=model.num_token_ids,
+        num_logits=model.num_logits,
         eos_token_ids=model.eos_token_ids,
     )
     overlap = model.device.type == "cuda" if config.overlap is None else config.overlap

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.plain_values import token_list, whole_number
 from detcompile.templates.float_mode import float_mode
 
 __all__ = ["UnpaddedBatch", "check_batch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
@@ -144,12 +145,13 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
     """
     if seed is None:
         return [None] * rows
-    seeds = [seed] if isinstance(seed, int) else list(seed)
+    many = isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0
+    seeds = token_list(seed, "seed") if many else [whole_number(seed, "seed")]
     if len(set(seeds)) != rows or len(seeds) != rows:
         raise InvalidInput(
             f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
         )
-    return list(seeds)
+    return [*seeds]
 
 
 def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[np.bool_]:

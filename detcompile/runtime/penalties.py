@@ -39,7 +39,7 @@ class TokenCounts:
     def __init__(self, vocab_size: int, device: torch.device, seats: int = 0) -> None:
         self.words = torch.zeros(seats, vocab_size, dtype=torch.int32, device=device)  # [S, V]
         self.num_slots = 0
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._free_slots: list[int] = []
         self._slot_of: dict[Hashable, int] = {}
         self._num_tokens: dict[Hashable, int] = {}  # that the counts will hold once every planned step has run
@@ -55,9 +55,10 @@ class TokenCounts:
                 f"counts of request {key!r} start from {len(token_ids)} of its {position} tokens: give all of them,"
                 " and forget a request before its state is to be built anew"
             )
+            tokens, words = self._starting_words(token_ids, position - num_generated)  # if it raises, none is placed
             self._slot_of[key] = self._new_slot()
             self._num_tokens[key] = position
-            self._fresh.append((self._slot_of[key], *self._starting_words(token_ids, position - num_generated)))
+            self._fresh.append((self._slot_of[key], tokens, words))
         counted = self._num_tokens[key]
         assert counted == position, f"request {key!r} draws token {position}, its counts hold {counted} tokens"
         self._num_tokens[key] += 1
@@ -84,7 +85,7 @@ class TokenCounts:
     def admit(self, num_slots: int, fresh: FreshCounts) -> None:
         """Write the starting counts; ``fresh`` is on the device by now."""
         if num_slots > len(self.words):
-            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words)), self._vocab_size)
+            grown = self.words.new_zeros(max(num_slots, 2 * len(self.words)), self.vocab_size)
             grown[: len(self.words)] = self.words
             self.words = grown
         if len(fresh.slots):
@@ -104,7 +105,7 @@ class TokenCounts:
     def _starting_words(self, token_ids: Sequence[int], num_prompt_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Distinct tokens and their words."""
         ids = np.asarray(token_ids, dtype=np.int64)
-        assert ((ids >= 0) & (ids < self._vocab_size)).all(), "counts start from tokens that the host knows"
+        assert ((ids >= 0) & (ids < self.vocab_size)).all(), "counts start from tokens that the host knows"
         tokens, place = np.unique(ids, return_inverse=True)
         words = 2 * np.bincount(place[num_prompt_tokens:], minlength=len(tokens))
         words[place[:num_prompt_tokens]] += 1

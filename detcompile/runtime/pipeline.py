@@ -12,8 +12,8 @@ to the same bits.
 
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from detcompile.errors import EngineError
 from detcompile.runtime.device_memory import ran_out_of_memory
@@ -59,8 +59,8 @@ class Ledger(Protocol):
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """So many drafts were tried, and so many were right."""
 
-    def broke(self, sequence: Sequence, error: Exception) -> None:
-        """It cannot go on, and ends alone."""
+    def broke(self, sequence: Sequence, error: Exception | str) -> None:
+        """What its request asks for raised, or finds no memory: it ends, and the others go on."""
 
 
 class _InFlight(NamedTuple):
@@ -79,6 +79,23 @@ class _InFlight(NamedTuple):
 
 class _OutOfMemory(EngineError):
     """Why a step was not launched."""
+
+
+class _Prepared(NamedTuple):
+    """A step that was planned and built, and not launched."""
+
+    plan: StepPlan
+    work: Any  # StepWork; None of an empty plan
+    draws: list[Draw]
+    prompts: tuple[StepEntry, ...]
+
+
+class _Faulty(Exception):
+    """Sequences raise where a step with them is planned."""
+
+    def __init__(self, found: dict[Sequence, Exception]) -> None:
+        super().__init__()
+        self.found = found
 
 
 class Pipeline:
@@ -110,6 +127,7 @@ class Pipeline:
         self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._in_flight: _InFlight | None = None
         self._clock = clock
+        self.mid_step = False  # where a step was left half done, it cannot be gone on with
         self._load = Load(0)  # of the last step launched: the next one will be like it
         self._resumed = self._seconds = 0.0  # since when the clock runs, and what it counted before; from step to step
 
@@ -127,6 +145,7 @@ class Pipeline:
 
     def advance(self) -> None:
         """Launch a step and finish one, as far as there is anything to do."""
+        self.mid_step = True
         self._resumed = self._clock()
         before, self._in_flight = self._in_flight, None
         in_order = before is not None and (before.drafting or self._wants_drafts())
@@ -145,6 +164,7 @@ class Pipeline:
             self._finish(before)
         assert before or launched or not self._scheduler.num_unfinished, "sequences are left and none can run"
         self._seconds += self._clock() - self._resumed
+        self.mid_step = False
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""
@@ -166,14 +186,53 @@ class Pipeline:
 
     def _launch(self, before: _InFlight | None, drafting: bool) -> "_InFlight | _OutOfMemory | None":
         started = time.perf_counter()
-        self._ledger.planning()
-        plan = self._scheduler.plan()
+        prepared = None
+        while prepared is None:
+            self._ledger.planning()
+            try:
+                prepared = self._prepared(before, drafting)
+            except _Faulty as error:
+                for sequence, own in error.found.items():
+                    self._ledger.broke(sequence, own)
+        if not prepared.plan.entries:
+            return None
+        launched = self._try(prepared.work)
+        if isinstance(launched, _OutOfMemory):
+            self._take_back(prepared.plan, prepared.draws, len(prepared.work.arrays.input_ids), launched)
+            return launched
+        for draw in prepared.draws:
+            draw.sequence.num_pending += 1
+        host_seconds = time.perf_counter() - started
+        if self._speculator is not None and drafting:
+            self._speculator.draft_ahead()
+        return _InFlight(
+            launched,
+            prepared.plan,
+            prepared.draws,
+            drafting,
+            prepared.prompts,
+            self._load,
+            time.monotonic(),
+            host_seconds,
+            len(self._scheduler.waiting),
+        )
+
+    def _prepared(self, before: _InFlight | None, drafting: bool) -> "_Prepared":
+        """A step that can be launched, or an empty one.
+
+        Raises:
+            _Faulty: some sequences cannot be planned; the others can, once these are gone.
+        """
+        try:
+            plan = self._scheduler.plan()
+        except Exception as error:
+            raise self._faulty(self._scheduler.faulty()) from error
         for sequence in plan.preempted:
             self._lost_seat(sequence)
         for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
             self._ledger.admitted(entry)
         if not plan.entries:
-            return None
+            return _Prepared(plan, None, [], ())
         num_tokens = sum(entry.num_tokens for entry in plan.entries)
         num_decodes = sum(entry.start >= entry.sequence.num_prompt_tokens for entry in plan.entries)
         self._load = Load(num_decodes, num_tokens - num_decodes)
@@ -181,31 +240,42 @@ class Pipeline:
         if self._speculator is not None and drafting:
             rows_left = min(self._scheduler.config.max_num_seqs + DRAFT_ROWS, MOST_SEQUENCES) - len(plan.entries)
             drafted = self._speculator.draft(plan.entries, min(self._scheduler.budget - num_tokens, rows_left))
+        pending = {} if before is None else {draw.sequence: draw.row for draw in before.draws}
+        try:
+            return self._built(plan, drafted, pending)
+        except Exception as error:
+            self._scheduler.undo(plan)
+            for verification in drafted.values():
+                self._scheduler.blocks.discard(verification.forked.reshape(-1).tolist())
+            raise self._faulty(self._unbuildable(plan, drafted, pending)) from error
+
+    def _built(
+        self, plan: StepPlan, drafted: Mapping[Sequence, Verification], pending: dict[Sequence, int]
+    ) -> "_Prepared":
         entries, draws = lay_out(plan.entries, drafted)
         prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
-        pending = {} if before is None else {draw.sequence: draw.row for draw in before.draws}
         size = self._scheduler.blocks.pool.block_size
         work = build_work(entries, draws, prompts, self._tables, size, pending)
-        launched = self._try(work)
-        if isinstance(launched, _OutOfMemory):
-            self._take_back(plan, draws, len(work.arrays.input_ids), launched)
-            return launched
-        for draw in draws:
-            draw.sequence.num_pending += 1
-        host_seconds = time.perf_counter() - started
-        if self._speculator is not None and drafting:
-            self._speculator.draft_ahead()
-        return _InFlight(
-            launched,
-            plan,
-            draws,
-            drafting,
-            prompts,
-            self._load,
-            time.monotonic(),
-            host_seconds,
-            len(self._scheduler.waiting),
-        )
+        return _Prepared(plan, work, draws, prompts)
+
+    def _unbuildable(
+        self, plan: StepPlan, drafted: Mapping[Sequence, Verification], pending: dict[Sequence, int]
+    ) -> dict[Sequence, Exception]:
+        """Sequences whose part in a step cannot be built even alone."""
+        found: dict[Sequence, Exception] = {}
+        for entry in plan.entries:
+            own = {entry.sequence: drafted[entry.sequence]} if entry.sequence in drafted else {}
+            try:
+                self._built(plan._replace(entries=(entry,)), own, pending)
+            except Exception as error:
+                found[entry.sequence] = error
+        return found
+
+    def _faulty(self, found: dict[Sequence, Exception]) -> Exception:
+        """What to raise for a step that could not be planned: of nobody's fault, it is everybody's."""
+        if any(self._ledger.is_open(sequence) for sequence in found):
+            return _Faulty(found)
+        return EngineError("a step could not be planned, and no request is to blame")
 
     def _lost_seat(self, sequence: Sequence) -> None:
         """It starts over from its tokens, also in the sampler."""
@@ -245,7 +315,10 @@ class Pipeline:
         started = time.perf_counter()
         for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
             if self._ledger.is_open(entry.sequence):
-                self._ledger.scored(entry.sequence, entry.start + 1, found)
+                if isinstance(found, str):
+                    self._ledger.broke(entry.sequence, f"its prompt's logprobs: {found}")
+                else:
+                    self._ledger.scored(entry.sequence, entry.start + 1, found)
         num_generated = 0
         ended: list[Sequence] = []
         newest: dict[Sequence, int] = {}
@@ -281,8 +354,13 @@ class Pipeline:
         count = 0
         while True:
             row = first if verification is None else first + verification.layout.rows[path]
-            token = None if result.invalid[row] else result.tokens[row]
-            goes_on = self._ledger.drew(sequence, token, result.logprobs[row])
+            refused = result.refused.get(row)
+            token = None if result.invalid[row] or refused is not None else result.tokens[row]
+            if refused is None:
+                goes_on = self._ledger.drew(sequence, token, result.logprobs[row])
+            else:
+                self._ledger.broke(sequence, f"its token could not be drawn: {refused}")
+                goes_on = False
             count += token is not None
             child = verification.tree.child(path, token) if verification is not None and token is not None else None
             if not goes_on or child is None:

@@ -71,8 +71,12 @@ class WorkReader:
 
 def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
     """Let the workers drop what nobody holds here any more."""
-    while abandoned:
-        group.post("free", abandoned.popleft())
+    while True:
+        try:
+            name = abandoned.popleft()
+        except IndexError:  # other threads free, too
+            return
+        group.post("free", name)
 
 
 class _Remote:

@@ -100,10 +100,17 @@ class Request:
         self._close(index)
 
     def fail(self, error: DetcompileError) -> None:
-        """End every sample that still runs."""
-        for index, sequence in enumerate(self.sequences):
+        """End every sample that still runs, as it stands: nothing of it is asked that might raise once more."""
+        output, self._detokenizers = self.output, None
+        output.error = output.error or error
+        for sequence, sample in zip(self.sequences, output.outputs):
             if sequence.finish_reason is None:
-                self.end(index, "error", error)
+                sequence.finish_reason = "error"
+            if sample.finish_reason is None:
+                sample.finish_reason, sample.stop_reason = sequence.finish_reason, sequence.stop_reason
+        output.finished = True
+        if output.metrics is not None:
+            output.metrics.finished = time.monotonic()
 
     @property
     def _metrics(self) -> RequestMetrics:

@@ -85,14 +85,18 @@ class Sampler:
         self._counts = TokenCounts(vocab_size, self.device, penalised_seats)
         self._float_mode = float_mode(self.device)
 
-    def prepare(self, rows: Sequence[SampleRow]) -> SamplingPlan:
+    def prepare(self, rows: Sequence[SampleRow], refused: dict[int, Exception] | None = None) -> SamplingPlan:
         """Lay out a step on the host.
 
+        Args:
+            refused: gets what each row raised that cannot be planned, by its index; such a row is drawn greedily.
+                None: it is raised.
+
         Raises:
-            InvalidInput: a row that samples has no seed.
+            InvalidInput: a row that samples has no seed, or a bias of a token without a logit.
         """
         at_once = max(1, ELEMENTS_AT_ONCE // self.vocab_size)
-        return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once)
+        return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once, refused)
 
     def forget(self, key: Hashable) -> None:
         """Drop what is kept of a sequence; a later row of it must bring all its tokens."""

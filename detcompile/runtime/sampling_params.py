@@ -2,15 +2,21 @@
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.plain_values import flag, kind, number, shown, token_list, whole_number
 
 __all__ = ["SamplingParams"]
 
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
 MAX_PENALTY = 2.0  # of presence and frequency
+MOST_SAMPLES = 4096  # of a prompt
+LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which the sampler works
+LARGEST_INTEGER = (1 << 63) - 1  # of int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +47,10 @@ class SamplingParams:
         frequency_penalty: in [-2, 2], is taken from a token's logit once for each time it is in the output.
         logit_bias: is added to the logits of some tokens; -inf forbids one.
 
+    Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
+
     Raises:
-        InvalidInput: a value out of range.
+        InvalidInput: a value of another type, or out of range.
     """
 
     n: int = 1
@@ -66,16 +74,14 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
-        self._check_drawing()
-        self._check_penalties()
-        self._check_ends()
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _require(count is None or count >= 0, f"{name} {count} must be None, or a number of tokens")
+        for name, rule in RULES.items():
+            value = rule.read(getattr(self, name), name)
+            _require(rule.holds(value), f"{name} {shown(value)} must be {rule.wanted}")
+            object.__setattr__(self, name, value)
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens {self.min_tokens} must be between 0 and max_tokens {self.max_tokens}",
+        )
 
     @property
     def greedy(self) -> bool:
@@ -115,40 +121,102 @@ class SamplingParams:
             count = getattr(self, name)
             _require((count or 0) <= vocab_size, f"{name} {count} is more than the model's {vocab_size} tokens")
 
-    def _check_drawing(self) -> None:
-        _require(self.n >= 1, f"n {self.n} must be at least 1")
-        _require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-            f"temperature {self.temperature} must be 0 (greedy), or finite and at least {MIN_TEMPERATURE}",
-        )
-        _require(self.top_k >= -1, f"top_k {self.top_k} must be positive, or 0 or -1 to keep all tokens")
-        _require(0 < self.top_p <= 1, f"top_p {self.top_p} must be above 0 and at most 1 (1 keeps all tokens)")
-        _require(0 <= self.min_p <= 1, f"min_p {self.min_p} must be between 0 (keeps all tokens) and 1")
-        _require(self.seed is None or 0 <= self.seed < 1 << 64, f"seed {self.seed} must be None or in [0, 2^64)")
 
-    def _check_penalties(self) -> None:
-        _require(
-            0 < self.repetition_penalty < math.inf,
-            f"repetition_penalty {self.repetition_penalty} must be positive and finite (1 changes nothing)",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            _require(abs(penalty) <= MAX_PENALTY, f"{name} {penalty} must be between -{MAX_PENALTY} and {MAX_PENALTY}")
-        for token, bias in (self.logit_bias or {}).items():
-            _require(token >= 0, f"logit_bias holds {token}, which is no token id")
-            _require(bias < math.inf, f"logit_bias of token {token} is {bias}: it must be finite, or -inf")
+class _Rule(NamedTuple):
+    """What a field may be."""
 
-    def _check_ends(self) -> None:
-        _require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens {self.max_tokens} must be at least 1")
-        _require(
-            self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
-            f"min_tokens {self.min_tokens} must be between 0 and max_tokens {self.max_tokens}",
-        )
-        strings = all(isinstance(text, str) and text for text in self.stop)
-        _require(strings, f"stop {self.stop!r} must be a string or several, none of them empty")
-        _require(all(t >= 0 for t in self.stop_token_ids), f"stop_token_ids {self.stop_token_ids} must be token ids")
+    read: Callable[[Any, str], Any]  # the value as plain Python, or InvalidInput with its name
+    holds: Callable[[Any], bool]
+    wanted: str  # the same in words
+
+
+def _or_none(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda value, name: None if value is None else read(value, name)
+
+
+def _strings(value: Any, name: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (str(value),)
+    if value is None:
+        return ()
+    _require(
+        isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (bytes, bytearray, memoryview)),
+        f"{name} {shown(value)} is {kind(value)}: give a string, or a list of them",
+    )
+    bad = [text for text in value if not isinstance(text, str)]
+    _require(not bad, f"{name} holds {shown(bad)}: give strings")
+    return tuple(map(str, value))
+
+
+def _ids(value: Any, name: str) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    _require(
+        hasattr(value, "tolist")
+        or (isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes, bytearray, memoryview))),
+        f"{name} {shown(value)} is {kind(value)}: give a list of token ids",
+    )
+    return tuple(token_list(value, name))
+
+
+def _biases(value: Any, name: str) -> dict[int, float]:
+    """JSON has strings for keys, so a token id in digits is one too."""
+    _require(isinstance(value, Mapping), f"{name} {shown(value)} is {kind(value)}: give a dict of token: bias")
+    found: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else whole_number(key, f"{name}: token")
+        _require(token not in found, f"{name} names token {token} twice")
+        found[token] = number(bias, f"{name}: the bias of token {token},")
+    return found
+
+
+def _is_penalty(value: float) -> bool:
+    return abs(value) <= MAX_PENALTY
+
+
+def _is_count(value: int | None) -> bool:
+    return value is None or 0 <= value <= LARGEST_INTEGER
+
+
+RULES: dict[str, _Rule] = {
+    "n": _Rule(whole_number, lambda n: 1 <= n <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
+    "max_tokens": _Rule(
+        _or_none(whole_number), lambda n: n is None or 1 <= n <= LARGEST_INTEGER, "None, or at least 1"
+    ),
+    "min_tokens": _Rule(whole_number, lambda n: 0 <= n <= LARGEST_INTEGER, "at least 0"),
+    "temperature": _Rule(
+        number,
+        lambda t: t == 0 or MIN_TEMPERATURE <= t <= LARGEST,
+        f"0 (greedy), or finite (in float32) and at least {MIN_TEMPERATURE}",
+    ),
+    "top_p": _Rule(number, lambda p: 0 < p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
+    "top_k": _Rule(whole_number, lambda k: -1 <= k <= LARGEST_INTEGER, "positive, or 0 or -1 to keep all tokens"),
+    "min_p": _Rule(number, lambda p: 0 <= p <= 1, "between 0 (keeps all tokens) and 1"),
+    "seed": _Rule(_or_none(whole_number), lambda s: s is None or 0 <= s < 1 << 64, "None or in [0, 2^64)"),
+    "stop": _Rule(_strings, all, "a string or several, none of them empty"),
+    "stop_token_ids": _Rule(_ids, lambda ids: all(t >= 0 for t in ids), "token ids"),
+    "ignore_eos": _Rule(flag, lambda _: True, "True or False"),
+    "include_stop_str_in_output": _Rule(flag, lambda _: True, "True or False"),
+    "skip_special_tokens": _Rule(flag, lambda _: True, "True or False"),
+    "logprobs": _Rule(_or_none(whole_number), _is_count, "None, or a number of tokens"),
+    "prompt_logprobs": _Rule(_or_none(whole_number), _is_count, "None, or a number of tokens"),
+    "repetition_penalty": _Rule(
+        number, lambda p: SMALLEST <= p <= LARGEST, "positive and finite, in float32 (1 changes nothing)"
+    ),
+    "presence_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
+    "frequency_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
+    "logit_bias": _Rule(
+        _or_none(_biases),
+        lambda found: all(t >= 0 and (b == -math.inf or abs(b) <= LARGEST) for t, b in (found or {}).items()),
+        "token ids with biases that are finite (in float32), or -inf",
+    ),
+}
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidInput(message)
+
+
+if RULES.keys() != {own.name for own in fields(SamplingParams)}:
+    raise TypeError(f"RULES and the fields of SamplingParams differ: {RULES.keys() ^ set(SamplingParams.__slots__)}")

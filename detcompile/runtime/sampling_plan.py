@@ -14,6 +14,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.acceptance import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, Proposals
+from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.penalties import FreshCounts, TokenCounts
 from detcompile.runtime.philox import noise_keys
 from detcompile.runtime.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ __all__ = ["PackedTensors", "RowGroup", "RowNeeds", "SampleRow", "SamplingPlan",
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
 NO_LIMIT = torch.iinfo(torch.int64).max
 ALIGNMENT = 16
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class SampleRow(NamedTuple):
@@ -105,16 +107,71 @@ class SamplingPlan(NamedTuple):
 
 
 def plan_rows(
-    rows: Sequence[SampleRow], counts: TokenCounts, device: torch.device, eos_token_ids: Sequence[int], at_once: int
+    rows: Sequence[SampleRow],
+    counts: TokenCounts,
+    device: torch.device,
+    eos_token_ids: Sequence[int],
+    at_once: int,
+    refused: dict[int, Exception] | None = None,
 ) -> SamplingPlan:
     """Lay out the step; ``at_once`` bounds the rows of a group.
 
+    Args:
+        refused: gets the rows that cannot be planned, by their index, with what they raised; each is planned as
+            a greedy one, whose token nobody is to read. None: what one raises is raised.
+
     Raises:
-        InvalidInput: a row that samples has no seed.
+        InvalidInput: a row that samples has no seed, or a bias of a token that has no logit.
     """
+    slots: dict[Hashable, int] = {}
+    try:
+        return _plan(rows, counts, device, eos_token_ids, at_once, slots)
+    except Exception as error:
+        alone = refused is not None and not ran_out_of_memory(error)
+        found = {} if not alone else _faulty(rows, counts, device, eos_token_ids, slots)
+        if refused is None or not found:
+            raise
+        refused |= found
+    for index in found:
+        counts.forget(rows[index].key)
+    sound = [
+        row._replace(params=GREEDY, key=None, token_ids=(), proposals=None) if index in found else row
+        for index, row in enumerate(rows)
+    ]
+    return _plan(sound, counts, device, eos_token_ids, at_once, slots)
+
+
+def _faulty(
+    rows: Sequence[SampleRow],
+    counts: TokenCounts,
+    device: torch.device,
+    eos_token_ids: Sequence[int],
+    slots: dict[Hashable, int],
+) -> dict[int, Exception]:
+    """The rows that cannot be planned even alone."""
+    found: dict[int, Exception] = {}
+    for index, row in enumerate(rows):
+        try:
+            _plan([row], counts, device, eos_token_ids, 1, slots, fresh=False)
+        except Exception as error:
+            found[index] = error
+    return found
+
+
+def _plan(
+    rows: Sequence[SampleRow],
+    counts: TokenCounts,
+    device: torch.device,
+    eos_token_ids: Sequence[int],
+    at_once: int,
+    slots: dict[Hashable, int],
+    *,
+    fresh: bool = True,
+) -> SamplingPlan:
+    """``slots`` keeps those of rows that were placed, which a row is once a step, however often this is tried."""
     if all(row.params.plain for row in rows):
         return SamplingPlan(len(rows), (), None, 0, (), 0)
-    biases = [_bias(row, eos_token_ids) for row in rows]
+    biases = [_bias(row, eos_token_ids, counts.vocab_size) for row in rows]
     needs = [_needs(row, bool(bias)) for row, bias in zip(rows, biases)]
     special = sorted((i for i, need in enumerate(needs) if any(need)), key=lambda i: needs[i])
     logprob_rows = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
@@ -124,12 +181,14 @@ def plan_rows(
     own = [rows[i] for i in special]
     columns = {"rows": torch.tensor(special, dtype=torch.int64), **_drawing_columns(own), **bias_columns}
     columns["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64)
-    penalised = any(need.penalised for need in needs)
-    if penalised:
-        columns |= _penalty_columns(own, counts)
     distributions: list[Tensor] = []
     if any(need.proposed for need in needs):
         columns |= _proposal_columns(own, distributions)
+    penalised = any(need.penalised for need in needs)
+    if penalised:
+        columns |= _penalty_columns(own, counts, slots)
+    if penalised and fresh:
+        columns |= {f"fresh_{name}": value for name, value in zip(FreshCounts._fields, counts.fresh())}
     return SamplingPlan(
         len(rows),
         tuple(groups),
@@ -150,12 +209,15 @@ def _needs(row: SampleRow, biased: bool) -> RowNeeds:
     return RowNeeds(biased, params.penalised, drawn, drawn and params.filtered, proposed)
 
 
-def _bias(row: SampleRow, eos_token_ids: Sequence[int]) -> dict[int, float]:
+def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict[int, float]:
     params = row.params
-    if row.num_generated >= params.min_tokens:
-        return params.logit_bias or {}
-    stops = (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
-    return (params.logit_bias or {}) | dict.fromkeys(stops, -math.inf)
+    biases = params.logit_bias or {}
+    if row.num_generated < params.min_tokens:
+        stops = (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
+        biases = biases | dict.fromkeys(stops, -math.inf)
+    if biases and not (min(biases) >= 0 and max(biases) < vocab_size):  # on a GPU it would end the process
+        raise InvalidInput(f"a bias of token {max(biases)} or {min(biases)}: the logits are of 0 to {vocab_size - 1}")
+    return biases
 
 
 def _groups(
@@ -221,21 +283,21 @@ def _proposal_columns(rows: list[SampleRow], distributions: list[Tensor]) -> dic
     }
 
 
-def _penalty_columns(rows: list[SampleRow], counts: TokenCounts) -> dict[str, Tensor]:
-    """Slots [Q] (-1 where there are no penalties), penalties [Q, 1], and what new requests start from."""
+def _penalty_columns(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hashable, int]) -> dict[str, Tensor]:
+    """Slots [Q] (-1 where there are no penalties) and penalties [Q, 1]; rows are placed last, as only once they can."""
     params = [row.params for row in rows]
-    slots = [
-        counts.place(r.key, r.token_ids, r.position, r.num_generated) if r.params.penalised else -1 for r in rows
-    ]
-    placed = [slot for slot in slots if slot >= 0]
-    assert len(set(placed)) == len(placed), "two rows of one step have the same key"
-    return {
-        "slots": torch.tensor(slots, dtype=torch.int64),
+    penalties = {
         "repetition": _column([p.repetition_penalty for p in params], torch.float32),
         "frequency": _column([p.frequency_penalty for p in params], torch.float32),
         "presence": _column([p.presence_penalty for p in params], torch.float32),
-        **{f"fresh_{name}": value for name, value in zip(FreshCounts._fields, counts.fresh())},
     }
+    keys = [row.key for row in rows if row.params.penalised]
+    assert len(set(keys)) == len(keys), "two rows of one step have the same key"
+    for row in rows:
+        if row.params.penalised and row.key not in slots:
+            slots[row.key] = counts.place(row.key, row.token_ids, row.position, row.num_generated)
+    own = [slots[row.key] if row.params.penalised else -1 for row in rows]
+    return {"slots": torch.tensor(own, dtype=torch.int64), **penalties}
 
 
 def _column(values: Sequence[float], dtype: torch.dtype) -> Tensor:

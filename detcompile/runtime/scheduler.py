@@ -53,6 +53,7 @@ class Scheduler:
         self._prefill_turn = True  # simple_chunking
         self._waiting_since: dict[Sequence, int] = {}
         self._draft = _Draft(config.max_num_batched_tokens)
+        self._preempted: tuple[Sequence, ...] = ()  # by plans that failed
 
     @property
     def budget(self) -> int:
@@ -100,13 +101,34 @@ class Scheduler:
             self._cut, self._calm = 2 * self._cut, 0
             if self._cut >= self.config.max_num_batched_tokens:
                 self._cut = None
-        self._draft = _Draft(self.budget)
-        self._policy(self)
-        draft = self._draft
+        draft = self._draft = _Draft(self.budget)
+        try:
+            self._policy(self)
+        except Exception:
+            self._undo(draft)
+            raise
         if draft.entries:
             self.step += 1
             self._calm += 1
-        return StepPlan(tuple(draft.entries.values()), tuple(draft.preempted), tuple(draft.admitted))
+        preempted, self._preempted = (*self._preempted, *draft.preempted), ()
+        return StepPlan(tuple(draft.entries.values()), preempted, tuple(draft.admitted))
+
+    def faulty(self) -> dict[Sequence, Exception]:
+        """Sequences that raise where they are asked what ``plan`` asks, and what they raise."""
+        found: dict[Sequence, Exception] = {}
+        for sequence in (*self.running, *self.waiting):
+            try:
+                self._urgency(sequence)
+                self._chunk(sequence)
+                _ = sequence.num_pending, sequence.num_uncomputed, sequence.most_tokens, sequence.block_tables
+            except Exception as error:
+                found[sequence] = error
+        return found
+
+    def undo(self, plan: StepPlan) -> None:
+        """A planned step was not launched: its sequences have computed what they had before, and keep their blocks."""
+        for entry in plan.entries:
+            entry.sequence.num_computed = entry.start
 
     def take_back(self, plan: StepPlan, budget: int) -> list[Sequence]:
         """A planned step found no memory: its sequences stand where they stood, and the next steps have ``budget``.
@@ -114,8 +136,7 @@ class Scheduler:
         Where layers carry a state, which the step may have moved on, its sequences are preempted, and returned.
         """
         stateful = [entry.sequence for entry in plan.entries if entry.sequence.state_slot != NO_SLOT]
-        for entry in plan.entries:
-            entry.sequence.num_computed = entry.start
+        self.undo(plan)
         for sequence in stateful:
             self._give_up(sequence)
         self._cut, self._calm = budget, 0
@@ -270,6 +291,13 @@ class Scheduler:
         del self.running[sequence]
         self.blocks.release(sequence)
         self.waiting.append(sequence)
+
+    def _undo(self, draft: "_Draft") -> None:
+        """Nothing of a step that could not be planned was run; what lost its blocks on the way has lost them."""
+        for entry in draft.entries.values():
+            entry.sequence.num_computed = entry.start
+        self.waiting = [sequence for sequence in self.waiting if sequence not in self.running]
+        self._preempted = (*self._preempted, *draft.preempted)
 
     def _urgency(self, sequence: Sequence) -> tuple[int, int, int]:
         waited = self.step - self._waiting_since[sequence]

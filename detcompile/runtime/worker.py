@@ -5,13 +5,15 @@ What goes in (StepWork) and what comes out (StepResult) are plain data, so that 
 Legend: R rows of logits.
 """
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from detcompile.runtime.device_memory import StepMemory
+from detcompile.runtime.device_memory import StepMemory, ran_out_of_memory
 from detcompile.runtime.outputs import Logprobs
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
@@ -21,6 +23,9 @@ from detcompile.step import NO_SLOT, PADDING_SLOT
 from detcompile.templates.float_mode import float_mode
 
 __all__ = ["LaunchedStep", "PromptRows", "StepResult", "StepWork", "Worker", "idle_arrays"]
+
+
+Found = TypeVar("Found")
 
 
 class PromptRows(NamedTuple):
@@ -45,7 +50,8 @@ class StepResult(NamedTuple):
     tokens: list[int]
     invalid: list[bool]  # the row's logits were no numbers
     logprobs: list[Logprobs | None]
-    prompt_logprobs: list[list[Logprobs]]  # one entry a PromptRows
+    prompt_logprobs: list[list[Logprobs] | str]  # one entry a PromptRows; where there are none, why
+    refused: dict[int, str]  # rows that could not be planned or read, and why: their tokens mean nothing
     hidden: Tensor | None = None  # [R, H] on the device: what the rows were drawn from, good until the next launch
 
 
@@ -55,6 +61,7 @@ class LaunchedStep(NamedTuple):
     host: Any  # tensors on the host, good once ``done`` has happened
     done: torch.cuda.Event | None
     work: StepWork
+    refused: dict[int, str]  # rows that could not be planned, and why
     hidden: Tensor | None = None
 
 
@@ -97,18 +104,14 @@ class Worker:
         logits = self.runner.launch(work.arrays)
         sampled = None
         self._allocates = self.runner.drawn is None or bool(work.prompts)
+        refused: dict[int, Exception] = {}
         if work.rows:
-            plan, drawn = self.sampler.prepare(work.rows), self.runner.drawn  # laid out while the forward runs
+            plan, drawn = self.sampler.prepare(work.rows, refused), self.runner.drawn  # while the forward runs
             sampled = self.sampler(logits, plan, drawn)
             self._allocates |= plan.columns is not None
             if drawn is None or plan.columns is not None:
                 self.runner.keep(sampled.drawn)
-        prompts = [
-            token_logprobs(
-                logits[p.start : p.start + len(p.targets)], self._to_device(np.array(p.targets)), p.num_top
-            )
-            for p in work.prompts
-        ]
+        prompts = [_or_why(functools.partial(self._prompt_logprobs, logits, prompt)) for prompt in work.prompts]
         host = _to_host((sampled, prompts))
         done = None
         if self.device.type == "cuda":
@@ -116,7 +119,11 @@ class Worker:
             done.record()
         states = self.runner.states
         hidden = None if states is None or not work.rows else states[: len(work.rows)]
-        return LaunchedStep(host, done, work, hidden)
+        return LaunchedStep(host, done, work, {index: repr(error) for index, error in refused.items()}, hidden)
+
+    def _prompt_logprobs(self, logits: Tensor, prompt: PromptRows) -> TokenLogprobs:
+        rows = logits[prompt.start : prompt.start + len(prompt.targets)]
+        return token_logprobs(rows, self._to_device(np.array(prompt.targets)), prompt.num_top)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and read what it drew."""
@@ -124,14 +131,15 @@ class Worker:
             launched.done.synchronize()
         sampled, prompts = launched.host
         prompt_logprobs = [
-            _logprobs(list(p.targets), found) for p, found in zip(launched.work.prompts, prompts, strict=True)
+            found if isinstance(found, str) else _or_why(functools.partial(_logprobs, list(prompt.targets), found))
+            for prompt, found in zip(launched.work.prompts, prompts, strict=True)
         ]
         if sampled is None:
-            return StepResult([], [], [], prompt_logprobs)
+            return StepResult([], [], [], prompt_logprobs, {})
         drawn = sampled.drawn.tolist()
         tokens, invalid = [token for _, token in drawn], [bool(bad) for bad, _ in drawn]
-        logprobs = _row_logprobs(launched.work.rows, tokens, sampled)
-        return StepResult(tokens, invalid, logprobs, prompt_logprobs, launched.hidden)
+        logprobs, unread = _row_logprobs(launched.work.rows, tokens, sampled, launched.refused)
+        return StepResult(tokens, invalid, logprobs, prompt_logprobs, launched.refused | unread, launched.hidden)
 
     def warm_up(self, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
         """Capture the graphs of every bucket of steps up to these sizes, tables of ``most_blocks`` among them.
@@ -201,13 +209,34 @@ def _logprobs(tokens: list[int], found: TokenLogprobs) -> list[Logprobs]:
     return [Logprobs(token, chosen, dict(zip(ids, values))) for token, chosen, ids, values in rows]
 
 
-def _row_logprobs(rows: tuple[SampleRow, ...], tokens: list[int], sampled: Sampled) -> list[Logprobs | None]:
-    """Those of the rows that asked, cut to the number of likeliest tokens that each asked for."""
+def _row_logprobs(
+    rows: tuple[SampleRow, ...], tokens: list[int], sampled: Sampled, refused: dict[int, str]
+) -> tuple[list[Logprobs | None], dict[int, str]]:
+    """Those of the rows that asked, cut to the number of likeliest tokens that each asked for; and what went wrong."""
     out: list[Logprobs | None] = [None] * len(rows)
+    unread: dict[int, str] = {}
     if sampled.logprobs is None:
-        return out
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    for index, entry in zip(wanted, _logprobs([tokens[i] for i in wanted], sampled.logprobs), strict=True):
-        most = rows[index].params.logprobs or 0
-        out[index] = entry._replace(top=dict(list(entry.top.items())[:most]))
-    return out
+        return out, unread
+    wanted = [index for index, row in enumerate(rows) if index not in refused and row.params.logprobs is not None]
+    entries = _logprobs([tokens[i] for i in wanted], sampled.logprobs)
+    for index, entry in zip(wanted, entries, strict=True):
+        found = _or_why(functools.partial(_cut, entry, rows[index]))
+        if isinstance(found, str):
+            unread[index] = found
+        else:
+            out[index] = found
+    return out, unread
+
+
+def _cut(entry: Logprobs, row: SampleRow) -> Logprobs:
+    return entry._replace(top=dict(list(entry.top.items())[: row.params.logprobs or 0]))
+
+
+def _or_why(work: Callable[[], Found]) -> Found | str:
+    """What one request asked for, or what it raised: its neighbours go on. Memory that ran out is nobody's fault."""
+    try:
+        return work()
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        return repr(error)

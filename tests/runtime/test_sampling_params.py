@@ -2,9 +2,12 @@
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.sampling_params import SamplingParams
@@ -49,6 +52,57 @@ from detcompile.runtime.sampling_params import SamplingParams
 def test_values_out_of_range_are_refused_by_name(values):
     with pytest.raises(InvalidInput, match=next(iter(values))):
         SamplingParams(**values)
+
+
+NO_NUMBERS = ["1", b"1", [], {}, object(), 1j, math.nan, np.array([1]), torch.tensor([1]), np.bool_(1)]
+NO_INTEGERS = [*NO_NUMBERS, True, torch.tensor(True), 1.0, np.float32(1), torch.tensor(1.0), math.inf, 10**5000]
+NO_FLAGS = [0, 1, "yes", 1.0, None, [], np.int64(1)]
+NO_IDS = [3, "12", b"12", [1.0], [True], [None], ["1"], np.array([1.0]), torch.tensor([True]), np.array([[1]])]
+WRONG = {
+    "n": [*NO_INTEGERS, None, 5000],
+    "max_tokens": NO_INTEGERS,
+    "min_tokens": [*NO_INTEGERS, None],
+    "temperature": [*NO_NUMBERS, True, None, 1e39, 10**400],
+    "top_p": [*NO_NUMBERS, True, None],
+    "top_k": [*NO_INTEGERS, None, 2**63],
+    "min_p": [*NO_NUMBERS, True, None],
+    "seed": NO_INTEGERS,
+    "stop": [3, b"a", [b"a"], [None], [["a"]], object()],
+    "stop_token_ids": NO_IDS,
+    "ignore_eos": NO_FLAGS,
+    "include_stop_str_in_output": NO_FLAGS,
+    "skip_special_tokens": NO_FLAGS,
+    "logprobs": NO_INTEGERS,
+    "prompt_logprobs": NO_INTEGERS,
+    "repetition_penalty": [*NO_NUMBERS, True, None, 1e39, 1e-39],
+    "presence_penalty": [*NO_NUMBERS, True, None],
+    "frequency_penalty": [*NO_NUMBERS, True, None],
+    "logit_bias": [3, "a", [1], [(1, 2.0)], {True: 1.0}, {1.0: 1.0}, {"a": 1.0}, {1: "2"}, {1: None}, {1: True}]
+    + [{1: 1e39}, {1: -1e39}, {1: 1.0, "1": 2.0}],
+}
+
+
+def test_values_of_other_types_are_refused_by_name():
+    assert WRONG.keys() == {own.name for own in fields(SamplingParams)}, "every field has its wrong values"
+    for name, values in WRONG.items():
+        for value in values:
+            with pytest.raises(InvalidInput, match=name):
+                SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_and_torch_are_taken_as_python_numbers():
+    for one in (np.int8(1), np.uint64(1), np.array(1), torch.tensor(1)):
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            assert type(getattr(SamplingParams(**{name: one}), name)) is int
+    for one in (1, np.float16(1), np.int64(1), np.array(1.0), torch.tensor(1.0, dtype=torch.bfloat16), Fraction(1)):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
+            found = getattr(SamplingParams(**{name: one}), name)
+            assert type(found) is float and found == 1
+    for ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2]), [np.int32(1), torch.tensor(2)]):
+        found = SamplingParams(stop_token_ids=ids).stop_token_ids
+        assert found == (1, 2) and {type(token) for token in found} == {int}
+    assert SamplingParams(ignore_eos=np.bool_(True)).ignore_eos is True
+    assert SamplingParams(logit_bias={np.int64(3): np.float32(2), "4": 1}).logit_bias == {3: 2.0, 4: 1.0}
 
 
 def test_values_at_the_edge_are_taken():

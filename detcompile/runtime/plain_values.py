@@ -1,0 +1,104 @@
+"""What callers give as plain Python values: bool, int, float, str. What is of another type is refused by name.
+
+A number of numpy or torch is taken for what it is; True is no number and 7.0 is no integer, as a mistake would look so.
+"""
+
+import operator
+from typing import Any
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["flag", "kind", "number", "shown", "token_list", "whole_number"]
+
+MOST_SHOWN = 80  # characters of a value in a message
+
+
+def flag(value: Any, name: str) -> bool:
+    """``value`` as a bool.
+
+    Raises:
+        InvalidInput: neither True nor False.
+    """
+    if not _is_flag(value):
+        raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give True or False")
+    return bool(value)
+
+
+def whole_number(value: Any, name: str) -> int:
+    """``value`` as an int.
+
+    Raises:
+        InvalidInput: no integer, Python's, numpy's or torch's; a bool or a float is none.
+    """
+    if type(value) is int:
+        return value
+    if not _is_flag(value) and getattr(value, "ndim", 0) == 0:
+        try:
+            return int(operator.index(value))
+        except TypeError:
+            pass
+    raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give an integer")
+
+
+def number(value: Any, name: str) -> float:
+    """``value`` as a float, infinities included.
+
+    Raises:
+        InvalidInput: no real number, NaN, or an integer beyond a float's range.
+    """
+    if type(value) is float and value == value:
+        return value
+    real = not isinstance(value, (str, bytes, bytearray, complex)) and hasattr(type(value), "__float__")
+    if real and not _is_flag(value) and getattr(value, "ndim", 0) == 0 and "complex" not in _dtype(value):
+        try:
+            found = float(value)
+        except (TypeError, ValueError, OverflowError):
+            found = float("nan")
+        if found == found:
+            return found
+    raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a number")
+
+
+def token_list(values: Any, name: str) -> list[int]:
+    """Token ids, or others: a list, a tuple or another sequence of integers, or one axis of numpy's or torch's.
+
+    Raises:
+        InvalidInput: anything else, with the place of what is no integer.
+    """
+    if hasattr(values, "tolist"):
+        if getattr(values, "ndim", 1) != 1:
+            raise InvalidInput(f"{name}: it has shape {list(values.shape)}: give one axis of integers")
+        values = _integers_of(values, name)
+    if all(type(value) is int for value in values):
+        return list(values)
+    return [whole_number(value, f"{name}: entry {index},") for index, value in enumerate(values)]
+
+
+def shown(value: Any) -> str:
+    """A value as a message has it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # of an integer of more digits than Python writes, say
+        text = f"of {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def kind(value: Any) -> str:
+    """What a value is, with its article."""
+    name = type(value).__name__
+    return "None" if value is None else f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def _integers_of(array: Any, name: str) -> list[Any]:
+    dtype = _dtype(array)
+    if any(word in dtype for word in ("float", "complex", "bool")):
+        raise InvalidInput(f"{name}: it holds {dtype}: give integers")
+    return list(array.tolist())
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or (getattr(value, "ndim", None) == 0 and "bool" in _dtype(value))
+
+
+def _dtype(value: Any) -> str:
+    return str(getattr(value, "dtype", ""))

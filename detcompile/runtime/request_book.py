@@ -1,0 +1,253 @@
+"""RequestBook: the requests of an engine, from their admission to their last output, and what happens to each.
+
+It is the pipeline's Ledger. What raises on the way of one request ends that request with the error, and no other: it
+leaves before the next step is planned, as one that was cancelled does.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.outputs import Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.request import Request
+from detcompile.runtime.scheduler import Scheduler
+from detcompile.runtime.sequence import Sequence
+from detcompile.runtime.step_builder import StepEntry
+
+__all__ = ["RequestBook"]
+
+
+class RequestBook:
+    """Follows requests. ``admit``, ``cancel`` and the properties may be used from any thread, the rest between steps.
+
+    Args:
+        together: all samples of a request may start at once; otherwise when the first has the prompt in the cache.
+        vocab_size: ids that the model can read.
+        forget: called with a sequence that has ended and is still scheduled.
+        deliver: called with an output that has ended between steps.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        together: bool,
+        vocab_size: int,
+        forget: Callable[[Sequence], None],
+        deliver: Callable[[RequestOutput], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._together = together
+        self._vocab_size = vocab_size
+        self._forget_sequence = forget
+        self._deliver = deliver
+        self._admitting = threading.Lock()  # of ``_names``
+        self._names: set[str] = set()  # of requests queued or running
+        self._numbers = count()
+        self._inbox: deque[Request | str] = deque()  # to start, or to cancel by name, between steps
+        self._requests: dict[str, Request] = {}
+        self._owner: dict[Sequence, Request] = {}
+        self._touched: dict[Request, None] = {}  # moved on since they were last delivered
+        self._broken: list[Request] = []  # failed, and still scheduled
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is queued or runs."""
+        return not (self._inbox or self._requests)
+
+    def admit(self, request: Request, kind: str | None, check: Callable[[str], None]) -> str:
+        """Queue a request; its name from now on. Two of one name never get in.
+
+        Args:
+            kind: it gets a name of this kind that nobody has; None: it has one.
+            check: called with the name before it is queued, and may raise.
+
+        Raises:
+            InvalidInput: the name is in use.
+        """
+        with self._admitting:
+            if kind is not None:
+                name = next(name for number in self._numbers if (name := f"{kind}-{number}") not in self._names)
+                request.output.request_id = name
+            name = request.output.request_id
+            if name in self._names:
+                raise InvalidInput(f"request_id {name!r} is in use: give every request its own")
+            check(name)
+            self._names.add(name)
+            self._inbox.append(request)
+        return name
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step; unknown or finished ones are left alone."""
+        self._inbox.append(request_id)
+
+    def planning(self) -> None:
+        """Let go of what has ended, and do what other threads asked for."""
+        for request in list(self._touched):
+            self._settle(request)
+        self._let_go()
+        while self._inbox:
+            asked = self._inbox[0]  # taken out when it is done, so that the book never seems empty meanwhile
+            if isinstance(asked, str):
+                self._attempt(self._cancel, self._requests.get(asked))
+            else:
+                self._attempt(self._start, asked)
+            self._inbox.popleft()
+        self._let_go()
+
+    def finished_step(self) -> list[RequestOutput]:
+        """Bring text that streams up to date; the outputs that got longer or ended since the last call."""
+        for request in list(self._touched):
+            try:
+                for sequence in request.stream():
+                    self._forget_sequence(sequence)
+            except Exception as error:
+                self._break(request, error)
+            self._settle(request)
+        self._let_go()
+        touched, self._touched = self._touched, {}
+        return [request.output for request in touched]
+
+    def fail(self, error: BaseException) -> None:
+        """The engine failed, and all requests with it."""
+        for request in self._requests.values():
+            request.fail(EngineError(f"the engine failed: {error}"))
+
+    def is_open(self, sequence: Sequence) -> bool:
+        """Whether anybody still waits for its tokens."""
+        return sequence in self._owner
+
+    def admitted(self, entry: StepEntry) -> None:
+        """Note when the request first ran, and what the cache gave it."""
+        metrics = self._metrics_of(entry.sequence)
+        if metrics is not None and metrics.first_scheduled is None:
+            metrics.first_scheduled, metrics.num_cached_tokens = time.monotonic(), entry.start
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Count it."""
+        metrics = self._metrics_of(sequence)
+        if metrics is not None:
+            metrics.num_preemptions += 1
+
+    def drew(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
+        """Give the sequence's request its next token; None ends it with an error. Whether it goes on."""
+        request = self._owner[sequence]
+        self._touched[request] = None
+        try:
+            if token is None or token >= self._vocab_size:
+                request.end(sequence.sample_index, "error", _no_token(request, sequence, token))
+            else:
+                request.add_token(sequence.sample_index, token, logprobs)
+        except Exception as error:
+            self._break(request, error)
+        return sequence.finish_reason is None
+
+    def scored(self, sequence: Sequence, start: int, found: list[Logprobs]) -> None:
+        """Give the request logprobs of its prompt."""
+        request = self._owner[sequence]
+        try:
+            request.add_prompt_logprobs(start, found)
+        except Exception as error:
+            self._break(request, error)
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of the request."""
+        metrics = self._metrics_of(sequence)
+        if metrics is not None:
+            metrics.num_drafted_tokens += num_drafted
+            metrics.num_accepted_tokens += num_accepted
+
+    def broke(self, sequence: Sequence, error: Exception | str) -> None:
+        """What is the request's own raised where its sequence was planned or drawn: it ends, alone."""
+        request = self._owner.get(sequence)
+        if request is not None:
+            self._break(request, error)
+
+    def _attempt(self, act: Callable[[Request], None], request: Request | None) -> None:
+        try:
+            if request is not None:
+                act(request)
+        except Exception as error:
+            assert request is not None
+            self._break(request, error)
+
+    def _settle(self, request: Request) -> None:
+        """Let go of what has ended; let the other samples start once the first has the prompt in the cache."""
+        try:
+            for sequence in request.sequences:
+                if sequence.finish_reason is not None:
+                    self._owner.pop(sequence, None)
+            self._start_held(request)
+        except Exception as error:
+            self._break(request, error)
+        if request.output.finished:
+            self._forget(request)
+
+    def _break(self, request: Request, error: Exception | str) -> None:
+        """End a request as it stands. Its sequences stay scheduled until nobody goes through them."""
+        why = error if isinstance(error, str) else repr(error)
+        failure = EngineError(f"request {request.output.request_id} failed, and it alone: {why}")
+        failure.__cause__ = error if isinstance(error, Exception) else None
+        request.fail(failure)
+        request.held = []
+        for sequence in request.sequences:
+            self._owner.pop(sequence, None)
+        self._touched[request] = None
+        self._broken.append(request)
+
+    def _let_go(self) -> None:
+        broken, self._broken = self._broken, []
+        for request in broken:
+            for sequence in request.sequences:
+                if sequence in self._scheduler:
+                    self._forget_sequence(sequence)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Its name is free; another request may have it by now."""
+        name = request.output.request_id
+        with self._admitting:
+            if self._requests.get(name) is request:
+                del self._requests[name]
+                self._names.discard(name)
+
+    def _start(self, request: Request) -> None:
+        self._requests[request.output.request_id] = request
+        self._owner |= dict.fromkeys(request.sequences, request)
+        self._scheduler.add(request.sequences[0])
+        if self._together:
+            self._start_held(request)
+
+    def _start_held(self, request: Request) -> None:
+        for sequence in request.held:
+            if sequence in self._owner:
+                self._scheduler.add(sequence)
+        request.held = []
+
+    def _cancel(self, request: Request) -> None:
+        for sequence in request.held:
+            del self._owner[sequence]
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                request.end(sequence.sample_index, "abort")
+            if self._owner.pop(sequence, None) is not None:
+                self._forget_sequence(sequence)
+        self._deliver(request.output)
+        self._forget(request)
+
+    def _metrics_of(self, sequence: Sequence) -> RequestMetrics | None:
+        """None of a request that has just ended."""
+        request = self._owner.get(sequence)
+        return None if request is None else request.output.metrics
+
+
+def _no_token(request: Request, sequence: Sequence, token: int | None) -> EngineError:
+    where = f"request {request.output.request_id}, token {len(sequence.token_ids)}"
+    if token is None:
+        return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
+    return EngineError(
+        f"{where}: the model drew id {token}, which has a logit and no embedding: forbid it with logit_bias"
+    )

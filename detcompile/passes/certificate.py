@@ -18,6 +18,7 @@ from torch import fx
 from detcompile.errors import UncertifiedOp
 from detcompile.numerics import Numerics
 from detcompile.passes.context import Context, place_of, require_arguments, size_arithmetic, source_of
+from detcompile.passes.pointwise import is_pointwise, pointwise, why_not_pointwise
 from detcompile.passes.provenance import (
     LAYOUT,
     SIZE,
@@ -29,7 +30,7 @@ from detcompile.passes.provenance import (
     shape_of,
     sympy_size,
 )
-from detcompile.passes.rules import MOVEMENT, ORDER_FREE, is_pointwise, pointwise
+from detcompile.passes.rules import MOVEMENT, ORDER_FREE
 from detcompile.passes.template_orders import operation_of
 from detcompile.passes.template_table import Template, template_of
 from detcompile.passes.whole_graph import is_assertion, lost_of, only_checked
@@ -238,7 +239,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
             state = pointwise(node, context)
             _require_apart(node, state, context)
             return state, _entry(node, "pointwise", "", _proof("pointwise", state, None)), None
-    raise Refusal(_reason(str(target)))
+    raise Refusal(why_not_pointwise(target) or _reason(str(target)))
 
 
 def _entry(node: fx.Node, kind: str, order: str, proof: str) -> Entry:

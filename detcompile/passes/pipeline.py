@@ -1,8 +1,6 @@
 """The passes in the order they run, and Inductor's settings under which they hold."""
 
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.lowering import lowerings
 
 from detcompile.passes.batched_products import pin_batched_products
 from detcompile.passes.canonicalize import canonicalize
 from detcompile.passes.fills import join_fills
 from detcompile.passes.gates import fuse_gates
+from detcompile.passes.lanes import lane_by_lane
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.rankings import pin_sorts, pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
@@ -97,42 +95,17 @@ def pinned_codegen() -> Iterator[None]:
     """Generated C++ rounds an element the same way wherever it stands and whatever is fused with it.
 
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
-    with*; scalar and vector libm differ, so an element's bits would depend on its place in the batch. And before torch
-    2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept. SLEEF reduces the sines
-    and cosines of a whole vector in another way as soon as one lane is beyond 125, so that they would depend on the
-    elements beside them: each lane gets the scalar function. On a CPU these are computed once for all that read them,
-    as Inductor computes exp that several read: otherwise every head of every layer computes its rotary table anew.
+    with*. And before torch 2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
+    What a vector computes of each lane, see passes.lanes.
     """
     with contextlib.ExitStack() as stack:
-        for name in ("cos", "sin"):
-            lanes = staticmethod(functools.partial(_lane_by_lane, name))
-            stack.enter_context(mock.patch.object(inductor_cpp.CppVecOverrides, name, lanes))
-            op = getattr(torch.ops.aten, name).default
-            stack.callback(operator.setitem, lowerings, op, lowerings[op])
-            lowerings[op] = _once_on_cpu(lowerings[op])
+        stack.enter_context(lane_by_lane())
         stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
         # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
         if hasattr(inductor_cpp, "KernelOpStats"):
             ratio = mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf"))
             stack.enter_context(ratio)
         yield
-
-
-def _once_on_cpu(lower: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An operation's lowering whose result has a buffer of its own on a CPU."""
-
-    def realized(x: Any) -> Any:
-        found = lower(x)
-        if found.get_device().type == "cpu":
-            found.realize()
-        return found
-
-    return realized
-
-
-def _lane_by_lane(name: str, x: object) -> str:
-    """C++ of a vector: the scalar function of each lane."""
-    return f"{x}.map([](std::decay_t<decltype({x})>::value_type lane) {{ return std::{name}(lane); }})"
 
 
 def decompositions(kept: tuple[torch._ops.OpOverload, ...] = KEPT_WHOLE) -> dict[Any, Any]:

@@ -35,23 +35,9 @@ from detcompile.passes.provenance import (
     view,
 )
 
-__all__ = ["MOVEMENT", "ORDER_FREE", "embedding", "is_pointwise", "pointwise"]
+__all__ = ["MOVEMENT", "ORDER_FREE", "embedding"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-
-def is_pointwise(target: Any) -> bool:
-    """Whether element i of the result depends on element i of each operand alone."""
-    if target in (prims.convert_element_type.default, aten._to_copy.default, aten.copy.default, aten.clone.default):
-        return True
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-        return False  # anyone may tag an operation of their own
-    return torch.Tag.pointwise in target.tags and "rrelu" not in str(target)  # which draws its slopes
-
-
-def pointwise(node: fx.Node, ctx: Context) -> Rows:
-    operands = [ctx.rows(arg, "arithmetic") for arg in node.all_input_nodes]
-    return join(operands, len(shape_of(node)))
 
 
 def _view(node: fx.Node, ctx: Context) -> Rows:

@@ -16,9 +16,10 @@ from detcompile.passes.collective_rules import (
     matmul_all_reduce,
     tree_all_reduce,
 )
+from detcompile.passes.pointwise import pointwise
 from detcompile.passes.provenance import Refusal, Rule
 from detcompile.passes.recurrence_rules import AVERAGE, CONV, GREATEST, SCAN, dense_recurrence, packed_recurrence
-from detcompile.passes.rules import embedding, pointwise
+from detcompile.passes.rules import embedding
 from detcompile.passes.template_orders import (
     FUNCTIONALIZED,
     Order,

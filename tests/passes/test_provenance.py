@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from detcompile.passes.context import Context, require_arguments
+from detcompile.passes.pointwise import pointwise
 from detcompile.passes.provenance import Axis, Refusal, Rows, choose_rows, created, index, join, require_apart, view
-from detcompile.passes.rules import MOVEMENT, pointwise
+from detcompile.passes.rules import MOVEMENT
 
 aten = torch.ops.aten
 B, T = sympy.symbols("B T", integer=True, positive=True)

@@ -1,0 +1,123 @@
+"""Inductor's C++ for a CPU gives an element the same bits in every lane, whatever stands in the others.
+
+A vector function of SLEEF may look at all lanes before it chooses how to compute each: tan reduces its angles in
+another way as soon as one lane is large. And a function of vectors rounds otherwise than the C library's scalar
+function, which computes what Inductor leaves scalar. So each operation of Inductor is of one of three kinds: EXACT,
+SAME_LANES or, by default, the scalar function, a lane at a time.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor.codegen.common import OpOverrides
+from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.lowering import lowerings
+
+__all__ = ["EXACT", "SAME_LANES", "lane_by_lane"]
+
+# One IEEE operation, a comparison, a choice, bits or a cast: vectors and scalars have one result for it. `masked`,
+# `index_expr` and `value_expr` hold other operations; `load_seed`, `rand`, `randn` and `randint64` are refused by
+# their graph, since the certificate has no rule for them.
+EXACT = frozenset(
+    (
+        *("add", "sub", "mul", "truediv", "fma", "square", "reciprocal", "sqrt", "rsqrt", "abs", "neg", "sign", "relu"),
+        *("copysign", "minimum", "maximum", "where", "floor", "ceil", "round", "trunc", "floordiv", "truncdiv"),
+        *("eq", "ne", "lt", "gt", "le", "ge", "and_", "logical_and", "logical_not", "logical_or", "logical_xor"),
+        *("bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift"),
+        *("frexp", "to_dtype", "round_to_int", "masked", "index_expr", "value_expr"),
+        *("load_seed", "rand", "randn", "randint64"),
+    )
+)
+# Models compute these for every feature, so that vectors pay. Of float32 the code has no branch: a lane's instructions
+# are the same whatever the others hold. Scalar code takes a lane of a vector of equal values.
+SAME_LANES = frozenset(["exp", "expm1", "erf", "log", "sigmoid", "tanh"])
+
+
+@contextlib.contextmanager
+def lane_by_lane() -> Iterator[None]:
+    """While it is open, generated C++ computes every function that is neither EXACT nor of SAME_LANES by the scalar
+    function of each lane, and those of SAME_LANES by one function in vectors, their tails and scalars.
+
+    Sines and cosines are then computed once for all that read them, as Inductor computes exp that several read:
+    otherwise every head of every layer computes its rotary table anew.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, vector in _functions(CppVecOverrides).items():
+            if name in EXACT:
+                continue
+            scalar = _functions(CppOverrides).get(name)
+            if name in SAME_LANES:
+                assert scalar is not None, f"Inductor has no scalar {name}"
+                narrow = functools.partial(_float32_in_vectors, vector, _each_lane(scalar))
+                _patch(stack, CppOverrides, name, functools.partial(_of_equal_lanes, vector, scalar))
+            elif name == "remainder":
+                narrow = functools.partial(_remainder, vector)
+            else:
+                assert scalar is not None, f"Inductor has no scalar {name}"
+                narrow = _each_lane(scalar)
+            _patch(stack, CppVecOverrides, name, narrow)
+        for op in (torch.ops.aten.cos.default, torch.ops.aten.sin.default):
+            stack.callback(operator.setitem, lowerings, op, lowerings[op])
+            lowerings[op] = _once_on_cpu(lowerings[op])
+        yield
+
+
+def _functions(overrides: type) -> dict[str, Callable[..., Any]]:
+    """The operations that a class of Inductor's overrides writes itself."""
+    own = {name: method.__func__ for name, method in vars(overrides).items() if isinstance(method, staticmethod)}
+    return {name: function for name, function in own.items() if name != "__new__"}
+
+
+def _patch(stack: contextlib.ExitStack, overrides: type, name: str, function: Callable[..., Any]) -> None:
+    function.__name__ = name  # type: ignore[attr-defined]
+    stack.enter_context(mock.patch.object(overrides, name, staticmethod(function)))
+
+
+def _each_lane(scalar: Callable[..., Any]) -> Callable[..., Any]:
+    """C++ of vectors that calls a scalar function for each lane."""
+
+    def of_lane(*operands: Any) -> str:
+        lanes = [f"lane{i}" for i in range(len(operands))]
+        taken = ", ".join(f"auto {lane}" for lane in lanes)
+        return f"[]({taken}) {{ return {scalar(*lanes)}; }}({', '.join(map(str, operands))})"
+
+    of_lane.__name__ = scalar.__name__  # Inductor asks it whether the result is a mask
+    return CppVecOverrides._scalarize(of_lane)
+
+
+def _float32_in_vectors(vector: Callable[..., Any], lanes: Callable[..., Any], x: Any) -> Any:
+    return vector(x) if x.dtype is torch.float32 else lanes(x)
+
+
+def _of_equal_lanes(vector: Callable[..., Any], scalar: Callable[..., Any], x: Any) -> str:
+    """C++ of a scalar: of float32 what the vector function gives in each lane."""
+    if not pick_vec_isa():
+        return scalar(x)  # nothing is computed in vectors, and their header is missing
+    return (
+        "[](auto lane) { if constexpr (std::is_same_v<decltype(lane), float>) {"
+        " using Lanes = at::vec::Vectorized<float>; __at_align__ float lanes[Lanes::size()]; const Lanes x(lane);"
+        f" ({vector('x')}).store(lanes); return lanes[0]; }} else return {scalar('lane')}; }}({x})"
+    )
+
+
+def _remainder(vector: Callable[..., Any], a: Any, b: Any) -> Any:
+    """Of floats by the C library's fmod, as scalar code: SLEEF's stops when all lanes are done."""
+    return OpOverrides.remainder(a, b) if a.dtype.is_floating_point else vector(a, b)
+
+
+def _once_on_cpu(lower: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An operation's lowering whose result has a buffer of its own on a CPU."""
+
+    def realized(x: Any) -> Any:
+        found = lower(x)
+        if found.get_device().type == "cpu":
+            found.realize()
+        return found
+
+    return realized

@@ -14,7 +14,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.checkpoints import load_tokenizer
 from detcompile.errors import InvalidInput
-from detcompile.fingerprints import fingerprint, fingerprint_parts
+from detcompile.fingerprints import fingerprint_parts
+from detcompile.live_weights import LiveWeights, WeightedModel
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.certificate import Certificate
@@ -36,7 +37,7 @@ from detcompile.runtime.padded_batch import check_batch, keep_columns, language_
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
-from detcompile.weights import require_weights_at, weight_addresses
+from detcompile.weights import named_weights, require_weights_at, weight_addresses
 
 __all__ = ["CompiledModel"]
 
@@ -45,13 +46,14 @@ _MAKING = threading.Lock()  # two threads that generate share the engine that on
 CACHE_TOKENS = 1 << 17  # of a draft model's KV cache, where nobody says
 
 
-class CompiledModel:
+class CompiledModel(WeightedModel):
     """A certified causal LM. Made by ``detcompile.compile``.
 
     Attributes:
         model: the Hugging Face module it was made from, whose row-parallel linears were replaced.
         numerics: the declared orders.
         certificate: the proof; prints as a table.
+        program: digest of the certified graph, over the whole weights.
         max_context: tokens a sequence may hold.
         ranks: with whom this process shares the model, all of which have to make the same calls; None if with none.
         vocab_size: ids are 0 … vocab_size - 1.
@@ -71,8 +73,9 @@ class CompiledModel:
         self.ranks = ranks
         self.vocab_size = lowered.num_token_ids
         self._num_logits = lowered.num_logits
-        self._whole_weights = lowered.whole_weights
+        self.program, self._constants = lowered.program, lowered.constants
         self._addresses = weight_addresses(model)
+        self._weights = LiveWeights(lambda: self._weights_here, lowered.whole_weights, is_share=ranks is not None)
         self.certificate: Certificate = lowered.certificate
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
@@ -92,19 +95,15 @@ class CompiledModel:
         return self.model.dtype
 
     @cached_property
-    def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name. InvalidInput if a weight was given another storage since."""
-        require_weights_at(self._addresses, self.model)
-        given = (self.model, self.model.config.to_dict(), self.numerics, self.certificate, self.max_context)
-        return fingerprint_parts(*given, self._whole_weights)
+    def _fixed_parts(self) -> dict[str, str]:
+        given = (self.model.config.to_dict(), self.numerics, self.certificate, self.program, self.max_context)
+        return fingerprint_parts(*given, self.dtype, self.device)
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 in hex: equal fingerprints give equal bits. Reads every weight once, on first use.
-
-        It is the same at every tensor-parallel size; there the whole weights were read before the ranks took shares.
-        """
-        return fingerprint(self.fingerprint_parts)
+    def _weights_here(self) -> dict[str, Tensor]:
+        """What the graph reads, by the names of the model. InvalidInput if something has another storage since."""
+        require_weights_at(self._addresses, self.model)
+        return {**named_weights(self.model), **self._constants}
 
     @cached_property
     def tokenizer(self) -> Any | None:

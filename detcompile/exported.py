@@ -20,7 +20,8 @@ from detcompile import orders
 from detcompile.archive import EXTRA, Archive, library_folder
 from detcompile.compiled import CompiledModel
 from detcompile.errors import ArchiveError, InvalidInput
-from detcompile.fingerprints import source_digest
+from detcompile.fingerprints import fingerprint, source_digest
+from detcompile.live_weights import LiveWeights
 from detcompile.machine import obstacle
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
@@ -38,7 +39,7 @@ from detcompile.templates.float_mode import in_float_mode
 
 __all__ = ["CERTIFICATE", "ExportedModel", "FORMAT", "KERNELS", "TOKENIZER", "certificate_json", "facts_of", "load"]
 
-FORMAT = 2
+FORMAT = 3
 CONVERTS_DTYPES = TorchVersion(torch.__version__) >= "2.12"  # https://github.com/pytorch/pytorch/pull/173562
 DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}  # torch's own
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
@@ -76,6 +77,11 @@ class ExportedModel(CompiledModel):
         self.recurrences = None
         self._generator = None
         weights = archive.weights(self.device)
+        self._held = {
+            name: weights[held_in].as_strided(shape, stride, offset)
+            for name, (held_in, shape, stride, offset) in share["views"].items()
+        }
+        self._weights = LiveWeights(lambda: self._held, facts["weight_digests"], is_share=ranks is not None)
         program = _Program(Path(self._folder.name, library), share["arguments"], weights, ranks)
         self.forward = in_float_mode(program, self.device, share["num_threads"])
         step = example_step(self._kv_shapes, len(self._kv_groups), self._state_shapes, self.dtype, self.device)
@@ -93,9 +99,8 @@ class ExportedModel(CompiledModel):
         return getattr(torch, self._facts["dtype"])
 
     @cached_property
-    def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name: as of the model that was exported."""
-        return self._facts["fingerprint_parts"]
+    def _fixed_parts(self) -> dict[str, str]:
+        return {name: part for name, part in self._facts["fingerprint_parts"].items() if name != "weights"}
 
     @property
     def engine_model(self) -> EngineModel:
@@ -214,11 +219,12 @@ def _for_this_process(operations: str, group: str) -> str:
 
 def facts_of(model: CompiledModel) -> dict[str, Any]:
     """What an ExportedModel has to know of the model that is exported, as JSON has it."""
-    known = model.engine_model
+    known, parts = model.engine_model, model.fingerprint_parts
     return {
         "format": FORMAT,
-        "fingerprint": model.fingerprint,
-        "fingerprint_parts": model.fingerprint_parts,
+        "fingerprint": fingerprint(parts),
+        "fingerprint_parts": parts,
+        "weight_digests": model.weight_digests(),
         "step": list(StepInputs._fields),
         "numerics": dataclasses.asdict(model.numerics),
         "max_context": model.max_context,

@@ -91,8 +91,15 @@ def _share(compiled: CompiledModel) -> Share:
     """What of the archive is this process's."""
     if isinstance(compiled, ExportedModel):
         raise UnsupportedModel("this model was loaded from an archive: copy that, or compile it from its own folder")
-    packaged = package(compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences)
-    facts = {"arguments": packaged.arguments, "num_threads": torch.get_num_threads()}  # that its kernels ask for
+    program = compiled.program if compiled.ranks is None else None
+    packaged = package(
+        compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences, program
+    )
+    facts = {
+        "arguments": packaged.arguments,
+        "views": packaged.views,
+        "num_threads": torch.get_num_threads(),  # that its kernels ask for
+    }
     return Share(facts, packaged.files, StoredWeights.of(packaged.weights))
 
 

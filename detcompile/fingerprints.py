@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import transformers
 import triton
-from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -17,7 +16,6 @@ from detcompile.numerics import Numerics
 from detcompile.passes.certificate import Certificate
 from detcompile.templates import cpu_library
 from detcompile.templates.shared_objects import compiler_version
-from detcompile.weights import weights_digest
 
 __all__ = ["fingerprint", "fingerprint_parts"]
 
@@ -30,27 +28,27 @@ def fingerprint(parts: Mapping[str, str]) -> str:
 
 
 def fingerprint_parts(
-    model: nn.Module,
     config: Mapping[str, object],
     numerics: Numerics,
     certificate: Certificate,
+    program: str,
     max_context: int,
-    weights: str = "",
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, str]:
-    """What the contract holds fixed, by name, so that two fingerprints that differ can be told apart.
+    """What the contract holds fixed besides the weights, by name, so that fingerprints that differ can be told apart.
 
     Args:
-        weights: digest of the whole weights, where ``model`` holds a share of them.
+        program: digest of the graph that was certified (passes.program). dtype: of the KV cache.
     """
-    device = next(model.parameters()).device
     fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
     return {
-        "weights": weights or weights_digest(model),
+        "program": program,
         "config": hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest(),
         "numerics": str(numerics),
         "orders": "; ".join(certificate.orders),
         "max_context": str(max_context),
-        "kv_dtype": str(next(model.parameters()).dtype),
+        "kv_dtype": str(dtype),
         "source": source_digest(),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -10,7 +10,6 @@ import pickle
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
@@ -140,10 +139,14 @@ class RemoteModel(CompiledModel):
         """Of the weights, the activations and the KV cache."""
         return self._facts.dtype
 
-    @cached_property
+    @property
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name; the same as of a model in this process."""
         return self.group.call("fingerprint_parts", seconds=START_SECONDS)[0]
+
+    def weight_digests(self) -> dict[str, str]:
+        """As ``CompiledModel.weight_digests``; every worker looks at its share."""
+        return self.group.call("weight_digests", seconds=START_SECONDS)[0]
 
     def engine(
         self,

@@ -89,6 +89,11 @@ class RankServer:
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
 
+    def weight_digests(self) -> dict[str, str] | None:
+        """Of the whole weights."""
+        digests = self.model.weight_digests()
+        return digests if self.rank == 0 else None
+
     def affordable_blocks(self, config: EngineConfig, num_sharers: int, drafts: bool) -> int:
         """KV blocks that this rank has room for, beside as many of the others on its device."""
         model = self.model.engine_model

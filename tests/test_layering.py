@@ -30,7 +30,13 @@ LAYERS = [
     {"detcompile.axes", "detcompile.exporting", "detcompile.verification"},
     {"detcompile.api", "detcompile.workers"},
     {"detcompile.exported", "detcompile.remote_model"},
-    {"detcompile.checkpoints", "detcompile.compiled", "detcompile.fingerprints", "detcompile.machine"},
+    {
+        "detcompile.checkpoints",
+        "detcompile.compiled",
+        "detcompile.fingerprints",
+        "detcompile.live_weights",
+        "detcompile.machine",
+    },
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
     {

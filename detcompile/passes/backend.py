@@ -24,6 +24,7 @@ from detcompile.passes.gates import fuse_gated_products
 from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.plain_graph import run_plainly
+from detcompile.passes.program import program_digest
 from detcompile.passes.provenance import sympy_size
 from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
 from detcompile.passes.traced_call import TracedCall
@@ -86,6 +87,8 @@ class Backend:
         self.lower = lower
         self.certificates: list[Certificate] = []
         self.programs: list[Program] = []
+        self.name_inputs: Callable[[Sequence[Any]], list[str]] | None = None  # then each graph's digest is kept
+        self.digests: list[str] = []
         self.graph_breaks = graph_breaks
         self.backend_ctx_ctor = self.around_calls({})  # where torch._dynamo.optimize is called with this object itself
 
@@ -106,7 +109,7 @@ class Backend:
         named: dict[str, Role] = {}
         settings = {
             **ROUNDING,
-            "joint_custom_pre_pass": GraphPass(self._rewrite, repr(self.numerics)),
+            "joint_custom_pre_pass": GraphPass(functools.partial(self._rewrite, example_inputs), repr(self.numerics)),
             "post_grad_custom_post_pass": self._post_grad(named, example_inputs),
         }
 
@@ -154,7 +157,9 @@ class Backend:
 
         return GraphPass(finish, f"{self.numerics!r}, {len(direct)} direct")
 
-    def _rewrite(self, gm: fx.GraphModule) -> fx.GraphModule:
+    def _rewrite(self, inputs: Sequence[Any], gm: fx.GraphModule) -> fx.GraphModule:
+        if self.name_inputs is not None:
+            self.digests.append(program_digest(gm, self.name_inputs(inputs)))
         return rewrite(pin_collectives(gm, self.numerics))
 
     def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:

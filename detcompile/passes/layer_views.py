@@ -10,7 +10,14 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 
-__all__ = ["layers_of"]
+__all__ = ["layers_of", "view_of"]
+
+
+def view_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model once more, of modules of its own, which share every weight with it."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    view: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    return view
 
 
 def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -25,8 +32,7 @@ def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     count = model.config.get_text_config().num_hidden_layers
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
         raise InvalidInput(f"layers {tuple(layers)}: give some of 0 to {count - 1}, each once, in their order")
-    shared = itertools.chain(model.parameters(), model.buffers())
-    view: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    view = view_of(model)
     lists = [module for module in view.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if len(lists) != 1:
         raise UnsupportedModel(f"{type(model).__name__} has {len(lists)} lists of {count} layers; one is needed")

@@ -1,7 +1,8 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
+import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +31,13 @@ from detcompile.passes.capture import (
     probe_attention,
 )
 from detcompile.passes.certificate import Certificate, Role
-from detcompile.passes.example_step import example_step
+from detcompile.passes.example_step import ExampleStep, example_step
 from detcompile.passes.experts import pin_experts
+from detcompile.passes.layer_views import view_of
 from detcompile.passes.own_experts import replace_experts
 from detcompile.passes.packaging import Packaging
 from detcompile.passes.positions import give_positions
+from detcompile.passes.program import NotRun, constants_of, input_names, never_run
 from detcompile.passes.provenance import Layout, sympy_size
 from detcompile.passes.quantized_linear import pin_quantized
 from detcompile.passes.recurrences import Recurrences
@@ -42,7 +45,7 @@ from detcompile.passes.scans import pin_recurrences
 from detcompile.passes.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
 from detcompile.storage import disk_failure
-from detcompile.weights import weights_digest
+from detcompile.weights import WeightView, named_weights, views_in, weight_digests, weights_digest
 
 __all__ = ["Lowered", "Packaged", "lower", "lower_view", "lower_with_states", "package"]
 
@@ -63,7 +66,9 @@ class Lowered(NamedTuple):
     kv_groups: tuple[KVGroup, ...]
     num_token_ids: int  # that the embedding has rows for
     num_logits: int  # of the head, which may be wider
-    whole_weights: str = ""  # digest of the weights of all ranks together, where this one holds a share
+    program: str  # digest of the graph over the whole weights
+    constants: Mapping[str, Tensor]  # that the graph takes, and that are no parameters or buffers, by name
+    whole_weights: Mapping[str, str] = types.MappingProxyType({})  # digests, where this process holds a share of them
     state_shapes: tuple[StateShape, ...] = ()  # one an operation that carries a state from token to token
     recurrences: Recurrences | None = None  # those operations
 
@@ -72,11 +77,13 @@ class Packaged(NamedTuple):
     """A compiled model as AOTInductor's files.
 
     ``arguments`` says what the library takes, in order: an index into step.step_leaves, or the name of a weight.
+    ``views`` says where in these the model's own parameters and buffers lie, by their names in the model.
     """
 
     files: tuple[Path, ...]
     arguments: tuple[int | str, ...]
     weights: dict[str, Tensor]
+    views: dict[str, WeightView]
 
 
 def lower(
@@ -123,21 +130,24 @@ def lower(
         raise UnsupportedModel(f"{type(model).__name__}: layers with a state over several ranks; compile with tp=1")
     attention, groups = probe_attention(model, numerics.kv_chunk, recurrences)
     states = () if recurrences is None else tuple(recurrences.shapes)
-    whole_weights = ""
+    whole_weights: dict[str, str] = {}
     if ranks is None:
         pin_row_parallel(model, numerics)
     else:
-        whole_weights = weights_digest(model, on_read)
+        whole_weights = weight_digests(named_weights(model), on_read)
         ranks.require_equal(
-            {"weights": whole_weights, "numerics": str(numerics), "max_context": str(max_context)}
+            {"weights": weights_digest(whole_weights), "numerics": str(numerics), "max_context": str(max_context)}
         )  # before the first collective of the model: ranks that differ would wait for each other
+        whole_program, constants = _whole_program(model, numerics, attention, groups)
+        whole_weights |= weight_digests(constants)
         shard(model, attention, numerics, ranks, replicate_attention)
         attention, groups = observe_attention(model, numerics.kv_chunk)
     _certify_batches(model, numerics, len(attention), len(states))
-    forward, certificate = _compile_packed(PackedForward(model), numerics, attention, groups, states)
+    compiled = _compile_packed(PackedForward(model), numerics, attention, groups, states)
     shapes = tuple(call.shape for call in attention)
-    facts = (shapes, groups, num_token_ids, num_logits, whole_weights, states, recurrences)
-    return Lowered(forward, certificate, *facts)
+    program = compiled.program if ranks is None else whole_program
+    facts = (shapes, groups, num_token_ids, num_logits, program, compiled.constants, whole_weights, states, recurrences)
+    return Lowered(compiled.forward, compiled.certificate, *facts)
 
 
 def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
@@ -147,9 +157,9 @@ def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
         UnsupportedModel, UncertifiedOp: as ``lower``.
     """
     attention, groups = observe_attention(view, numerics.kv_chunk)
-    forward, certificate = _compile_packed(PackedForward(view), numerics, attention, groups)
+    forward, certificate, program, constants = _compile_packed(PackedForward(view), numerics, attention, groups)
     shapes = tuple(call.shape for call in attention)
-    return Lowered(forward, certificate, shapes, groups, *_vocabulary(view))
+    return Lowered(forward, certificate, shapes, groups, *_vocabulary(view), program, constants)
 
 
 def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: Certificate) -> Callable[..., Any]:
@@ -165,7 +175,7 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     packed = StatesForward(model)
     watched = packed.watch()
     try:
-        forward, found = _compile_packed(packed, numerics, attention, groups)
+        forward, found, *_ = _compile_packed(packed, numerics, attention, groups)
     finally:
         watched.remove()
     if found.orders != certificate.orders:
@@ -174,12 +184,16 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
 
 
 def package(
-    model: PreTrainedModel, numerics: Numerics, certificate: Certificate, recurrences: Recurrences | None
+    model: PreTrainedModel,
+    numerics: Numerics,
+    certificate: Certificate,
+    recurrences: Recurrences | None,
+    program: str | None,
 ) -> Packaged:
     """Compile the forward of a model that ``lower`` has changed once more, ahead of time.
 
     Args:
-        certificate, recurrences: as Lowered has them.
+        certificate, recurrences: as Lowered has them. program: too, None where the model is a rank's share.
 
     Raises:
         UnsupportedModel: the graph would be another one.
@@ -187,22 +201,25 @@ def package(
     attention, groups = observe_attention(model, numerics.kv_chunk, recurrences)
     states = () if recurrences is None else tuple(recurrences.shapes)
     packaging = Packaging()
-    program, found, example = _trace_packed(PackedForward(model), numerics, attention, groups, packaging, states)
-    if found.counts != certificate.counts or found.orders != certificate.orders:
+    backend, example = _trace_packed(PackedForward(model), numerics, attention, groups, packaging, states)
+    (found,), (traced,), (digest,) = backend.certificates, backend.programs, backend.digests
+    same = found.counts == certificate.counts and found.orders == certificate.orders
+    if not same or digest != (program or digest):
         raise UnsupportedModel(f"{type(model).__name__} gave another graph than the compiled one: load it again")
     place = {id(leaf): index for index, leaf in enumerate(step_leaves(*example))}
-    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    names = input_names(model, step_leaves(*example), traced.inputs)
     arguments: list[int | str] = []
     weights: dict[str, Tensor] = {}
     for position in packaging.kept:
-        given = program.inputs[position]
+        given = traced.inputs[position]
         if id(given) in place:
             arguments.append(place[id(given)])
             continue
-        name = names.get(id(given), f"constant.{position}") + (".joined" if position in program.joined else "")
-        weights[name] = program.joined.get(position, given).detach()
+        name = names[position] + (".joined" if position in traced.joined else "")
+        weights[name] = traced.joined.get(position, given).detach()
         arguments.append(name)
-    return Packaged(packaging.files, tuple(arguments), weights)
+    held = {**named_weights(model), **constants_of(model, step_leaves(*example), traced.inputs)}
+    return Packaged(packaging.files, tuple(arguments), weights, views_in(weights, held))
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
@@ -223,17 +240,41 @@ def _certify_batches(model: PreTrainedModel, numerics: Numerics, num_attention: 
     _run(dense, (input_ids, position_ids), model)
 
 
+class _Compiled(NamedTuple):
+    """A packed forward; what Lowered says of it."""
+
+    forward: Callable[..., Any]
+    certificate: Certificate
+    program: str
+    constants: dict[str, Tensor]
+
+
 def _compile_packed(
     module: PackedForward,
     numerics: Numerics,
     attention: tuple[AttentionCall, ...],
     groups: tuple[KVGroup, ...],
     states: tuple[StateShape, ...] = (),
-) -> tuple[Callable[..., Any], Certificate]:
-    program, certificate, example = _trace_packed(module, numerics, attention, groups, compile_fx_inner, states)
+) -> _Compiled:
+    backend, example = _trace_packed(module, numerics, attention, groups, compile_fx_inner, states)
+    (certificate,), (program,), (digest,) = backend.certificates, backend.programs, backend.digests
     forward = _bind(program, example)
     require_kept(forward, groups, example)
-    return forward, certificate
+    return _Compiled(forward, certificate, digest, constants_of(module.model, step_leaves(*example), program.inputs))
+
+
+def _whole_program(
+    model: PreTrainedModel,
+    numerics: Numerics,
+    attention: tuple[AttentionCall, ...],
+    groups: tuple[KVGroup, ...],
+) -> tuple[str, dict[str, Tensor]]:
+    """The digest of the program that one rank would run, and its constants, before ranks take shares of ``model``."""
+    view = view_of(model)
+    pin_row_parallel(view, numerics)
+    backend, example = _trace_packed(PackedForward(view), numerics, attention, groups, never_run, join_weights=False)
+    (program,), (digest,) = backend.programs, backend.digests
+    return digest, constants_of(view, step_leaves(*example), program.inputs)
 
 
 def _trace_packed(
@@ -243,21 +284,22 @@ def _trace_packed(
     groups: tuple[KVGroup, ...],
     compile_graph: Callable[..., Any],
     states: tuple[StateShape, ...] = (),
-) -> tuple[Program, Certificate, tuple[Tensor, Tensor, StepInputs, Tensor]]:
-    """The program, its certificate and the step that it was traced with."""
-    backend = Backend(numerics, _packed_roles(groups), len(attention), join_weights=True, lower=compile_graph)
+    join_weights: bool = True,
+) -> tuple[Backend, ExampleStep]:
+    """The backend that has compiled the one graph, and the step that it was traced with."""
+    backend = Backend(numerics, _packed_roles(groups), len(attention), join_weights=join_weights, lower=compile_graph)
     backend.expected_recurrences = len(states)
     packed = partial(torch.compile, _with_own_code(module), backend=backend, fullgraph=True, dynamic=None)
     parameter = next(module.model.parameters())
     shapes = [call.shape for call in attention]
     example = example_step(shapes, len(groups), states, module.model.dtype, parameter.device)
-    with inductor_config.patch(size_asserts=sizes_asserted()):
+    backend.name_inputs = partial(input_names, module.model, step_leaves(*example))
+    with inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
         _run(packed, example, module.model)
-    (certificate,), (program,) = backend.certificates, backend.programs
-    return program, certificate, example
+    return backend, example
 
 
-def _bind(program: Program, example: tuple[Tensor, Tensor, StepInputs, Tensor]) -> Callable[..., Any]:
+def _bind(program: Program, example: ExampleStep) -> Callable[..., Any]:
     """The graph itself as a function of a step.
 
     Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.

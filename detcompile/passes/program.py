@@ -1,0 +1,185 @@
+"""The canonical form of a graph: what it computes from which inputs, hashed.
+
+It has each operation with its arguments, in the graph's order, constants by value, and dtype and shape of every value.
+It has no names of nodes or symbols, no places in the source, no strides and no device: two traces of one model have one
+form, wherever and however often they are made. The graph is ATen as it was traced, before the first pass: what passes
+make of it follows from their source and the numerics.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from detcompile.errors import UnsupportedModel
+from detcompile.weights import tensor_digest
+
+__all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest"]
+
+CONSTANT = "constant."  # begins the names of tensors that are neither a model's parameters or buffers nor a step's
+CHECKS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "_assert_tensor_metadata")  # they compute nothing
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+ELSEWHERE = ("device", "pin_memory")  # arguments that say where a value lives
+BY_NAME = (bool, str, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
+
+
+def program_digest(gm: fx.GraphModule, names: Sequence[str]) -> str:
+    """sha256 of the canonical form.
+
+    Args:
+        names: of the graph's inputs, in order: which weight, which constant, which part of a step each is.
+
+    Raises:
+        UnsupportedModel: an argument has no canonical form.
+    """
+    digest = hashlib.sha256()
+    for line in _Form(gm, names).lines:
+        digest.update(json.dumps(line).encode())
+    return digest.hexdigest()
+
+
+def input_names(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any]) -> list[str]:
+    """What each input of a traced graph is: a parameter or buffer by its name in the model, a leaf of a step by number.
+
+    Other tensors that the model's code holds are numbered as the graph comes to them. Numbers have no name.
+    """
+    weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {id(tensor): name for name, tensor in sorted(weights, key=lambda weight: weight[0], reverse=True)}
+    names |= {id(leaf): f"step.{number}" for number, leaf in enumerate(leaves)}
+    for given in inputs:
+        if isinstance(given, Tensor) and id(given) not in names:
+            names[id(given)] = f"{CONSTANT}{sum(name.startswith(CONSTANT) for name in names.values())}"
+    return [names[id(given)] if isinstance(given, Tensor) else "" for given in inputs]
+
+
+def constants_of(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """What a traced graph takes that is neither a parameter or buffer of the model nor a leaf of a step, by name."""
+    names = input_names(model, leaves, inputs)
+    return {name: given for name, given in zip(names, inputs) if name.startswith(CONSTANT)}
+
+
+class NotRun(Exception):
+    """A graph was traced for its digest alone."""
+
+
+def never_run(*_graph: Any, **_settings: Any) -> Callable[..., Any]:
+    """What compiles a graph that shall not run: a call raises NotRun."""
+
+    def run(*_given: Any) -> Any:
+        raise NotRun
+
+    return make_boxed_func(run)
+
+
+class _Form:
+    """Lines of JSON, one an operation."""
+
+    def __init__(self, gm: fx.GraphModule, names: Sequence[str], symbols: dict[Any, str] | None = None) -> None:
+        self._gm = gm
+        self._symbols: dict[Any, str] = {} if symbols is None else symbols
+        self._known: dict[fx.Node, Any] = {}
+        self.lines: list[Any] = []
+        inputs = gm.graph.find_nodes(op="placeholder")
+        assert len(inputs) == len(names), f"{len(names)} inputs were named, the graph has {len(inputs)}"
+        for _, node in sorted(zip(names, inputs), key=lambda named: named[0]):
+            self._value(node)  # extents are called after the first input that has them, in the order of names
+        for name, node in zip(names, inputs):
+            value = node.meta.get("val")
+            extent = isinstance(value, SYMBOLIC)
+            self._known[node] = self._number(value) if extent else ["input", name, self._value(node)]
+        for node in gm.graph.nodes:
+            if node.op != "placeholder" and not _checks(node):
+                self._add(node)
+
+    def _add(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, SYMBOLIC):  # a number is known by its expression, however it was computed
+            self._known[node] = self._number(value)
+            return
+        if node.op == "get_attr":
+            self._known[node] = self._constant(node)
+            return
+        self._known[node] = len(self.lines)
+        target = "output" if node.op == "output" else _name_of(node)
+        kwargs = {key: self._argument(given, node) for key, given in node.kwargs.items() if key not in ELSEWHERE}
+        arguments = [self._argument(given, node) for given in node.args]
+        self.lines.append([target, arguments, sorted(kwargs.items()), self._value(node)])
+
+    def _argument(self, given: Any, node: fx.Node) -> Any:
+        if isinstance(given, fx.Node):
+            return self._known[given]
+        if isinstance(given, (list, tuple, torch.Size)):
+            return ["list", *(self._argument(part, node) for part in given)]
+        if isinstance(given, dict):
+            return ["dict", *([str(key), self._argument(part, node)] for key, part in sorted(given.items()))]
+        if isinstance(given, slice):
+            return ["slice", *(self._argument(part, node) for part in (given.start, given.stop, given.step))]
+        if isinstance(given, BY_NAME):
+            return [type(given).__name__, str(given)]
+        if isinstance(given, torch.device):
+            return "device"
+        if isinstance(given, SYMBOLIC):
+            return self._number(given)
+        if isinstance(given, (int, float, complex)):
+            return _scalar(given)
+        if isinstance(given, torch._ops.OpOverload):
+            return ["operation", str(given)]
+        raise UnsupportedModel(
+            f"{_name_of(node)} takes a {type(given).__name__}, which no fingerprint can hold: hand it numbers, strings"
+            " and tensors only"
+        )
+
+    def _constant(self, node: fx.Node) -> Any:
+        """A tensor by its bytes, a graph by its own form."""
+        held: Any = self._gm
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if isinstance(held, fx.GraphModule):
+            inputs = held.graph.find_nodes(op="placeholder")
+            return ["graph", _Form(held, [str(place) for place in range(len(inputs))], self._symbols).lines]
+        if not isinstance(held, Tensor) or isinstance(held, FakeTensor):
+            raise UnsupportedModel(f"the model's graph holds a {type(held).__name__}, which no fingerprint can hold")
+        with unset_fake_temporarily():  # a backend's passes run under the mode that traced the graph
+            return ["tensor", tensor_digest(held)]
+
+    def _value(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        tensors = (part for part in parts if isinstance(part, Tensor))
+        return [[str(part.dtype), *(self._number(size) for size in part.shape)] for part in tensors]
+
+    def _number(self, value: Any) -> Any:
+        """A number, or its expression in symbols that are counted as they come."""
+        if not isinstance(value, SYMBOLIC):
+            return _scalar(value)
+        expression: Any = value.node.expr
+        for symbol in sorted(expression.free_symbols, key=lambda symbol: symbol.name):
+            self._symbols.setdefault(symbol, f"n{len(self._symbols)}")
+        integer = {symbol: symbol.is_integer for symbol in expression.free_symbols}
+        renamed = {symbol: sympy.Symbol(self._symbols[symbol], integer=integer[symbol]) for symbol in integer}
+        return [type(value).__name__, str(expression.xreplace(renamed))]
+
+
+def _checks(node: fx.Node) -> bool:
+    return getattr(node.target, "_opname", "") in CHECKS
+
+
+def _name_of(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    module, name = getattr(node.target, "__module__", ""), getattr(node.target, "__qualname__", None)
+    operation = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return str(node.target) if operation or name is None else f"{module}.{name}"
+
+
+def _scalar(value: complex) -> Any:
+    """A number by its type and all of its digits."""
+    if isinstance(value, complex):
+        return ["complex", value.real.hex(), value.imag.hex()]
+    return ["float", value.hex()] if isinstance(value, float) else ["int", int(value)]

@@ -113,6 +113,7 @@ class Recurrences:
 
         def end(*_: Any) -> None:
             self._step = None
+            self._num_states = self._num_attention = 0  # as before: a call leaves nothing behind
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end)

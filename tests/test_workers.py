@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,10 +25,12 @@ from detcompile.axes import AXES, score
 from detcompile.compiled import CompiledModel
 from detcompile.errors import EngineError, UnsupportedModel, WorkerError
 from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
+from detcompile.runtime import sampling_plan
 from detcompile.runtime.drafters import Drafter
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.outputs import RequestOutput
+from detcompile.runtime.sampling_plan import RowNeeds, SampleRow
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.start_progress import StartProgress, reading
 from detcompile.verification import TP, ModelSpec, verify
@@ -38,10 +41,13 @@ from tests.invariance.axis import configuration_for
 from tests.models import MAX_CONTEXT, VOCAB_SIZE, random_model
 from tests.parallel.ranks import run_ranks
 from tests.runtime.engine_cases import engine_configs, sampling_params
+from tests.runtime.test_isolation import VICTIM
 from tests.runtime.test_speculation import Oracle, Workload, workload_of
+from tests.runtime.test_threads import together
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150
 NOTES: list[tuple[int, str]] = []  # that the ranks of ``two`` sent while they started
+PLANTED: list[Any] = []  # in a rank: faults that its sampler has now
 CONFIGS = engine_configs(60, 400)
 
 
@@ -254,6 +260,46 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
     params = [SamplingParams(max_tokens=12, temperature=t, seed=5, logprobs=2) for t in (0.0, 0.8, 1.2)]
     found = [m.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False) for m in (two, here)]
     assert list(map(told, found[0])) == list(map(told, found[1]))
+
+
+def test_a_row_that_no_rank_can_plan_ends_its_request_alone(two: RemoteModel) -> None:
+    prompts = [[1, 2, 3], list(range(50)), [7]]
+    params = [SamplingParams(max_tokens=9, seed=seed, logprobs=1, repetition_penalty=1.2) for seed in (1, VICTIM, 2)]
+    expected = two.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False)
+    engine = two.engine(EngineConfig(num_blocks=40, overlap=True))
+    two.apply(_plant)
+    try:
+        found = engine.generate(prompts, params, progress=False)
+    finally:
+        two.apply(_dig_up)
+    assert [found[i].outputs for i in (0, 2)] == [expected[i].outputs for i in (0, 2)]
+    assert isinstance(found[1].error, EngineError) and "planted" in str(found[1].error)
+    again = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in again] == [output.outputs for output in expected]
+
+
+def _plant(_model: CompiledModel) -> None:
+    needs = sampling_plan._needs
+
+    def broken(row: SampleRow, biased: bool) -> RowNeeds:
+        if row.params.seed == VICTIM and row.num_generated >= 3:
+            raise LookupError("planted")
+        return needs(row, biased)
+
+    PLANTED.append(mock.patch.object(sampling_plan, "_needs", broken))
+    PLANTED[-1].start()
+
+
+def _dig_up(_model: CompiledModel) -> None:
+    PLANTED.pop().stop()
+
+
+def test_two_ranks_serve_many_threads(two: RemoteModel) -> None:
+    expected = two.generate(IDS, max_new_tokens=9), two(IDS).logits
+    calls = [lambda: (two.generate(IDS, max_new_tokens=9), two(IDS).logits)] * 4
+    for tokens, logits in together(*calls):
+        assert torch.equal(tokens, expected[0])
+        assert_bitwise_equal(logits, expected[1])
 
 
 @settings(max_examples=3)

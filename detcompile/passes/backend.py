@@ -104,6 +104,8 @@ class Backend:
         if self.roles_of is None:
             _refuse(traced.identified(), "the module looks at more of its arguments than their values")
         roles = [self._role(node, traced) for node in gm.graph.find_nodes(op="placeholder")]
+        if self.roles_of is None:
+            _join_batches(gm, roles)
         checked = _only_checked(gm)
         pin_sdpa(gm, self.numerics.kv_chunk)
         named: dict[str, Role] = {}
@@ -236,6 +238,15 @@ def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Ro
             "too; tensors inside objects other than lists, tuples and dicts have to be marked in any case",
         )
     return Role("rows", {d: names.get(d, name) for d, name in rows.items()})
+
+
+def _join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:
+    """Guard that arguments with as many rows as each other always have: they hold one batch, a mask and its tokens."""
+    sizes: dict[int, torch.SymInt] = {}  # by the number of rows
+    for node, role in zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True):
+        if (role.rows or {}).get(0) == "batch" and node.meta["example_value"].shape[0].node.hint is not None:
+            size = node.meta["example_value"].shape[0]
+            assert sizes.setdefault(size.node.hint, size) == size  # asked of a symbol, this becomes the guard
 
 
 def _refuse(lines: Sequence[str], why: str) -> None:

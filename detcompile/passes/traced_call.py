@@ -95,7 +95,7 @@ class TracedCall:
             expr = guard.expr
             if not expr.free_symbols & counts or _of_equal_counts(expr, counts) or _holds(expr, counts):
                 continue
-            if not _of_strides(guard.sloc) and not (_holds(expr, counts, 2) and _of_one_call(guard.sloc)):
+            if not _of_strides(guard.sloc):
                 found[f"{_readable(expr, shape_env)} at {_line_of(guard.sloc)}: of some numbers of rows alone"] = None
         return list(found)
 
@@ -164,9 +164,9 @@ def _of_equal_counts(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
     return isinstance(expr, sympy.Eq) and all(side in counts for side in expr.args)
 
 
-def _holds(expr: sympy.Basic, counts: Iterable[sympy.Symbol], least: int = 1) -> bool:
-    """Whether a guard holds for every number of rows from ``least`` up."""
-    bound = bound_sympy(expr, {symbol: ValueRanges(least, int_oo) for symbol in counts})
+def _holds(expr: sympy.Basic, counts: Iterable[sympy.Symbol]) -> bool:
+    """Whether a guard holds for every number of rows from one up."""
+    bound = bound_sympy(expr, {symbol: ValueRanges(1, int_oo) for symbol in counts})
     return bound.is_singleton() and bound.lower is sympy.true
 
 
@@ -174,15 +174,6 @@ def _of_strides(where: Any) -> bool:
     frame = getattr(where, "framework_loc", None)
     file, name = getattr(frame, "filename", ""), getattr(frame, "name", "")
     return any(file.endswith(f"torch/{own}") and name == function for own, function in OF_STRIDES)
-
-
-def _of_one_call(where: Any) -> bool:
-    """A call of torch's looked at strides, which tell nothing where there is one row, rather than code that branches.
-
-    One row is then refused, for it would have other code: the number of rows is one there.
-    """
-    frame = getattr(where, "framework_loc", None)
-    return getattr(frame, "filename", "").endswith("_dynamo/utils.py") and getattr(frame, "name", "") == "run_node"
 
 
 def _line_of(where: Any) -> str:

@@ -411,6 +411,7 @@ CERTIFIED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "two batches": called(lambda m, x, y: (x * 2, y * 2), x, rows()[:3]),
     "rows beside rows": called(lambda m, x, y: x * y.sum(-1, keepdim=True) + y.softmax(-1), x, rows()),
     "ids and a mask": called(lambda m, i, k: m.emb(i) * k[..., None], torch.zeros(4, 5, dtype=torch.int64), rows(5)),
+    "a mask of rows": called(lambda m, i, k: k[:, None] & (i[..., None] > 2), torch.full((4, 5), 3), rows(5) > 0),
     "attention": called(attend, x3),
     "a leading token": called(lambda m, x: torch.cat([m.lin.bias.expand(x.shape[0], 1, -1), m.lin(x)], 1), x3),
     "tokens flattened and back": called(lambda m, x: m.lin(x.view(-1, D)).view(x.shape), x3),

@@ -194,3 +194,13 @@ def test_threads_share_a_compiled_module() -> None:
         thread.join()
     for row in found:
         assert_bitwise_equal(row, found[0])
+
+
+def test_arguments_of_as_many_rows_hold_one_batch() -> None:
+    """A mask is seen to have the rows of its tokens, though no operation says so; others have a graph of their own."""
+    run, backend = compiled(Held(lambda m, x, y: (x * 2, y * 3)))
+    for counts in ((4, 4), (3, 3), (1, 1)):
+        run(*(rows()[:count] for count in counts))
+    assert len(backend.certificates) == 1
+    run(rows(), rows()[:3])
+    assert len(backend.certificates) == 2

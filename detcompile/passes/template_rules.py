@@ -29,6 +29,7 @@ from detcompile.passes.provenance import (
 from detcompile.passes.template_orders import FUNCTIONALIZED
 
 __all__ = [
+    "batched_matmul",
     "cached_attention",
     "dense_attention",
     "dequant_matmul",
@@ -55,6 +56,16 @@ def matmul(node: fx.Node, ctx: Context) -> Rows:
         require_weight(ctx.rows(bias), "the bias")
     out = Rows((x.dims[0], w.dims[0]))
     return out if residual is None else join([out, ctx.rows(residual)], 2)
+
+
+def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """A matrix of the batch reads its own other matrix, whole; a row of the first operand ignores the others."""
+    a, b = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_feature(a, -1, "the sum of a matrix product")
+    require_feature(b, -1, "the sum of a matrix product")
+    require_feature(b, -2, "a batched product's second matrices")
+    batch = join([Rows(a.dims[:-2]), Rows(b.dims[:-2])], len(a.dims) - 2)
+    return Rows((*batch.dims, a.dims[-2], b.dims[-2]))
 
 
 def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:

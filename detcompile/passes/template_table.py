@@ -35,6 +35,7 @@ from detcompile.passes.template_orders import (
     sums_nothing,
 )
 from detcompile.passes.template_rules import (
+    batched_matmul,
     cached_attention,
     dense_attention,
     dequant_matmul,
@@ -63,6 +64,7 @@ class Template(NamedTuple):
 
 TEMPLATES: Mapping[Any, Template] = {
     ours.all_gather_columns.default: Template("collective", columns_gathered, sums_nothing),
+    ours.batched_matmul.default: Template("template", batched_matmul, order_of_product),
     ours.cached_attention.default: Template("attention", cached_attention, order_of_attention),
     ours.causal_conv.default: Template("recurrence", packed_recurrence(CONV), order_of_convolution),
     ours.dense_attention.default: Template("attention", dense_attention, order_of_attention),

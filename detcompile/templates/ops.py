@@ -2,6 +2,7 @@
 
 from detcompile.templates import (
     attention,
+    batched_matmul,
     causal_conv,
     collectives,
     dequant_matmul,
@@ -23,6 +24,7 @@ __all__ = ["FAMILIES"]
 
 FAMILIES = (
     attention,
+    batched_matmul,
     causal_conv,
     collectives,
     dequant_matmul,

@@ -1,10 +1,10 @@
-"""Attention reaches our template through transformers' AttentionInterface, or from scaled_dot_product_attention."""
+"""Attention reaches our template through transformers' AttentionInterface."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from detcompile.errors import UnsupportedModel
@@ -18,7 +18,6 @@ __all__ = [
     "StepDropped",
     "check_call",
     "layer_of",
-    "pin_sdpa",
     "register_attention",
 ]
 
@@ -165,29 +164,3 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
         raise UnsupportedModel(f"{where} passes a sliding window and chunks of attention: only one of them is known")
     if query.shape[1] % key.shape[1]:
         raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")
-
-
-def pin_sdpa(gm: fx.GraphModule, kv_chunk: int) -> fx.GraphModule:
-    """scaled_dot_product_attention(q, k, v, is_causal=True)  ->  dense_attention(q, k, v, scale, 0, kv_chunk)
-
-    Runs on the Dynamo graph, before autograd decomposes the operation. Masked or non-causal attention is left alone;
-    the certificate then names it.
-    """
-    for node in gm.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if given.get("attn_mask") is not None or given.get("dropout_p") or given.get("is_causal") is not True:
-            continue
-        q = given["query"]
-        if any(given[name].meta["example_value"].dim() != 4 for name in names[:3]):
-            continue
-        scale = given.get("scale")
-        scale = q.meta["example_value"].shape[-1] ** -0.5 if scale is None else scale
-        with gm.graph.inserting_before(node):
-            args = (q, given["key"], given["value"], float(scale), 0, kv_chunk)
-            pinned = gm.graph.call_function(torch.ops.detcompile.dense_attention.default, args)
-        pinned.meta = dict(node.meta)
-        node.replace_all_uses_with(pinned)
-        gm.graph.erase_node(node)
-    gm.recompile()
-    return gm

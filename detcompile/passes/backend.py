@@ -16,9 +16,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from detcompile.errors import DetcompileError, InvalidInput, UncertifiedOp, UnsupportedModel
 from detcompile.numerics import Numerics
-from detcompile.passes.attention import pin_sdpa
 from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
 from detcompile.passes.certificate import Certificate, Role, certify
+from detcompile.passes.composites import take_apart
 from detcompile.passes.direct_calls import call_directly
 from detcompile.passes.gates import fuse_gated_products
 from detcompile.passes.own_collectives import pin_collectives
@@ -107,7 +107,7 @@ class Backend:
         if self.roles_of is None:
             _join_batches(gm, roles)
         checked = _only_checked(gm)
-        pin_sdpa(gm, self.numerics.kv_chunk)
+        take_apart(gm, self.numerics.kv_chunk)
         named: dict[str, Role] = {}
         settings = {
             **ROUNDING,

@@ -1,4 +1,4 @@
-"""Batched products become products or sums whose order is pinned: of a few weights, or of small matrices of a row."""
+"""Batched products become products or sums whose order is pinned: of a few weights, or of a row's own matrices."""
 
 import torch
 from torch import fx
@@ -17,15 +17,39 @@ MOST_MATRICES = 32  # each becomes a product of its own
 def pin_batched_products(gm: fx.GraphModule) -> fx.GraphModule:
     """bmm(a_GMK, w_GKN)  ->  cat([mm(a_GMK[0], w_GKN[0]), ...])      where w has known extents: einsum, grouped linears
     bmm(a_RMK, b_RKN)  ->  row_sum(a_RM1K * b_R1NK)             where K is small and M, N are known: gemma3n mixes so
+    bmm(a_RMK, b_RKN)  ->  batched_matmul(a_RMK, b_RNK)         where K is known, and M or N: attention of an encoder
+    baddbmm(c, a, b)  ->  c + bmm(a, b)
     """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.baddbmm.default):
+        _add_apart(gm.graph, node)
     for node in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
-        weight = shape_of(node.args[1])
-        sizes = (*shape_of(node.args[0])[1:], weight[2])
-        if not any(size.free_symbols for size in weight) and int(weight[0]) <= MOST_MATRICES:
-            _pin_each(gm.graph, node, int(weight[0]))
-        elif not any(size.free_symbols for size in sizes) and int(sizes[1]) <= MOST_TERMS:
+        known = [[not size.free_symbols for size in shape_of(operand)] for operand in node.args]
+        (_, M, K), (_, _, N) = known
+        whole = all(known[0] + known[1])  # whose rows are not told apart from weights here
+        if all(known[1]) and not whole and int(shape_of(node.args[1])[0]) <= MOST_MATRICES:
+            _pin_each(gm.graph, node, int(shape_of(node.args[1])[0]))
+        elif M and K and N and int(shape_of(node.args[1])[1]) <= MOST_TERMS:
             _pin_sum(gm.graph, node)
+        elif K and (M or N):
+            _pin_batch(gm.graph, node)
     return gm
+
+
+def _add_apart(graph: fx.Graph, node: fx.Node) -> None:
+    """Only unscaled; the sum is of two terms, each rounded."""
+    if not node.kwargs:
+        c, a, b = node.args
+        node.replace_all_uses_with(
+            insert(graph, aten.add.Tensor, (c, insert(graph, aten.bmm.default, (a, b), node)), node)
+        )
+        graph.erase_node(node)
+
+
+def _pin_batch(graph: fx.Graph, node: fx.Node) -> None:
+    a, b = node.args
+    turned = insert(graph, aten.permute.default, (b, [0, 2, 1]), node)
+    node.replace_all_uses_with(insert(graph, ours.batched_matmul.default, (a, turned), node))
+    graph.erase_node(node)
 
 
 def _pin_each(graph: fx.Graph, node: fx.Node, matrices: int) -> None:

@@ -18,6 +18,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     """bmm(a, b) with K = 1  ->  mul(a, b)   (rotary embeddings: an outer product sums nothing)
+    _unsafe_index(x, i)  ->  index(x, i)                     (which reads no other row where an index is out of bounds)
     index_put(x, [mask], v)  ->  where(mask, v, x)           (a mask of x's shape, and one value)
     view(x [4 T, 8], [T, 32])  ->  view(view(x, [T, 4, 8]), [T, 32])   (as Inductor gets it right; and the other way)
     slice_scatter(x [4, 1, T, 8], part [3, 1, T, 8])  ->  view(slice_scatter(x [4, T, 8], part [3, T, 8]))
@@ -27,6 +28,8 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.find_nodes(op="call_function", target=aten.bmm.default):
         if shape_of(node.args[0])[2] == 1:
             node.target = aten.mul.Tensor
+    for node in gm.graph.find_nodes(op="call_function", target=aten._unsafe_index.Tensor):
+        node.target = aten.index.Tensor
     for node in gm.graph.find_nodes(op="call_function", target=aten.index_put.default):
         if _is_masked_fill(node):
             x, (mask,), value = node.args[:3]
@@ -97,13 +100,13 @@ def _is_masked_fill(node: fx.Node) -> bool:
     return whole and not kind.shape and kind.dtype == x.meta["val"].dtype
 
 
-def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple, origin: fx.Node) -> fx.Node:
+def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple, origin: fx.Node, **kwargs: Any) -> fx.Node:
     """Add a node before ``origin`` that carries its place in the source and its own fake value."""
     with graph.inserting_before(origin):
-        node = graph.call_function(target, args)
+        node = graph.call_function(target, args, kwargs)
     values = fx.map_arg(args, lambda arg: arg.meta["val"])
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None, f"no fake value among the arguments of {target}"
     with mode:
-        node.meta = {**origin.meta, "val": target(*values)}
+        node.meta = {**origin.meta, "val": target(*values, **kwargs)}
     return node

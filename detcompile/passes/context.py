@@ -40,7 +40,14 @@ class Context:
         return state
 
 
-EXTENTS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.full.default)
+EXTENTS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.full.default,
+    aten.repeat.default,
+)
 
 
 def require_arguments(node: fx.Node, ctx: Context) -> None:

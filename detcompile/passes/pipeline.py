@@ -19,20 +19,27 @@ from detcompile.passes.fills import join_fills
 from detcompile.passes.gates import fuse_gates
 from detcompile.passes.lanes import lane_by_lane
 from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
+from detcompile.passes.own_rows import take_own_rows
 from detcompile.passes.rankings import pin_sorts, pin_topk
 from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
 from detcompile.passes.rope import fuse_rope
+from detcompile.passes.running_sums import pin_running_sums
+from detcompile.passes.windows import POOLS, pin_convolutions, pin_pools
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     join_fills,
+    pin_convolutions,
+    pin_pools,
     canonicalize,
+    take_own_rows,
     pin_topk,
     pin_sorts,
     pin_batched_products,
     pin_rms_norms,
     pin_reductions,
+    pin_running_sums,
     pin_matmuls,
     fuse_residuals,
     fuse_gates,
@@ -108,6 +115,6 @@ def pinned_codegen() -> Iterator[None]:
         yield
 
 
-def decompositions(kept: tuple[torch._ops.OpOverload, ...] = KEPT_WHOLE) -> dict[Any, Any]:
+def decompositions(kept: tuple[torch._ops.OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:
     """Inductor's decompositions without those of the operations that a pass takes as a whole."""
     return {op: decomposition for op, decomposition in select_decomp_table().items() if op not in kept}

@@ -5,6 +5,8 @@ A reduction over rows is left alone: the certificate refuses it by name.
 
 import math
 import operator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +21,7 @@ aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
 
 # Operations that Inductor would decompose into reductions of its own before our passes see them.
 KEPT_WHOLE = (
+    aten.native_group_norm.default,
     aten.native_layer_norm.default,
     aten._softmax.default,
     aten._log_softmax.default,
@@ -45,6 +48,8 @@ def _result_dtype(node: fx.Node) -> torch.dtype:
 
 def _dims(node: fx.Node) -> list[int]:
     rank = len(shape_of(node.args[0]))
+    if node.target is aten.native_group_norm.default:
+        return list(range(1, rank))
     if node.target is aten.native_layer_norm.default or node.target is aten._fused_rms_norm.default:
         return list(range(rank - len(node.args[1]), rank))
     dims = node.args[1] if len(node.args) > 1 else None
@@ -53,9 +58,8 @@ def _dims(node: fx.Node) -> list[int]:
 
 
 def _rows_stay(node: fx.Node) -> bool:
-    sizes, dims = shape_of(node.args[0]), _dims(node)
-    flattens = len(dims) > 1 and sum(bool(size.free_symbols) for size in sizes) > 1
-    return bool(sizes) and not flattens and not any(sizes[dim].free_symbols for dim in dims)
+    sizes = shape_of(node.args[0])
+    return bool(sizes) and not any(sizes[dim].free_symbols for dim in _dims(node))
 
 
 def _keepdim(node: fx.Node) -> bool:
@@ -71,9 +75,19 @@ def _as_rows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, int]:
     if kept + dims != list(range(len(sizes))):
         x = insert(graph, aten.permute.default, (x, kept + dims), node)
     if len(dims) > 1:
-        outer = [-1 if sizes[dim].free_symbols else int(sizes[dim]) for dim in kept]
+        outer = _extents(graph, node, [(node.args[0], dim) for dim in kept])
         x = insert(graph, aten.reshape.default, (x, [*outer, length]), node)
     return x, length
+
+
+def _extents(graph: fx.Graph, node: fx.Node, dims: Iterable[tuple[fx.Node, int]]) -> list[Any]:
+    """The extents of these dimensions for a reshape: one that is not fixed is left to it, several are asked for."""
+    sizes = [(value, dim, shape_of(value)[dim]) for value, dim in dims]
+    left_out = sum(bool(size.free_symbols) for *_, size in sizes) == 1
+    return [
+        int(size) if not size.free_symbols else -1 if left_out else insert(graph, aten.sym_size.int, (value, dim), node)
+        for value, dim, size in sizes
+    ]
 
 
 def _restore(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
@@ -136,23 +150,65 @@ def _var_mean(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layer_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Normalised shapes of one dimension; the statistics that only a backward pass reads are not produced."""
+    """The statistics that only a backward pass reads are not produced."""
     x, shape, weight, bias, eps = node.args
-    if len(shape) == 1:
-        _replace_parts(graph, node, {0: insert(graph, ours.layer_norm.default, (x, weight, bias, eps), node)})
+    _normed(graph, node, ours.layer_norm.default, [x, weight, bias], len(shape), eps)
 
 
 def _fused_rms_norm(graph: fx.Graph, node: fx.Node) -> None:
     x, shape, weight, eps = node.args
-    if len(shape) == 1:
-        eps = torch.finfo(x.meta["val"].dtype).eps if eps is None else eps
-        _replace_parts(graph, node, {0: insert(graph, ours.rms_norm.default, (x, weight, eps, False), node)})
+    eps = torch.finfo(x.meta["val"].dtype).eps if eps is None else eps
+    _normed(graph, node, ours.rms_norm.default, [x, weight], len(shape), eps, False)
+
+
+def _normed(graph: fx.Graph, node: fx.Node, norm: Any, operands: list[fx.Node | None], dims: int, *rest: Any) -> None:
+    """A norm over the last ``dims`` dimensions of its operands, x and the weights: over one that holds them all."""
+    x = operands[0]
+    sizes = shape_of(x)
+    if dims > 1:
+        length = math.prod(map(int, sizes[-dims:]))
+        outer = _extents(graph, node, [(x, dim) for dim in range(len(sizes) - dims)])
+        shapes = [[*outer, length], [length], [length]]
+        operands = [
+            value and insert(graph, aten.reshape.default, (value, shape), node)
+            for value, shape in zip(operands, shapes, strict=False)
+        ]
+    result = insert(graph, norm, (*operands, *rest), node)
+    if dims > 1:
+        result = insert(graph, aten.reshape.default, (result, [*outer, *map(int, sizes[-dims:])]), node)
+    _replace_parts(graph, node, {0: result})
+
+
+def _group_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Each group of channels is a row of layer_norm, in float32; weight and bias are of a channel; one rounding."""
+    x, weight, bias, _, channels, _, groups, eps = node.args
+    sizes, dtype = shape_of(x), x.meta["val"].dtype
+    batch = _extents(graph, node, [(x, 0)])
+    shape = [*batch, groups, math.prod(map(int, sizes[1:])) // groups]
+    rows = insert(graph, aten.reshape.default, (_cast(graph, node, x, torch.float32), shape), node)
+    normed = insert(graph, ours.layer_norm.default, (rows, None, None, eps), node)
+    result = insert(graph, aten.reshape.default, (normed, [*batch, *map(int, sizes[1:])]), node)
+    for parameter, combine in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
+        if parameter is not None:
+            of_channel = insert(graph, aten.reshape.default, (parameter, [channels, *[1] * (len(sizes) - 2)]), node)
+            result = insert(graph, combine, (result, of_channel), node)
+    _replace_parts(graph, node, {0: _cast(graph, node, result, dtype)})
 
 
 def _last_dim(target: torch._ops.OpOverload):
+    """Along another dimension: that one is moved to the end and back."""
+
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
-        if _dims(node) == [len(shape_of(node.args[0])) - 1]:
-            _replace(graph, node, insert(graph, target, (node.args[0], node.meta["val"].dtype, []), node))
+        (dim,), rank = _dims(node), len(shape_of(node.args[0]))
+        order = [*range(dim), *range(dim + 1, rank), dim]
+        x = node.args[0]
+        if dim != rank - 1:
+            x = insert(graph, aten.permute.default, (x, order), node)
+        result = insert(graph, target, (x, node.meta["val"].dtype, []), node)
+        if dim != rank - 1:
+            back = [order.index(place) for place in range(rank)]
+            result = insert(graph, aten.permute.default, (result, back), node)
+        _replace(graph, node, result)
 
     return rewrite
 
@@ -170,6 +226,7 @@ REWRITES = {
     aten.sum.default: _sum,
     aten.var.correction: _var,
     aten.var_mean.correction: _var_mean,
+    aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten._fused_rms_norm.default: _fused_rms_norm,
     aten._softmax.default: _last_dim(ours.softmax.default),

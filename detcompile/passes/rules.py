@@ -129,11 +129,18 @@ def _select_scatter(node: fx.Node, ctx: Context) -> Rows:
 
 
 def _repeat(node: fx.Node, ctx: Context) -> Rows:
+    """A repetition as often as there are rows gives each of them the whole."""
     value, repeats = ctx.rows(node.args[0]), node.args[1]
     new = len(repeats) - len(value.dims)
     dims = [*[()] * new, *value.dims]
     for i, times in enumerate(repeats):
-        if times != 1:
+        rows = sympy_size(times.meta["val"]) if isinstance(times, fx.Node) else None
+        if rows in ctx.row_symbols:
+            require_feature(Rows(tuple(dims)), i, "a repetition")
+            dims[i] = (Axis(rows, ctx.row_symbols[rows]), *dims[i])
+        elif rows is not None:
+            raise Refusal("repeats as often as a value computed from a token or batch count says")
+        elif times != 1:
             require_feature(Rows(tuple(dims)), i, "a repetition")
             dims[i] = created([shape_of(node)[i]], {}).dims[0]
     return Rows(tuple(dims))
@@ -160,6 +167,15 @@ def _unbind(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(value.dims)
     require_feature(value, dim, "an unbind")
     return (Rows(value.dims[:dim] + value.dims[dim + 1 :]),) * len(node.meta["val"])
+
+
+def _unfold(node: fx.Node, ctx: Context) -> Rows:
+    """Windows over a dimension of features: which window stays in its place, what is in it comes last."""
+    value = ctx.rows(node.args[0])
+    dim = node.args[1] % len(value.dims)
+    require_feature(value, dim, "windows")
+    places, inside = created([shape_of(node)[dim], shape_of(node)[-1]], {}).dims
+    return Rows((*value.dims[:dim], places, *value.dims[dim + 1 :], inside))
 
 
 def _flip(node: fx.Node, ctx: Context) -> Rows:
@@ -280,6 +296,7 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
+    aten.unfold.default: _unfold,
     aten.flip.default: _flip,
     prims.rev.default: _flip,
     aten.constant_pad_nd.default: _pad,
@@ -322,6 +339,15 @@ def _integer_sum(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
     return _exact_reduction(node, ctx)
 
 
+def _running_integers(node: fx.Node, ctx: Context) -> Rows:
+    """Sums and products of integers have one result, in whatever order."""
+    if node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.is_complex:
+        raise Refusal("a running sum whose order is not pinned")
+    value = ctx.rows(node.args[0])
+    require_feature(value, node.args[1], "a running sum")
+    return value
+
+
 def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
     value = ctx.rows(node.args[0])
     require_feature(value, node.kwargs.get("dim", -1), "an ordering")
@@ -349,6 +375,8 @@ ORDER_FREE: Mapping[Any, Rule] = {
     aten.all.default: _exact_reduction,
     aten.sum.dim_IntList: _integer_sum,
     aten.sum.default: _integer_sum,
+    aten.cumsum.default: _running_integers,
+    aten.cumprod.default: _running_integers,
     aten.topk.default: _topk,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,

@@ -60,12 +60,14 @@ def matmul(node: fx.Node, ctx: Context) -> Rows:
 
 def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
     """A matrix of the batch reads its own other matrix, whole; a row of the first operand ignores the others."""
-    a, b = ctx.rows(node.args[0]), ctx.rows(node.args[1])
-    require_feature(a, -1, "the sum of a matrix product")
-    require_feature(b, -1, "the sum of a matrix product")
-    require_feature(b, -2, "a batched product's second matrices")
-    batch = join([Rows(a.dims[:-2]), Rows(b.dims[:-2])], len(a.dims) - 2)
-    return Rows((*batch.dims, a.dims[-2], b.dims[-2]))
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_feature(x, -1, "the sum of a matrix product")
+    require_feature(w, -1, "the sum of a matrix product")
+    if not is_feature(w.dims[-2]):
+        advice = "fix the number of tokens of a sequence: torch._dynamo.mark_static(tensor, 1)"
+        raise Refusal(f"every row of a matrix meets {describe(w.dims[-2])}; where these are its own, {advice}")
+    batch = join([Rows(x.dims[:-2]), Rows(w.dims[:-2])], len(x.dims) - 2)
+    return Rows((*batch.dims, x.dims[-2], w.dims[-2]))
 
 
 def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:

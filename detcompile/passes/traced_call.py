@@ -29,7 +29,11 @@ __all__ = ["TracedCall"]
 
 TORCH = str(Path(torch.__file__).parent)
 # Shape functions of torch's whose guards decide the strides of a fake result, or an error, and no value.
-OF_STRIDES = (("_subclasses/fake_impls.py", "conv"), ("_meta_registrations.py", "meta_copy_"))
+OF_STRIDES = (
+    ("_subclasses/fake_impls.py", "conv"),
+    ("_meta_registrations.py", "meta_copy_"),
+    ("nn/functional.py", "_in_projection_packed"),
+)
 
 
 class TracedCall:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import detcompile
-from detcompile.passes.backend import cause
+from detcompile import Backend, Numerics
 from tests.bits import assert_bitwise_equal
 
 
@@ -45,16 +44,6 @@ def test_gradients_are_refused() -> None:
         torch.compile(nn.Linear(8, 8), backend="detcompile")(torch.randn(3, 8))
 
 
-def test_attention_over_three_dimensions_is_refused_by_name() -> None:
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
-        torch.compile(attend, backend="detcompile")(torch.randn(2, 8, 16))
-    assert isinstance(cause(refused.value), detcompile.UncertifiedOp)
-
-
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
 def test_a_float64_reduction_is_refused(reduce) -> None:
     torch._dynamo.reset()
@@ -62,14 +51,30 @@ def test_a_float64_reduction_is_refused(reduce) -> None:
         torch.compile(lambda x: reduce(x, -1, dtype=torch.float64), backend="detcompile")(torch.randn(4, 8))
 
 
-def test_masked_attention_is_refused_by_name() -> None:
+@pytest.mark.parametrize("shape", [(5, 8, 16), (5, 2, 8, 16)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_any_rank_sees_its_own_sequence(shape: tuple[int, ...], causal: bool) -> None:
     def attend(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x)
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=causal)
 
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
-        torch.compile(attend, backend="detcompile")(torch.randn(2, 2, 8, 16))
-    assert isinstance(cause(refused.value), detcompile.UncertifiedOp)
+    x = torch.randn(shape)
+    run = torch.compile(attend, backend=Backend(Numerics(), certify_only=True))
+    whole = run(x)
+    assert (whole - attend(x)).abs().max() < 1e-5
+    assert_bitwise_equal(run(x[1:3].clone()), whole[1:3])
+
+
+def test_a_query_that_sees_no_key_gets_zeros() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=x[..., :1] > 0)
+
+    torch._dynamo.reset()
+    x = torch.ones(3, 2, 8, 8)
+    x[1, 0, 3] = -1
+    with torch.no_grad():
+        found = torch.compile(attend, backend=Backend(Numerics(), certify_only=True))(x)
+    assert bool((found[1, 0, 3] == 0).all()) and bool((found[1, 0, 2] != 0).all())
 
 
 @pytest.mark.parametrize("rows", [4, 1])

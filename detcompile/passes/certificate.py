@@ -259,10 +259,7 @@ REASONS = {
     "rand": "random numbers inside the graph",
     "bernoulli": "random numbers inside the graph",
     "cumsum": "a running sum whose order is not pinned",
-    "bmm": (
-        "a batched matrix product without a pinned order (attention outside the attention interface? Over all tokens "
-        "of a sequence it needs their number fixed: torch._dynamo.mark_static(tensor, 1))"
-    ),
+    "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
     "convolution": "a convolution that is transposed, or over a length that is not fixed",
     "pool": "a pool whose windows differ in their terms, whose indices are read, or over a length that is not fixed",
     "prod": "a product of floating-point numbers whose order is not pinned",

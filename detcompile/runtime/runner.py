@@ -70,6 +70,11 @@ class Runner:
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that were captured."""
+        return len(self._graphs) + len(self._chains)
+
     def fill_caches(self, value: float) -> None:
         """Write ``value`` into every slot of the KV cache, written before or not, and into every state."""
         for cache in (*self.kv_cache.k_caches, *self.kv_cache.v_caches, *self.kv_cache.states):

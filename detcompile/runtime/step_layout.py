@@ -206,10 +206,13 @@ def graph_layouts(
 ) -> list[tuple[int, int, int]]:
     """Tokens, sequences and table widths of the graphs that a warm-up captures for steps up to these sizes.
 
-    The largest come first: the memory that they share is then as large as it has to be. Of one size the narrowest does,
-    as a step takes a wider graph where there is one.
+    The largest come first: the memory that they share is then as large as it has to be, also for what is captured
+    later, for which the largest mixed step is among them with logits of every token. Of one size the narrowest comes
+    first, as a step takes a wider graph where there is one.
     """
-    sizes = [(size, size) for size in TOKEN_BUCKETS if size <= min(most_sequences, most_tokens)]
+    decodes = _bucket(min(most_sequences, most_tokens), TOKEN_BUCKETS)
+    mixed = _bucket(min(most_tokens, MIXED_BUCKETS[-1]), MIXED_BUCKETS)
+    sizes = [(size, size) for size in TOKEN_BUCKETS if size <= decodes or size == mixed]
     sizes += [
         (tokens, sequences)
         for tokens, sequences in mixed_layouts()

@@ -88,9 +88,12 @@ class Worker:
 
     def launch(self, work: StepWork) -> LaunchedStep:
         """Start a step; nothing waits for the device. Tokens pending from the step before are read there."""
+        num_graphs = self.runner.num_graphs
         with self._float_mode:
             launched = self._launch(work)
-        if self.memory is not None and self._allocates:
+        if self.memory is not None and self.runner.num_graphs > num_graphs:
+            self.memory.refill()  # the capture has given the block back
+        elif self.memory is not None and self._allocates:
             self.memory.tidy()
         return launched
 

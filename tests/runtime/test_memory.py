@@ -24,7 +24,7 @@ from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
 from detcompile.runtime.penalties import TokenCounts
 from detcompile.runtime.runner import Runner, unowned
 from detcompile.runtime.sampling import Sampler, SamplingParams
-from detcompile.runtime.step_layout import graph_layouts, mixed_layouts, table_widths
+from detcompile.runtime.step_layout import StepLayout, graph_layouts, mixed_layouts, table_widths
 from detcompile.runtime.worker import Worker
 from detcompile.step import KVGroup
 from tests.bits import assert_bitwise_equal
@@ -129,7 +129,19 @@ def test_graphs_are_captured_from_the_largest_to_the_smallest_and_narrow_before_
     widths = table_widths(641, 64)
     assert sizes == sorted(sizes, reverse=True) and found == [(*size, width) for size in sizes for width in widths]
     mixed = {layout for layout in mixed_layouts() if layout[0] <= 256 and layout[1] < 200}
-    assert set(sizes) == {(size, size) for size in (1, 2, 4, 8, *range(16, 97, 16))} | mixed
+    assert set(sizes) == {(size, size) for size in (1, 2, 4, 8, *range(16, 113, 16), 256)} | mixed
+
+
+@pytest.mark.parametrize(("most_sequences", "most_tokens"), [(64, 2048), (1000, 8192), (8, 300), (4, 8), (300, 40)])
+def test_no_graph_that_a_step_may_get_later_has_more_tokens_or_logits_than_the_first(most_sequences, most_tokens):
+    """Later captures, as of steps with prompt logprobs or draft trees, then need no more memory."""
+    first = graph_layouts(most_sequences, most_tokens, 641, 64)[0]
+    decodes = [StepLayout(n, n, n, 10, 1).padded(64).tokens for n in range(1, min(most_sequences, most_tokens) + 1)]
+    assert max(decodes) <= first[0]
+    for tokens in range(2, min(most_tokens, 512) + 1):
+        for sequences in (1, tokens // 2, tokens):
+            layout = StepLayout(tokens, min(sequences, most_sequences), tokens, 10, 1).padded(64)
+            assert max(layout.tokens, layout.rows) <= first[0] == first[1] or layout.tokens > 512
 
 
 class FakeGPU:

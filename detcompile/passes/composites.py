@@ -63,8 +63,9 @@ def _attention(kv_chunk: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         """scaled_dot_product_attention; what draws random numbers stays whole, for the certificate to name."""
         if dropout_p or query.dim() < 3:
-            given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-            return F.scaled_dot_product_attention(query, key, value, **given, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal and attn_mask is None:
             if query.dim() == key.dim() == value.dim() == 4:

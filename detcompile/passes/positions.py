@@ -86,6 +86,7 @@ def give_positions(model: PreTrainedModel) -> None:
         model.register_forward_pre_hook(
             lambda _, args, kwargs: _hand_over(args, kwargs, shift, counting), with_kwargs=True
         )
+        model.register_forward_hook(lambda *_: _take_back(counting))
     if _has_token_types(model):
         model.register_forward_pre_hook(_give_token_types, with_kwargs=True)
 
@@ -101,6 +102,12 @@ def _hand_over(
     if counting:
         return args, {name: given for name, given in kwargs.items() if name != "position_ids"}
     return args, {**kwargs, "position_ids": positions + shift}
+
+
+def _take_back(counting: list[GivenPositions]) -> None:
+    """A call leaves nothing behind."""
+    for table in counting:
+        table.position_ids = None
 
 
 def _has_token_types(model: PreTrainedModel) -> bool:

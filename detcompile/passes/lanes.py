@@ -54,7 +54,7 @@ def lane_by_lane() -> Iterator[None]:
             scalar = _functions(CppOverrides).get(name)
             if name in SAME_LANES:
                 assert scalar is not None, f"Inductor has no scalar {name}"
-                narrow = functools.partial(_float32_in_vectors, vector, _each_lane(scalar))
+                narrow: Callable[..., Any] = functools.partial(_float32_in_vectors, vector, _each_lane(scalar))
                 _patch(stack, CppOverrides, name, functools.partial(_of_equal_lanes, vector, scalar))
             elif name == "remainder":
                 narrow = functools.partial(_remainder, vector)
@@ -75,7 +75,7 @@ def _functions(overrides: type) -> dict[str, Callable[..., Any]]:
 
 
 def _patch(stack: contextlib.ExitStack, overrides: type, name: str, function: Callable[..., Any]) -> None:
-    function.__name__ = name  # type: ignore[attr-defined]
+    function.__name__ = name
     stack.enter_context(mock.patch.object(overrides, name, staticmethod(function)))
 
 

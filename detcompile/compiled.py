@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from detcompile.runtime.padded_batch import check_batch, keep_columns, language_
 from detcompile.runtime.runner import Runner
 from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
-from detcompile.weights import named_weights, require_weights_at, weight_addresses
+from detcompile.weights import weight_addresses, weights_in_place
 
 __all__ = ["CompiledModel"]
 
@@ -73,9 +73,11 @@ class CompiledModel(WeightedModel):
         self.ranks = ranks
         self.vocab_size = lowered.num_token_ids
         self._num_logits = lowered.num_logits
-        self.program, self._constants = lowered.program, lowered.constants
-        self._addresses = weight_addresses(model)
-        self._weights = LiveWeights(lambda: self._weights_here, lowered.whole_weights, is_share=ranks is not None)
+        self.program = lowered.program
+        held = partial(weights_in_place, model, weight_addresses(model), lowered.constants)
+        self._weights = LiveWeights(
+            held, partial(held, every_name=True), whole=lowered.whole_weights, is_share=ranks is not None
+        )
         self.certificate: Certificate = lowered.certificate
         self.forward = lowered.forward
         self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
@@ -98,12 +100,6 @@ class CompiledModel(WeightedModel):
     def _fixed_parts(self) -> dict[str, str]:
         given = (self.model.config.to_dict(), self.numerics, self.certificate, self.program, self.max_context)
         return fingerprint_parts(*given, self.dtype, self.device)
-
-    @property
-    def _weights_here(self) -> dict[str, Tensor]:
-        """What the graph reads, by the names of the model. InvalidInput if something has another storage since."""
-        require_weights_at(self._addresses, self.model)
-        return {**named_weights(self.model), **self._constants}
 
     @cached_property
     def tokenizer(self) -> Any | None:
@@ -137,7 +133,9 @@ class CompiledModel(WeightedModel):
                 "ranks that share a model have to take the same steps, and each would switch speculation by its own"
                 " clock: pass SpeculationConfig(switch='always')"
             )
-        return new_engine(self.engine_model, config or EngineConfig(), tokenizer, speculation, self.ranks)
+        engine = new_engine(self.engine_model, config or EngineConfig(), tokenizer, speculation, self.ranks)
+        self._engines.add(engine)
+        return engine
 
     @property
     def engine_model(self) -> EngineModel:
@@ -155,6 +153,7 @@ class CompiledModel(WeightedModel):
             hidden_size=self._hidden_size,
             forward_with_states=lambda: self._forward_with_states,
             state_shapes=self._state_shapes,
+            weights_version=self._weights.version,
         )
 
     def drafter(

@@ -77,11 +77,13 @@ class ExportedModel(CompiledModel):
         self.recurrences = None
         self._generator = None
         weights = archive.weights(self.device)
-        self._held = {
+        named = {
             name: weights[held_in].as_strided(shape, stride, offset)
             for name, (held_in, shape, stride, offset) in share["views"].items()
         }
-        self._weights = LiveWeights(lambda: self._held, facts["weight_digests"], is_share=ranks is not None)
+        digests = facts["weight_digests"]
+        held = {name: tensor for name, tensor in named.items() if name in digests}
+        self._weights = LiveWeights(lambda: held, lambda: named, whole=digests, is_share=ranks is not None)
         program = _Program(Path(self._folder.name, library), share["arguments"], weights, ranks)
         self.forward = in_float_mode(program, self.device, share["num_threads"])
         step = example_step(self._kv_shapes, len(self._kv_groups), self._state_shapes, self.dtype, self.device)
@@ -116,6 +118,7 @@ class ExportedModel(CompiledModel):
             num_token_ids=self.vocab_size,
             num_logits=self._num_logits,
             eos_token_ids=stop_tokens(self.model, None),
+            weights_version=self._weights.version,
         )
 
     def head_weight(self) -> Tensor:

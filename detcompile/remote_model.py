@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from detcompile.compiled import CompiledModel
 from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
+from detcompile.live_weights import WeightSource
 from detcompile.numerics import Numerics
 from detcompile.parallel import rank_device
 from detcompile.passes.certificate import Certificate
@@ -127,6 +128,7 @@ class RemoteModel(CompiledModel):
         self._state_shapes = ()  # ranks share no model that has any
         self._facts = facts
         self._abandoned: deque[int] = deque()
+        self._workers = SimpleNamespace(weights_version=0)
         self._generator = None
 
     @property
@@ -200,12 +202,27 @@ class RemoteModel(CompiledModel):
         if getattr(function, "__module__", None) == "__main__":
             raise InvalidInput(f"{function} is of the main script, which workers do not have: import it from a module")
         free_abandoned(self.group, self._abandoned)
-        return self.group.call("apply", function, args, seconds=seconds)
+        results = self.group.call("apply", function, args, seconds=seconds)
+        self._workers.weights_version = max(self.group.call("weights_version"))  # it may have changed them
+        return results
+
+    def update_weights(self, source: WeightSource) -> int:
+        """Not here: ranks that share a model take no new weights yet.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise InvalidInput("update_weights: ranks share this model: compile it with tp=1, or load and compile it again")
+
+    @property
+    def weights_version(self) -> int:
+        """As ``CompiledModel.weights_version``, as far as ``apply`` has changed them."""
+        return self._workers.weights_version
 
     @property
     def engine_model(self) -> EngineModel:
         """As ``CompiledModel.engine_model``, without the forward."""
-        facts = self._facts
+        facts, workers = self._facts, self._workers
         return EngineModel(
             forward=_no_forward,
             kv_shapes=facts.kv_shapes,
@@ -217,6 +234,7 @@ class RemoteModel(CompiledModel):
             num_logits=facts.num_logits,
             eos_token_ids=stop_tokens(self.model, None),
             hidden_size=facts.hidden_size,
+            weights_version=lambda *, look=False: workers.weights_version,
         )
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "weight_addresses",
     "weight_digests",
     "weights_digest",
+    "weights_in_place",
 ]
 
 WORD = 4  # bytes, so that a product with 64 bits keeps all of a word's own
@@ -71,6 +72,21 @@ def views_in(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[s
 def _extent(tensor: Tensor) -> int:
     """Elements from the first to the last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+
+
+def weights_in_place(
+    model: nn.Module, addresses: Mapping[str, int], constants: Mapping[str, Tensor], *, every_name: bool = False
+) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, and what its graph takes besides; InvalidInput if one was moved.
+
+    Args:
+        addresses: where they were. every_name: of those that are tied, and without ``constants``.
+    """
+    require_weights_at(addresses, model)
+    if every_name:
+        tied = {"remove_duplicate": False}
+        return {**dict(model.named_parameters(**tied)), **dict(model.named_buffers(**tied))}
+    return {**named_weights(model), **constants}
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:

@@ -89,6 +89,10 @@ class RankServer:
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
 
+    def weights_version(self) -> int:
+        """Counts the contents that the weights here have had."""
+        return self.model._weights.version(look=True)
+
     def weight_digests(self) -> dict[str, str] | None:
         """Of the whole weights."""
         digests = self.model.weight_digests()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
@@ -41,6 +41,7 @@ class Engine:
         worker: runs the steps. blocks: of the worker's KV cache.
         intake: turns prompts into checked requests.
         overlap: launch a step before the last one's tokens are read back, unless it drafts.
+        weights_version: of the model; what was computed under another one is not used.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Engine:
         overlap: bool,
         max_context: int,
         speculation: SpeculationConfig | None = None,
+        weights_version: Callable[..., int] = lambda *, look=False: 0,
     ) -> None:
         if speculation is not None and speculation.acceptance == "rejection" and not isinstance(worker, Worker):
             raise InvalidInput("workers in other processes accept exactly: take acceptance='exact', or tp=1")
@@ -67,6 +69,7 @@ class Engine:
             vocab_size=intake.vocab_size,
             forget=lambda sequence: self._pipeline.forget(sequence),
             deliver=self._deliver,
+            weights_version=weights_version,
         )
         self._pipeline = Pipeline(
             self.scheduler,
@@ -227,6 +230,18 @@ class Engine:
         """Assert that no block is lost and none counted twice; between steps, at any time."""
         with without_interrupts(), self._turns:
             self._blocks.check(self.scheduler.running, self._pipeline.forked)
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """No step begins while this is entered.
+
+        Raises:
+            InvalidInput: requests are queued or running.
+        """
+        with self._turns:
+            if self.has_work:
+                raise InvalidInput("an engine has requests: serve or cancel them before its weights change")
+            yield
 
     def _add(
         self,

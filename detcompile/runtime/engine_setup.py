@@ -57,6 +57,7 @@ class EngineModel(NamedTuple):
     hidden_size: int = 0  # of the states that the head reads; 0 where they cannot be had
     forward_with_states: Callable[[], Callable[..., Any]] | None = None  # compiles it; None where it cannot be had
     state_shapes: tuple[StateShape, ...] = ()  # what its layers carry from token to token
+    weights_version: Callable[..., int] = lambda *, look=False: 0  # LiveWeights.version
 
 
 class Room(NamedTuple):
@@ -159,7 +160,14 @@ def engine_over(
     )
     overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(
-        worker, blocks, intake, config, overlap=overlap, max_context=model.max_context, speculation=speculation
+        worker,
+        blocks,
+        intake,
+        config,
+        overlap=overlap,
+        max_context=model.max_context,
+        speculation=speculation,
+        weights_version=model.weights_version,
     )
 
 

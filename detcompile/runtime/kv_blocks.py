@@ -84,6 +84,11 @@ class KVBlocks:
         """What prefix caching has found and lost so far."""
         return KVStatistics(self._num_queried_tokens, self._num_hit_tokens, self.pool.num_evictions)
 
+    def forget_prefixes(self, salt: bytes) -> None:
+        """Begin every chain with another salt: nothing that was published is found again. No sequence is admitted."""
+        assert not self._progress, "a running sequence would publish keys of before"
+        self._salt_digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
+
     def needed(self, num_tokens: int, num_computed: int = 0) -> int:
         """Blocks, over all groups, that a sequence without hits holds to compute tokens num_computed … num_tokens - 1.
 

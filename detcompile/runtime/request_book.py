@@ -19,6 +19,8 @@ from detcompile.runtime.step_builder import StepEntry
 
 __all__ = ["RequestBook"]
 
+CHANGED = "the weights were changed in place while it ran: change them by update_weights(), when nothing runs"
+
 
 class RequestBook:
     """Follows requests. ``admit``, ``cancel`` and the properties may be used from any thread, the rest between steps.
@@ -28,6 +30,7 @@ class RequestBook:
         vocab_size: ids that the model can read.
         forget: called with a sequence that has ended and is still scheduled.
         deliver: called with an output that has ended between steps.
+        weights_version: another number once the weights are others; ``look`` may take a while.
     """
 
     def __init__(
@@ -38,12 +41,15 @@ class RequestBook:
         vocab_size: int,
         forget: Callable[[Sequence], None],
         deliver: Callable[[RequestOutput], None],
+        weights_version: Callable[..., int],
     ) -> None:
         self._scheduler = scheduler
         self._together = together
         self._vocab_size = vocab_size
         self._forget_sequence = forget
         self._deliver = deliver
+        self._weights_version = weights_version
+        self._version = weights_version(look=True)
         self._admitting = threading.Lock()  # of ``_names``
         self._names: set[str] = set()  # of requests queued or running
         self._numbers = count()
@@ -97,6 +103,7 @@ class RequestBook:
                 self._attempt(self._start, asked)
             self._inbox.popleft()
         self._let_go()
+        self._follow_weights()
 
     def finished_step(self) -> list[RequestOutput]:
         """Bring text that streams up to date; the outputs that got longer or ended since the last call."""
@@ -173,6 +180,18 @@ class RequestBook:
         except Exception as error:
             assert request is not None
             self._break(request, error)
+
+    def _follow_weights(self) -> None:
+        """End what has tokens or keys of other weights than there are now, and let no prefix of theirs be found."""
+        version = self._weights_version(look=not self._scheduler.running)
+        if version == self._version:
+            return
+        self._version = version
+        for request in list(self._requests.values()):
+            if any(s in self._scheduler.running or s.num_generated for s in request.sequences):
+                self._break(request, CHANGED)
+        self._let_go()
+        self._scheduler.forget_prefixes(version)
 
     def _settle(self, request: Request) -> None:
         """Let go of what has ended; let the other samples start once the first has the prompt in the cache."""

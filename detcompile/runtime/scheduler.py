@@ -95,6 +95,12 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
+    def forget_prefixes(self, version: int) -> None:
+        """Let no prefix be found that was cached before; nothing runs."""
+        for sequence in self.waiting:
+            sequence.block_digests = []
+        self.blocks.forget_prefixes(b"weights %d" % version)
+
     def plan(self) -> StepPlan:
         """The next step; without entries if nothing can run before pending tokens are read back."""
         if self._cut is not None and self._calm >= CALM_STEPS:

@@ -7,10 +7,12 @@ whole.
 """
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
 import re
+import stat
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import ArchiveError
+from detcompile.manifest import parsed, plain_name, require_shares
 from detcompile.stored_weights import StoredWeights, mapped, read_weights
 
 __all__ = ["Archive", "EXTRA", "Share", "library_folder", "write_archive"]
@@ -33,6 +36,7 @@ MANIFEST, MANIFEST_DIGEST = f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"
 WEIGHTS_SUFFIX = ".safetensors"
 LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
 OF_A_RANK = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
+LOCAL_HEADER = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 24
 COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 
@@ -111,7 +115,8 @@ class Archive:
         facts: the manifest.
 
     Raises:
-        ArchiveError: when made, if the file is not one, is cut short or was changed since it was written.
+        ArchiveError: when made, if the file is not one, is cut short or was changed since it was written, or has
+            members or a manifest that export never writes.
     """
 
     def __init__(self, path: Path, rank: int | None = 0) -> None:
@@ -126,7 +131,8 @@ class Archive:
                 raise ArchiveError(f"{path} holds no {name}: no archive of detcompile. Give one that export wrote")
         if _digest(self._view(MANIFEST)) != self.read(MANIFEST_DIGEST).decode(errors="replace"):
             raise _damaged(path, MANIFEST)
-        self.facts: dict[str, Any] = json.loads(self.read(MANIFEST))
+        self.facts: dict[str, Any] = parsed(path, MANIFEST, self.read(MANIFEST))
+        require_shares(path, self.facts)
         self._require_whole()
 
     def read(self, name: str) -> bytes:
@@ -147,18 +153,21 @@ class Archive:
         """Every weight of this rank, on the device, in memory of its own.
 
         Raises:
-            ArchiveError: the file of weights beside the archive is missing or was changed.
+            ArchiveError: the file of weights beside the archive is missing or was changed, or holds no weights.
         """
         assert self.rank is not None
         where = self.share["weights"]
+        name = _weights_name(self.rank)
         if where["file"] is None:
-            content = self._view(_weights_name(self.rank))
+            if name not in self._places:
+                raise _damaged(self.path, name)
+            beside, content = self.path, self._view(name)
         else:
             beside = self.path.with_name(where["file"])
             content = memoryview(mapped(beside))
             if len(content) != where["bytes"] or _digest(content) != where["sha256"]:
                 raise _damaged(beside, "its contents")
-        return {name: tensor.to(device) for name, tensor in read_weights(content, where["strides"])}
+        return {name: tensor.to(device) for name, tensor in read_weights(beside, content, where["strides"])}
 
     def _view(self, name: str) -> memoryview:
         start, size = self._places[name]
@@ -196,17 +205,37 @@ def _places(content: mmap.mmap, path: Path) -> dict[str, tuple[int, int]]:
     try:
         with zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, UnicodeDecodeError) as error:
+    except Exception as error:  # zipfile raises what it likes at what it is given
         raise ArchiveError(f"{path} is cut short, damaged or no archive ({error}): copy or export it again") from error
     places: dict[str, tuple[int, int]] = {}
     for info in infos:
+        _require_plain(info, path)
         header = content[info.header_offset : info.header_offset + 30]  # ends with the lengths of a name and of extras
         lengths = [int.from_bytes(header[at : at + 2], "little") for at in (26, 28)]
         start = info.header_offset + len(header) + sum(lengths)
-        if start + info.file_size > len(content) or info.compress_type != zipfile.ZIP_STORED:
+        if header[:4] != LOCAL_HEADER or start + info.file_size > len(content):
             raise _damaged(path, info.filename)
-        places[info.filename.removeprefix(f"{ROOT}/")] = (start, info.file_size)
+        name = info.filename.removeprefix(f"{ROOT}/")
+        if name in places:
+            raise _damaged(path, f"{name}, which is there twice,")
+        places[name] = (start, info.file_size)
+    ends = sorted((start, start + size, name) for name, (start, size) in places.items())
+    for (_, end, _), (start, _, name) in itertools.pairwise(ends):
+        if start < end:
+            raise _damaged(path, f"{name}, which shares its bytes,")
+    folders = {name[:at] for name in places for at in range(len(name)) if name[at] == "/"}
+    for name in sorted(folders & places.keys()):
+        raise _damaged(path, f"{name}, a file and a folder,")
     return places
+
+
+def _require_plain(info: zipfile.ZipInfo, path: Path) -> None:
+    """A member is a file, stored as it is, below ROOT: nothing that is written out by its name could go elsewhere."""
+    inside = info.filename.startswith(f"{ROOT}/") and plain_name(info.filename) and plain_name(info.orig_filename)
+    is_file = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
+    stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+    if not (inside and is_file and stored):
+        raise _damaged(path, repr(info.orig_filename))
 
 
 def _seal(file: IO[bytes], path: Path) -> None:

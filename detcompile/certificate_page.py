@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from detcompile.errors import UncertifiedOp
+from detcompile.errors import DetcompileError, UncertifiedOp
 from detcompile.order_drawing import order_drawing
 from detcompile.passes.certificate import Certificate, Entry
 
@@ -55,13 +55,18 @@ def certificate_page(certificate: Certificate, *, title: str, fingerprint: str) 
     )
 
 
-def refusal_page(error: UncertifiedOp, *, title: str) -> str:
-    """HTML of a refusal: each operation that no rule proves, where it stands in the model's source, and why."""
-    rows = "".join(f"<tr><td class='refused'>{escape(line)}</td></tr>" for line in error.offenders)
+def refusal_page(error: DetcompileError, *, title: str) -> str:
+    """HTML of a refusal: each operation that no rule proves, where it stands in the model's source, and why; or what
+    else the error says."""
+    lines = error.offenders if isinstance(error, UncertifiedOp) else ()
+    if not lines:
+        told = f"<p class='refused'>Nothing was compiled: {type(error).__name__}.</p><pre>{escape(str(error))}</pre>"
+        return _page(f"{title} was refused", told)
+    rows = "".join(f"<tr><td class='refused'>{escape(line)}</td></tr>" for line in lines)
     return _page(
         f"{title} was refused",
         "<p class='refused'>Nothing was compiled: these operations could make a row's bits depend on other rows.</p>"
-        f"<table><tr><th>operation, place, reason</th></tr>{rows or f'<tr><td>{escape(str(error))}</td></tr>'}</table>",
+        f"<table><tr><th>operation, place, reason</th></tr>{rows}</table>",
     )
 
 

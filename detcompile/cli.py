@@ -1,6 +1,7 @@
 """The command line: detcompile demo | generate | verify | check | export | tune-speculation. Results go to standard
 output, progress to standard error."""
 
+import io
 import json
 import sys
 import time
@@ -21,13 +22,14 @@ from detcompile.axes import AxisResult
 from detcompile.certificate_page import certificate_page, refusal_page
 from detcompile.compiled import CompiledModel
 from detcompile.demo import DEMO_AXES, Comparison, compare_with_torch
-from detcompile.errors import DetcompileError, UncertifiedOp
+from detcompile.errors import DetcompileError
 from detcompile.exporting import export, require_target
 from detcompile.generate_command import answer, read_prompts, show, summary, with_own_seeds
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
 from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.storage import naming
 from detcompile.tune_speculation import Workload, advice, tune_speculation
 from detcompile.tune_speculation_command import advice_text, read_text, require_place, speedup_plot, trials_table
 from detcompile.verification import ModelSpec, available_axes, require_axes, verify
@@ -54,6 +56,9 @@ TpSizes = Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")]
 
 def main() -> None:
     """Entry point: our own errors end with their message and exit code 2, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an answer may hold what a terminal's encoding does not
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # ours covers the load
     try:
@@ -124,13 +129,13 @@ def check(
         require_place(html, "--html")
     try:
         compiled = _compile(ModelSpec(model, random, dtype, device, _sizes(tp_sizes)))
-    except UncertifiedOp as error:
+    except DetcompileError as error:
         if html is not None:
-            html.write_text(refusal_page(error, title=Path(model).name), encoding="utf-8")
+            _write_text(html, refusal_page(error, title=Path(model).name))
         raise
     if html is not None:
         page = certificate_page(compiled.certificate, title=Path(model).name, fingerprint=compiled.fingerprint)
-        html.write_text(page, encoding="utf-8")
+        _write_text(html, page)
     if json_output:
         print(json.dumps({"fingerprint": compiled.fingerprint, **json.loads(compiled.certificate.to_json())}))
         return
@@ -296,13 +301,18 @@ def tune_speculation_command(
             tick=lambda name: progress.update(task, description=f"measuring {name}"),
         )
     found = [one for kind in ("code", "prose") if (one := advice(trials, kind)) is not None]
-    plot.write_text(speedup_plot(trials, f"{model}, draft {draft or 'none'}, batch {batch}, {target.device}"))
+    _write_text(plot, speedup_plot(trials, f"{model}, draft {draft or 'none'}, batch {batch}, {target.device}"))
     if json_output:
         print(json.dumps({"trials": [trial.to_json() for trial in trials], "advice": [asdict(one) for one in found]}))
         return
     Console().print(trials_table(trials))
     print(advice_text(trials, found))
     logs.print(f"plot: {plot}", highlight=False)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with naming(path):
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _answer(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +21,11 @@ from torch.torch_version import TorchVersion
 from detcompile import orders
 from detcompile.archive import EXTRA, Archive, library_folder
 from detcompile.compiled import CompiledModel
-from detcompile.errors import ArchiveError, InvalidInput
+from detcompile.errors import ArchiveError, DetcompileError, InvalidInput
 from detcompile.fingerprints import fingerprint, source_digest
 from detcompile.live_weights import LiveWeights
 from detcompile.machine import obstacle
+from detcompile.manifest import parsed, require_model
 from detcompile.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.passes.cache_writes import require_kept
@@ -33,6 +36,7 @@ from detcompile.runtime.end_tokens import stop_tokens
 from detcompile.runtime.engine_setup import EngineModel
 from detcompile.runtime.kv_cache import KVShape
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
+from detcompile.storage import disk_failure
 from detcompile.sum_order import SumOrder
 from detcompile.templates import cpu_library
 from detcompile.templates.float_mode import in_float_mode
@@ -40,6 +44,7 @@ from detcompile.templates.float_mode import in_float_mode
 __all__ = ["CERTIFICATE", "ExportedModel", "FORMAT", "KERNELS", "TOKENIZER", "certificate_json", "facts_of", "load"]
 
 FORMAT = 3
+TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
 CONVERTS_DTYPES = TorchVersion(torch.__version__) >= "2.12"  # https://github.com/pytorch/pytorch/pull/173562
 DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}  # torch's own
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
@@ -184,24 +189,61 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
     path = Path(path)
     if not path.is_file():
         raise InvalidInput(f"{path}: no such file; give one that export wrote")
-    facts = Archive(path, rank=None).facts
+    opened = Archive(path, rank=None)
+    facts = opened.facts
     if facts.get("format") != FORMAT:
         raise ArchiveError(f"{path} has format {facts.get('format')}, known is {FORMAT}: export it again")
+    require_model(path, facts)
     reason = obstacle(facts["machine"])
     if reason:
         raise ArchiveError(f"{path} does not run here with its bits: {reason}")
     if facts["fingerprint_parts"]["source"] != source_digest():
         raise ArchiveError(f"{path} was made by another version of detcompile: export it again")
     tp = len(facts["ranks"])
+    with _as_exported(path):
+        numerics = Numerics(**facts["numerics"])
+        _certificate(parsed(path, CERTIFICATE, opened.read(CERTIFICATE)), numerics)
+        sound = tp in numerics.tp_sizes and all(_library_of(opened, rank) for rank in range(tp))
+    if not sound:
+        raise ArchiveError(f"{path} is not what export wrote: no library for each of {tp} ranks. Export it again")
     if tp > 1 and tp_group is None and not dist.is_initialized():
-        return load_in_workers(path, tp, Numerics(**facts["numerics"]), facts["machine"]["device"])
+        return load_in_workers(path, tp, numerics, facts["machine"]["device"])
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     archive = Archive(path, 0 if ranks is None else ranks.rank)
-    for name in archive.names(KERNELS):
-        cpu_library.adopt(Path(name).stem, archive.read(name))
+    if facts["machine"]["device"] == "cpu":
+        _adopt_kernels(archive, facts["machine"]["isa"])
     if ranks is not None:
         ranks.require_equal(facts["fingerprint_parts"])
-    return ExportedModel(archive, ranks)
+    with _as_exported(path):
+        return ExportedModel(archive, ranks)
+
+
+def _adopt_kernels(archive: Archive, isa: str) -> None:
+    """The kernels that the program was made with, and no others."""
+    name = f"{KERNELS}/{isa}.so"
+    if archive.names(KERNELS) != [name]:
+        raise ArchiveError(f"{archive.path} is not what export wrote: it has no {name}. Copy it, or export it, again.")
+    cpu_library.adopt(isa, archive.read(name))
+
+
+def _library_of(archive: Archive, rank: int) -> bool:
+    """Whether there is one library for this rank."""
+    return sum(name.endswith(".so") for name in archive.names(library_folder(rank))) == 1
+
+
+@contextmanager
+def _as_exported(path: Path) -> Iterator[None]:
+    """What export wrote is read without complaint; what is not fails as that, and not by the exception it comes to."""
+    try:
+        yield
+    except (DetcompileError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        failed = disk_failure(error, Path(tempfile.gettempdir()), TEMPORARY_ADVICE)
+        if failed is not None:
+            raise failed from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ArchiveError(f"{path} is not what export wrote ({reason}). Copy it again, or export again.") from error
 
 
 def _for_this_process(operations: str, group: str) -> str:
@@ -262,5 +304,7 @@ def _order_json(order: SumOrder) -> dict[str, Any]:
 
 def _order(content: dict[str, Any]) -> SumOrder:
     kind = getattr(orders, content["order"])
+    if not (isinstance(kind, type) and issubclass(kind, SumOrder)):
+        raise ValueError(f"{content['order']} is no order of a sum")
     fields = {name: _order(value) if isinstance(value, dict) else value for name, value in content.items()}
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name != "order"})

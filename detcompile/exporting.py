@@ -15,6 +15,7 @@ from detcompile.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, 
 from detcompile.machine import this_machine
 from detcompile.passes.lowering import package
 from detcompile.remote_model import START_SECONDS, RemoteModel
+from detcompile.storage import disk_failure, naming
 from detcompile.stored_weights import StoredWeights
 from detcompile.templates import cpu_library
 
@@ -50,6 +51,7 @@ def export(
         UnsupportedModel: the model came from an archive, this process is one of the ranks that share it (torchrun), or
             it is on none of DEVICES.
         WorkerError: a rank failed.
+        StorageError: the file cannot be written, or there is no room for it.
         Also what ``compile`` raises.
     """
     path = Path(path)
@@ -67,13 +69,10 @@ def export(
             "this process is one of the ranks that share the model: compile it from a single process with tp="
             f"{compiled.ranks.size}, and export that: the bits are the same"
         )
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        if isinstance(compiled, RemoteModel):
-            ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
-        else:
-            ranks = [_share(compiled)]
-        facts = {**facts_of(compiled), "machine": this_machine(compiled.device)}
-        write_archive(path, facts, _common_members(compiled), ranks, weights == "beside")
+    try:
+        _write(compiled, path, weights == "beside")
+    except OSError as error:
+        raise disk_failure(error, path) or error from error
     return path
 
 
@@ -85,6 +84,16 @@ def require_target(path: Path) -> None:
     """
     if path.suffix != ".pt2" or not path.parent.is_dir():
         raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
+
+
+def _write(compiled: CompiledModel, path: Path, beside: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        if isinstance(compiled, RemoteModel):
+            ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
+        else:
+            ranks = [_share(compiled)]
+        facts = {**facts_of(compiled), "machine": this_machine(compiled.device)}
+        write_archive(path, facts, _common_members(compiled), ranks, beside)
 
 
 def _share(compiled: CompiledModel) -> Share:
@@ -107,7 +116,8 @@ def _written_share(compiled: CompiledModel, folder: str) -> Share:
     """The same, of a worker process: its weights in a file."""
     share = _share(compiled)
     rank = 0 if compiled.ranks is None else compiled.ranks.rank
-    return share._replace(weights=share.weights.written_to(Path(folder, f"rank{rank}")))
+    with naming(Path(folder)):
+        return share._replace(weights=share.weights.written_to(Path(folder, f"rank{rank}")))
 
 
 def _common_members(compiled: CompiledModel) -> dict[str, bytes]:
@@ -119,5 +129,6 @@ def _common_members(compiled: CompiledModel) -> dict[str, bytes]:
     if compiled.tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:
             compiled.tokenizer.save_pretrained(folder)
-            members |= {f"{TOKENIZER}/{file.name}": file.read_bytes() for file in sorted(Path(folder).iterdir())}
+            files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+            members |= {f"{TOKENIZER}/{file.relative_to(folder).as_posix()}": file.read_bytes() for file in files}
     return members

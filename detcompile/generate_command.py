@@ -11,6 +11,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.text_input import read_input, read_text_file
 
 __all__ = ["answer", "as_json", "read_prompts", "show", "summary", "with_own_seeds"]
 
@@ -21,7 +22,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
     """The prompts given, or those in a file, or on standard input: one a line, blank lines skipped.
 
     Raises:
-        InvalidInput: no prompt, two sources of them, or a file that cannot be read.
+        InvalidInput: no prompt, two sources of them, or a file that cannot be read or is no text.
     """
     if given and file is not None:
         raise InvalidInput(f"prompts as arguments and in {file}: give one or the other")
@@ -29,10 +30,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
         return list(given)
     if file is None and sys.stdin.isatty():
         print("reading prompts, one a line; end with Ctrl-D", file=sys.stderr)
-    try:
-        text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{file or 'standard input'} cannot be read as UTF-8 text: {error}") from error
+    text = read_input() if file is None else read_text_file(file)
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise InvalidInput(f"no prompt in {file or 'the arguments or on standard input'}: give one a line")

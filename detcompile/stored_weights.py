@@ -29,6 +29,7 @@ DTYPES = {  # by their names in safetensors
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MOST_SPREAD = 1024  # elements of memory for one that is stored
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -68,20 +69,53 @@ class StoredWeights(NamedTuple):
             yield from _safetensors(self.content)
 
 
-def read_weights(content: memoryview, strides: Mapping[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Each weight by name, in memory of its own, with its strides where they were not those of contiguous rows."""
+def read_weights(
+    path: Path, content: memoryview, strides: Mapping[str, list[int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight by name, in memory of its own, with its strides where they were not those of contiguous rows.
+
+    Raises:
+        ArchiveError: what is in this file are no weights.
+    """
     length = int.from_bytes(content[:8], "little")
     data = content[8 + length :]
-    for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
-        start, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-        tensor = torch.empty(math.prod(shape), dtype=dtype)
+    for name, dtype, shape, start, end in _entries(path, bytes(content[8 : 8 + length])):
+        own = strides.get(name, [])
+        size = math.prod(shape)
+        in_place = start <= end <= len(data) and end - start == size * dtype.itemsize
+        if not in_place or (name in strides and not _spreads(own, shape)):
+            raise _no_weights(path, f"{name} has {end - start} bytes, shape {shape} and strides {own or 'of its rows'}")
+        tensor = torch.empty(size, dtype=dtype)
         if end > start:
             tensor.view(torch.uint8).copy_(torch.frombuffer(data[start:end], dtype=torch.uint8))
         tensor = tensor.view(shape)
         if name in strides:
             tensor = torch.empty_strided(shape, strides[name], dtype=dtype).copy_(tensor)
         yield name, tensor
+
+
+def _spreads(strides: list[int], shape: list[int]) -> bool:
+    """Whether elements of a tensor lie apart, and not too far."""
+    reach = sum(stride * (extent - 1) for stride, extent in zip(strides, shape))
+    apart = all(stride or extent < 2 for stride, extent in zip(strides, shape))
+    return len(strides) == len(shape) and apart and reach <= MOST_SPREAD * math.prod(shape)
+
+
+def _entries(path: Path, header: bytes) -> Iterator[tuple[str, torch.dtype, list[int], int, int]]:
+    """Name, dtype, shape and place of each weight."""
+    try:
+        for name, entry in json.loads(header).items():
+            start, end = entry["data_offsets"]
+            shape = entry["shape"]
+            if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+                raise ValueError(f"{name} has {shape} at {start} to {end}")
+            yield name, DTYPES[entry["dtype"]], list(shape), start, end
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise _no_weights(path, f"{type(error).__name__}: {error}") from error
+
+
+def _no_weights(path: Path, reason: str) -> ArchiveError:
+    return ArchiveError(f"{path} is damaged: its weights are not what export wrote ({reason}): export it again")
 
 
 def mapped(path: Path) -> mmap.mmap:

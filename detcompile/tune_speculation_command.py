@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 from rich.table import Table
 
 from detcompile.errors import InvalidInput
+from detcompile.text_input import read_text_file
 from detcompile.tune_speculation import Advice, Trial, embedded_text
 
 __all__ = ["advice_text", "read_text", "require_place", "speedup_plot", "trials_table"]
@@ -24,9 +25,9 @@ def read_text(kind: str, file: Path | None) -> str:
     if file is None:
         return embedded_text(kind)
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--{kind} {file} cannot be read as UTF-8 text: {error}") from error
+        return read_text_file(file)
+    except InvalidInput as error:
+        raise InvalidInput(f"--{kind}: {error}") from error
 
 
 def require_place(path: Path, option: str) -> None:

@@ -1,7 +1,9 @@
 """The certificate's page: whole, escaped, needing nothing beside itself; and the drawings of sums."""
 
+import errno
 import re
 from html.parser import HTMLParser
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -10,12 +12,25 @@ from typer.testing import CliRunner
 
 from detcompile import cli
 from detcompile.certificate_page import certificate_page, refusal_page
-from detcompile.errors import UncertifiedOp
+from detcompile.errors import (
+    ArchiveError,
+    CompilerNotFound,
+    InvalidInput,
+    NumericsError,
+    StorageError,
+    UncertifiedOp,
+    UnsupportedModel,
+    WorkerError,
+)
 from detcompile.order_drawing import order_drawing, order_tree
 from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from tests.models import compiled
 
 VOID = {"meta", "br"}
+REFUSALS = (
+    *(ArchiveError, CompilerNotFound, InvalidInput, NumericsError, StorageError),
+    *(UncertifiedOp, UnsupportedModel, WorkerError),
+)
 
 
 class Tags(HTMLParser):
@@ -62,14 +77,28 @@ def test_a_refusal_names_each_operation():
     assert counts["tr"] == 3 and "aten.cumsum&lt;T&gt; at b.py:4 g: none" in page
 
 
-def test_check_writes_the_refusal_and_still_fails(tmp_path, monkeypatch):
-    def refuse(spec):
-        raise UncertifiedOp("one operation", ("aten.bmm.default at a.py:3 f: no order",))
-
-    monkeypatch.setattr(cli, "_compile", refuse)
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UncertifiedOp("1 operation", ("aten.bmm.default at a.py:3 f: none",)), "aten.bmm.default at a.py:3 f: none"),
+        *((kind(f"the <model> of {kind.__name__}"), f"the &lt;model&gt; of {kind.__name__}") for kind in REFUSALS),
+    ],
+)
+def test_check_writes_every_refusal_and_still_fails(tmp_path, monkeypatch, error, told):
+    monkeypatch.setattr(cli, "_compile", mock.Mock(side_effect=error))
     result = CliRunner().invoke(cli.app, ["check", "some/model", "--html", str(tmp_path / "page.html")])
-    assert isinstance(result.exception, UncertifiedOp)
-    assert "aten.bmm.default at a.py:3 f: no order" in (tmp_path / "page.html").read_text()
+    assert result.exception is error
+    page = (tmp_path / "page.html").read_text()
+    assert told in page and "model was refused" in page and tags_of(page)["h1"] == 1
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_compile", mock.Mock(side_effect=UnsupportedModel("no")))
+    place = tmp_path / "page.html"
+    full = mock.patch.object(type(place), "write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full:
+        result = CliRunner().invoke(cli.app, ["check", "some/model", "--html", str(place)])
+    assert isinstance(result.exception, StorageError) and f"{place} cannot be used: No space" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ LAYERS = [
         "detcompile.demo",
         "detcompile.generate_command",
         "detcompile.order_drawing",
+        "detcompile.text_input",
         "detcompile.tune_speculation",
         "detcompile.tune_speculation_command",
     },
@@ -42,6 +43,7 @@ LAYERS = [
     {
         "detcompile.archive",
         "detcompile.config",
+        "detcompile.manifest",
         "detcompile.numerics",
         "detcompile.orders",
         "detcompile.parallel",

@@ -28,6 +28,7 @@ __all__ = ["WorkerGroup"]
 POLL_SECONDS = 0.2  # between looks at the processes and the clock, while nothing arrives
 SETTLE_SECONDS = 0.5  # a rank that raises may only feel that another one died
 REFUSAL_SECONDS = 30.0  # for the other ranks to answer a command that one rank has refused
+STOPPED_SECONDS = 0.6  # that a process may be stopped, as by a tool that looks into it
 ENDING_SECONDS = 1.0  # between asking a process to end and killing it
 
 
@@ -55,8 +56,8 @@ class WorkerGroup:
     """Processes that live as long as this object, or until one of them fails.
 
     Every command goes to all ranks. Several may be under way; each rank serves them in order. A DetcompileError that a
-    command raises is raised here too, and the group goes on; any other exception, a process that ends, and a command
-    that takes too long end all processes. Any thread may call.
+    command raises is raised here too, and the group goes on; any other exception, a process that ends or is stopped,
+    and a command that takes too long end all processes. Any thread may call.
 
     Args:
         target: "module:function"; every process calls it as function(rank, *args, note), where note(text) tells the
@@ -87,6 +88,7 @@ class WorkerGroup:
         self._pending: dict[int, _Pending] = {}
         self._answered: dict[int, _Pending] = {}
         self._last_answer = [time.monotonic()] * num_ranks
+        self._stopped_since: dict[int, float] = {}
         self._failure: WorkerError | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -204,6 +206,7 @@ class WorkerGroup:
     def _wait(self, finished: Callable[[], bool], unsent: Collection[int] = ()) -> None:
         """Serve the channels until ``finished``; ``unsent`` are ranks that have not read all of a command yet."""
         since = looked = time.monotonic()
+        self._stopped_since.clear()  # nobody has looked meanwhile
         while not finished():
             for fileno, event in self._poller.poll(POLL_SECONDS * 1000):
                 if event != select.POLLOUT:
@@ -254,6 +257,10 @@ class WorkerGroup:
             if _ending_of(process) is not None:
                 self._read(rank)  # it may have said why
                 self._fail(_Fault(0, rank, self._death_of(rank)))
+            if not _is_stopped(process.pid):
+                self._stopped_since.pop(rank, None)
+            elif time.monotonic() - self._stopped_since.setdefault(rank, time.monotonic()) >= STOPPED_SECONDS:
+                self._fail(_Fault(0, rank, "its process is stopped (SIGSTOP) and would never answer"))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -329,10 +336,29 @@ def _end(processes: "list[subprocess.Popen[bytes]]", channels: list[Channel], ow
         return
     for channel in channels:
         channel.close()  # they end when they see it
+    for process in processes:
+        if _is_stopped(process.pid):  # it sees nothing
+            _kill(process)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and None in map(_ending_of, processes):
         time.sleep(0.002)
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         process.wait()
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, which then says nothing and does nothing until another one continues it.
+
+    Asked of Linux, not of the process: one that compiles, or that two cores have no time for, is silent too.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] == ["T"]

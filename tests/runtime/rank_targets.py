@@ -1,5 +1,6 @@
 """What the tests of WorkerGroup run in its processes. Light: a process imports this file and nothing of ours."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -65,6 +66,16 @@ class Rank:
         """Take long on one rank."""
         if rank == self.rank:
             time.sleep(seconds)
+
+    def stop_on(self, rank: int) -> None:
+        """Be stopped on one rank."""
+        if rank == self.rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def hold_on(self, rank: int, seconds: float) -> None:
+        """Take long on one rank, in C that lets no other thread run Python."""
+        if rank == self.rank:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def kill_on(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Die on one rank; the others raise as if they had lost a peer, at the same moment."""

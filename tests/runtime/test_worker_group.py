@@ -150,10 +150,54 @@ def test_a_rank_that_cannot_start() -> None:
 
 
 def test_a_rank_that_no_longer_reads() -> None:
-    """Frozen, with a command longer than its socket holds: neither sending nor waiting goes on for ever."""
+    """Busy, with a command longer than its socket holds: neither sending nor waiting goes on for ever."""
     group = started_group(step_seconds=2.0)
-    os.kill(group.process_ids[1], signal.SIGSTOP)
-    assert_fails(group, lambda: group.post("see", bytes(1 << 20)), 1, "read no command for 2 s", 2.0 + NOTICED)
+
+    def act() -> None:
+        group.post("sleep_on", 1, 60)
+        time.sleep(0.3)  # so that it is not read in one go with what follows
+        group.post("see", bytes(1 << 20))
+
+    assert_fails(group, act, 1, "read no command for 2 s", 2.3 + NOTICED)
+
+
+def stop(group: WorkerGroup, *ranks: int) -> None:
+    for rank in ranks:
+        os.kill(group.process_ids[rank], signal.SIGSTOP)
+
+
+STOPPED = {
+    "before a command": lambda g: (stop(g, 1), g.call("echo", 1)),
+    "before a post that its socket cannot hold": lambda g: (stop(g, 1), g.post("see", bytes(1 << 20))),
+    "in a command": lambda g: (g.submit("sleep_on", 1, 60), stop(g, 1), g.call("echo", 1)),
+    "by itself": lambda g: g.call("stop_on", 1),
+    "long before": lambda g: (stop(g, 1), time.sleep(1.0), g.call("echo", 1)),
+    "with all others": lambda g: (stop(g, 1, 0), g.call("echo", 1)),
+}
+
+
+@pytest.mark.parametrize("act", STOPPED.values(), ids=STOPPED)
+def test_a_stopped_rank_is_known_long_before_its_deadline(act: Callable) -> None:
+    group = started_group(step_seconds=3600.0)
+    rank = 0 if act is STOPPED["with all others"] else 1
+    seconds = NOTICED + (1.0 if act is STOPPED["long before"] else 0.0)
+    assert_fails(group, lambda: act(group), rank, r"is stopped \(SIGSTOP\)", seconds)
+
+
+def test_a_rank_that_is_stopped_while_it_starts() -> None:
+    group = new_group("sleep")
+    stop(group, 1)
+    assert_fails(group, lambda: group.result(group.started), 1, r"is stopped \(SIGSTOP\)")
+
+
+def test_a_rank_that_is_stopped_for_a_moment_or_busy_for_long_answers(group: WorkerGroup) -> None:
+    ticket = group.submit("echo", 1)
+    for _ in range(3):
+        stop(group, 1)
+        time.sleep(0.3)
+        os.kill(group.process_ids[1], signal.SIGCONT)
+    assert group.result(ticket) == [1, 1]
+    assert group.call("hold_on", 1, 3.0, seconds=60.0) == [None, None]
 
 
 def test_an_error_for_the_user_leaves_the_group_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,180 @@
+"""What an archive's manifest has to look like before anything of it is believed: for each field a check of its type and
+range. Digests show damage and no intent: whoever forges a manifest forges its digest too."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from detcompile.errors import ArchiveError
+
+__all__ = ["parsed", "plain_name", "require_model", "require_shares"]
+
+Check = Callable[[Any], bool]
+MOST = 1 << 40  # of any count
+MOST_FEATURES = 1 << 24  # of a cache's slot or a state, in one layer
+HEX = re.compile(r"[0-9a-f]{64}")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def plain_name(name: object) -> bool:
+    """Whether a name, with / between folders, stays inside of the folder that it is written to, on any system."""
+    if not isinstance(name, str) or not name.isprintable() or any(mark in name for mark in '\\:*?"<>|'):
+        return False
+    return all(part not in ("", ".", "..") and len(part.encode(errors="replace")) < 256 for part in name.split("/"))
+
+
+def parsed(path: Path, name: str, content: bytes) -> Any:
+    """A member that holds JSON.
+
+    Raises:
+        ArchiveError: it does not.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise _forged(path, f"{name} is no JSON ({error})") from error
+
+
+def require_shares(path: Path, facts: Any) -> None:
+    """Fail unless the manifest lists its members, and weights for every rank.
+
+    Raises:
+        ArchiveError: naming the field.
+    """
+    _require(path, facts, {"members": _named(_record(sha256=_digest, bytes=_count), plain_name), "ranks": _some(_dict)})
+    for rank, share in enumerate(facts["ranks"]):
+        where = f"manifest, ranks[{rank}]"
+        _require(path, share, {"weights": _record(file=_file, strides=_named(_list(_count)))}, where)
+        if share["weights"]["file"] is not None:
+            _require(path, share["weights"], {"bytes": _count, "sha256": _digest}, f"{where}.weights")
+
+
+def require_model(path: Path, facts: Mapping[str, Any]) -> None:
+    """Fail unless the manifest describes a model.
+
+    Raises:
+        ArchiveError: naming the field.
+    """
+    _require(path, facts, MODEL)
+    machine = facts["machine"]
+    _require(path, machine, ON[machine["device"]], "manifest, machine")
+    for rank, share in enumerate(facts["ranks"]):
+        _require(path, share, SHARE, f"manifest, ranks[{rank}]")
+    layers = range(len(facts["kv_shapes"]))
+    if not sorted(layer for layers, _ in facts["kv_groups"] for layer in layers) == list(layers):
+        raise _forged(path, "manifest: kv_groups do not name each layer of kv_shapes once")
+
+
+def _require(path: Path, record: Any, checks: Mapping[str, Check], where: str = "manifest") -> None:
+    if not isinstance(record, dict):
+        raise _forged(path, f"{where} is no object")
+    for name, check in checks.items():
+        if name not in record:
+            raise _forged(path, f"{where} has no {name}")
+        if not check(record[name]):
+            raise _forged(path, f"{where}: {name} is {repr(record[name])[:60]}")
+
+
+def _forged(path: Path, reason: str) -> ArchiveError:
+    return ArchiveError(f"{path} is not what export wrote: {reason}. Copy the file again, or export again.")
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _positive(value: object) -> bool:
+    return _count(value) and value != 0
+
+
+def _flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _digest(value: object) -> bool:
+    return isinstance(value, str) and HEX.fullmatch(value) is not None
+
+
+def _file(value: object) -> bool:
+    return value is None or (plain_name(value) and "/" not in str(value))
+
+
+def _argument(value: object) -> bool:
+    return _text(value) or _count(value)
+
+
+def _features(value: object) -> bool:
+    """Extents of a tensor of a moderate size."""
+    if not isinstance(value, list) or not all(_count(extent) for extent in value):
+        return False
+    size = 1
+    for extent in value:
+        size = min(size * extent, MOST)
+    return size <= MOST_FEATURES
+
+
+def _kv_shape(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and _features(value)
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _list(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _some(check: Check) -> Check:
+    return lambda value: bool(value) and _list(check)(value)
+
+
+def _pairs(first: Check, second: Check) -> Check:
+    return _list(lambda pair: isinstance(pair, list) and len(pair) == 2 and first(pair[0]) and second(pair[1]))
+
+
+def _named(check: Check, name: Check = _text) -> Check:
+    return lambda value: isinstance(value, dict) and all(name(key) and check(own) for key, own in value.items())
+
+
+def _record(**checks: Check) -> Check:
+    return lambda value: (
+        isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
+    )
+
+
+ON = {
+    "cpu": {"isa": _text, "vectors": _text},
+    "cuda": {"gpu": _text, "capability": _text, "triton": _text},
+}
+MODEL: dict[str, Check] = {
+    "fingerprint": _digest,
+    "fingerprint_parts": lambda value: _named(_text)(value) and "source" in value,
+    "machine": lambda value: (
+        _named(_text)(value) and {"platform", "torch", "device"} <= value.keys() and value["device"] in ON
+    ),
+    "numerics": _dict,  # Numerics looks at it itself
+    "max_context": _positive,
+    "dtype": lambda value: value in DTYPES,
+    "num_token_ids": _positive,
+    "num_logits": _positive,
+    "eos_token_ids": _list(_count),
+    "pad_token_id": _optional(lambda value: type(value) is int and -MOST < value < MOST),
+    "kv_shapes": _list(_kv_shape),
+    "state_shapes": _pairs(_features, _flag),
+    "kv_groups": _pairs(_some(_count), _optional(_count)),
+}
+SHARE: dict[str, Check] = {
+    "arguments": _some(_argument),
+    "num_threads": lambda value: _positive(value) and value <= 1 << 16,
+}

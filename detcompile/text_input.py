@@ -1,0 +1,60 @@
+"""Text from files and standard input: UTF-8, or what a byte order mark says; anything else is refused by its place."""
+
+import codecs
+import sys
+from pathlib import Path
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["read_input", "read_text_file"]
+
+MARKS = (  # UTF-32's begins as UTF-16's
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+
+def read_text_file(path: Path) -> str:
+    """A file's text, its lines ended by \\n, without the mark.
+
+    Raises:
+        InvalidInput: it cannot be read, or is no text.
+    """
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        raise InvalidInput(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return _text(content, str(path))
+
+
+def read_input() -> str:
+    """As ``read_text_file``, of standard input."""
+    where = "standard input"
+    try:
+        stream = getattr(sys.stdin, "buffer", None)
+        return _text(sys.stdin.read().encode() if stream is None else stream.read(), where)
+    except (OSError, ValueError, AttributeError) as error:  # closed, or none at all
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"{where} cannot be read: {error}") from error
+
+
+def _text(content: bytes, where: str) -> str:
+    mark, encoding = next(((mark, name) for mark, name in MARKS if content.startswith(mark)), (b"", "utf-8"))
+    try:
+        text = content[len(mark) :].decode(encoding)
+    except UnicodeDecodeError as error:
+        at = len(mark) + error.start
+        raise InvalidInput(
+            f"{where} is no {encoding.upper()} text: byte {at} is 0x{content[at : at + 1].hex()} ({error.reason})."
+            " Convert it, as by `iconv -f LATIN1 -t UTF-8`"
+        ) from error
+    if "\0" in text:
+        raise InvalidInput(
+            f"{where} holds a null character at {text.index(chr(0))}, as UTF-16 without a byte order mark does, and"
+            " what is no text: convert it to UTF-8"
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")

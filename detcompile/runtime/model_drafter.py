@@ -101,6 +101,7 @@ class ModelDrafter:
         Raises:
             EngineError: the draft model's logits are not numbers.
         """
+        self._distributions = []  # those of a call that failed half-way
         depths: dict[Sequence, int] = {}
         for sequence, most in zip(sequences, max_depth, strict=True):
             depth = min(most, self.num_tokens, self._max_context - len(sequence.token_ids))

@@ -21,7 +21,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.runtime.draft_statistics import DraftStatistics
 from detcompile.runtime.draft_tree import DraftTree, Path
-from detcompile.runtime.drafters import Drafter, NGramDrafter
+from detcompile.runtime.drafters import NO_DRAFT, Drafter, NGramDrafter
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.sequence import Sequence
 from detcompile.runtime.speculation_switch import Load, SpeculationSwitch
@@ -75,7 +75,8 @@ class SpeculationConfig:
 class Speculator:
     """Drafts for the decodes of a step, and blocks for the branches.
 
-    A drafter that raises is switched off, and decoding goes on without it; ``error`` says why.
+    A sequence that the drafter fails with is decoded without drafts to its end, the others with them; ``error`` is the
+    last failure.
     """
 
     def __init__(self, config: SpeculationConfig, blocks: KVBlocks, vocab_size: int) -> None:
@@ -86,7 +87,8 @@ class Speculator:
         self.draft_seconds = 0.0
         self._accepted_now = 0  # since the switch was told of a step
         self.switch = SpeculationSwitch()
-        self._drafter: Drafter | None = config.drafter or NGramDrafter()
+        self._drafter: Drafter = config.drafter or NGramDrafter()
+        self._barred: set[Sequence] = set()  # the drafter failed with them
         if config.acceptance == "rejection":
             self._tell("give_distributions")
         self._blocks = blocks
@@ -103,24 +105,20 @@ class Speculator:
 
     def wants(self, load: Load) -> bool:
         """Whether a step that is like ``load`` should draft; then every token before it has to be known."""
-        if self._drafter is None or load.num_decodes > self.config.max_sequences:
+        if load.num_decodes > self.config.max_sequences:
             return False
         return self.config.switch == "always" or self.switch.wants(load)
 
     def draft(self, entries: SequenceOf[StepEntry], budget: int) -> dict[Sequence, Verification]:
         """Trees for the decoding sequences of a planned step, within what is left of its token budget."""
         decoding = [e for e in entries if e.num_tokens == 1 and e.start + 1 == e.sequence.num_tokens and _fit(e)]
-        if self._drafter is None or not decoding or len(decoding) > self.config.max_sequences or budget < 1:
+        decoding = [entry for entry in decoding if entry.sequence not in self._barred]
+        if not decoding or len(decoding) > self.config.max_sequences or budget < 1:
             return {}
         sequences = [entry.sequence for entry in decoding]
         room = [min(s.most_tokens - s.num_tokens - 1, self.config.max_nodes, budget) for s in sequences]
         started = time.perf_counter()
-        try:
-            trees = self._drafter.propose(sequences, room)
-            self._check(trees, len(sequences))
-        except Exception as error:
-            self._switch_off(error)
-            return {}
+        trees = self._propose(sequences, room)
         self.draft_seconds += time.perf_counter() - started
         found = {}
         for entry, tree, depth in zip(decoding, trees, room, strict=True):
@@ -137,7 +135,11 @@ class Speculator:
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
         """Show a drafter that reads them the states that newest tokens were drawn from: rows of [R, H]."""
-        self._tell("observe", rows, hidden)
+        rows = {sequence: row for sequence, row in rows.items() if sequence not in self._barred}
+        if not self._tell("observe", rows, hidden) and len(rows) > 1:
+            for sequence, row in rows.items():
+                if not self._tell("observe", {sequence: row}, hidden):
+                    self._bar(sequence)
 
     def settle(self, verification: Verification, path: Path, *, cut: bool) -> None:
         """Keep the blocks of a branch through ``path``, the node reached, and give the others back.
@@ -170,21 +172,43 @@ class Speculator:
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
-        if self._drafter is not None:
-            self._drafter.forget(sequence)
+        self._barred.discard(sequence)
+        self._tell("forget", sequence)
 
-    def _tell(self, method: str, *arguments: object) -> None:
-        """Call what a drafter may have or not."""
+    def _propose(self, sequences: SequenceOf[Sequence], room: SequenceOf[int]) -> SequenceOf[DraftTree]:
+        """The drafter's trees; where it fails, it is asked for each sequence alone, and those at fault get none."""
+        try:
+            trees = self._drafter.propose(sequences, room)
+            self._check(trees, len(sequences))
+            return trees
+        except Exception as error:
+            self._note(error)
+        for sequence in sequences:
+            self._tell("forget", sequence)  # what was begun for them
+        if len(sequences) == 1:
+            self._barred.update(sequences)
+            return [NO_DRAFT]
+        return [tree for one, most in zip(sequences, room) for tree in self._propose([one], [most])]
+
+    def _tell(self, method: str, *arguments: object) -> bool:
+        """Call what a drafter may have or not; returns whether that went well."""
         act = getattr(self._drafter, method, None)
         try:
             if act is not None:
                 act(*arguments)
         except Exception as error:
-            self._switch_off(error)
+            self._note(error)
+            return False
+        return True
 
-    def _switch_off(self, error: Exception) -> None:
-        logger.warning("the drafter failed; decoding goes on without it: %r", error)
-        self.error, self._drafter = error, None
+    def _bar(self, sequence: Sequence) -> None:
+        self._barred.add(sequence)
+        self._tell("forget", sequence)
+
+    def _note(self, error: Exception) -> None:
+        if repr(error) != repr(self.error):
+            logger.warning("the drafter failed; decoding goes on without it where it does: %r", error)
+        self.error = error
 
     def _check(self, trees: SequenceOf[DraftTree], count: int) -> None:
         if len(trees) != count:

@@ -9,6 +9,8 @@ out what it lost; a plain step pays in RATE; nobody drafts on an empty account. 
 time of n * (1 + RATE) + DEPOSIT at most, and beside that the overdraft of one step and the WARM_UP drafts of each load,
 in which kernels are compiled and graphs captured: in the long run never slower than 0.97 times plain decoding. Later
 steps that compile or capture count for OUTLIER medians of their kind: they come once, and say nothing of the next.
+A single step may also take so long, for one request's sake or the machine's, that paying it off would end drafts for
+everybody: a debt is cut at DEBT, and at twice as much each time that it is reached again before drafts have paid.
 """
 
 import statistics
@@ -19,6 +21,7 @@ __all__ = ["Load", "SpeculationSwitch"]
 
 RATE = 0.02  # of the time may go into trying again
 DEPOSIT = 2.0  # plain steps, at the start and before trying again
+DEBT = 16.0  # plain steps, the first time
 SAVINGS = 16.0  # plain steps; what speculation gained, kept for its bad spells
 WARM_UP = 3  # steps that drafted, of each load, that are not counted
 NUM_PLAIN = 3  # plain steps that must be known of a load
@@ -50,6 +53,7 @@ class SpeculationSwitch:
         self._known: dict[tuple[int, int], _Known] = {}
         self._account = DEPOSIT
         self._saving = False  # the account was emptied: wait until the deposit is there again
+        self._most_debt = DEBT
         self._num_plain = 0  # in a row
 
     def wants(self, load: Load) -> bool:
@@ -85,6 +89,7 @@ class SpeculationSwitch:
 
     def _observe_drafted(self, known: "_Known", seconds: float, tokens: float) -> None:
         known.num_drafted += 1
+        known.num_waited = 0
         known.num_since_plain += 1
         if known.num_since_plain >= REFRESH:
             known.num_fresh = 0
@@ -92,26 +97,35 @@ class SpeculationSwitch:
             return
         known.drafted.append((seconds, tokens))
         counted = min(seconds, known.most_seconds)
-        self._account = min(self._account + tokens - counted / statistics.median(known.plain), SAVINGS)
-        self._saving = self._saving or self._account <= 0
+        self._pay(tokens - counted / statistics.median(known.plain))
+        if self._account >= SAVINGS:
+            self._most_debt = DEBT
 
     def _observe_plain(self, known: "_Known", seconds: float) -> None:
+        known.num_waited += 1
         if self._num_plain == 1:  # it filled the pipeline again, which is part of what the drafts before cost
             if known.plain:
                 more = seconds / statistics.median(known.plain) - 1.0
-                self._account -= min(max(0.0, more), OUTLIER)
-                self._saving = self._saving or self._account <= 0
+                self._pay(-min(max(0.0, more), OUTLIER))
             return
         known.plain.append(seconds)
         known.num_fresh += 1
         known.num_since_plain = 0
         if self._account < DEPOSIT:
             self._account = min(self._account + RATE, DEPOSIT)
-        if self._account < DEPOSIT or self._num_plain < PAUSE:
+        if self._account < DEPOSIT:
             return
-        self._saving = False
-        if known.gain is not None and known.gain <= 1.0:
+        self._saving = self._saving and self._num_plain < PAUSE
+        if known.num_waited >= PAUSE and known.gain is not None and known.gain <= 1.0:
             known.drafted.clear()  # try again
+
+    def _pay(self, gained: float) -> None:
+        """Plain steps that were gained, or lost."""
+        self._account = min(self._account + gained, SAVINGS)
+        if self._account < -self._most_debt:
+            self._account = -self._most_debt
+            self._most_debt *= 2
+        self._saving = self._saving or self._account <= 0
 
 
 class _Known:
@@ -122,6 +136,7 @@ class _Known:
         self.drafted: deque[tuple[float, float]] = deque(maxlen=DRAFTED_WINDOW)  # seconds, tokens a decode
         self.num_fresh = 0  # plain steps measured since they were last asked for
         self.num_drafted = self.num_since_plain = 0
+        self.num_waited = 0  # plain steps since one that drafted, whatever other loads did meanwhile
 
     @property
     def most_seconds(self) -> float:

@@ -253,6 +253,40 @@ def test_a_broken_drafter_is_switched_off_and_moves_no_bit(how, goes_on, caplog)
     assert goes_on or "the drafter failed" in caplog.text
 
 
+class AfraidOf(NGramDrafter):
+    """Fails with one token; the last of each call says how many sequences it was asked for."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token, self.served = token, []
+
+    def propose(self, sequences, max_depth):
+        if any(self.token in sequence.token_ids for sequence in sequences):
+            raise RuntimeError("no draft for this one")
+        self.served.append(len(sequences))
+        return super().propose(sequences, max_depth)
+
+
+def test_a_request_that_the_drafter_fails_with_leaves_drafts_to_the_others():
+    model = compiled("qwen3", torch.float32)
+    drafter = AfraidOf(VOCAB_SIZE - 1)
+    config = EngineConfig(num_blocks=400, block_size=16)
+    prompts = [[1, 2, 3] * 8, [VOCAB_SIZE - 1, *[1, 2, 3] * 8], [4, 5, 6] * 8]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = model.engine(config).generate(prompts, params, progress=False)
+    engine = model.engine(config, speculation=SpeculationConfig(drafter=drafter, switch="always"))
+    for _ in range(2):
+        drafter.served.clear()
+        found = engine.generate(prompts, params, progress=False)
+        assert [output.outputs for output in found] == [output.outputs for output in expected]
+        assert drafter.served.count(2) > 2 and max(drafter.served) == 2
+    assert "no draft for this one" in str(engine.speculator.error) and not engine.speculator._barred
+    drafter.served.clear()
+    engine.generate(prompts[:1], params, progress=False)
+    assert drafter.served
+    engine.check()
+
+
 def test_a_draft_model_with_nan_is_switched_off():
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     with torch.no_grad():

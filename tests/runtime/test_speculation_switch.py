@@ -72,6 +72,39 @@ def test_it_comes_back_when_drafts_are_right_again():
     assert simulation.run(100, cost=1.5, tokens=4.0) > 95
 
 
+@pytest.mark.parametrize("seconds", [1.0, 60.0, 3600.0])
+def test_one_slow_step_does_not_end_drafts_for_everybody(seconds):
+    """As of one request with a context that no other has: a plain step takes 5 ms."""
+    simulation = Simulation()
+    simulation.run(20, cost=1.5, tokens=4.0)
+    simulation.switch = SpeculationSwitch()
+    while not simulation.switch.wants(Load(8)):
+        simulation.switch.observe(Load(8), PLAIN, 1.0, drafted=False)
+    for _ in range(speculation_switch.WARM_UP):
+        simulation.switch.observe(Load(8), PLAIN, 4.0, drafted=True)
+    simulation.switch.observe(Load(8), seconds, 4.0, drafted=True)
+    simulation.run(1500, cost=1.5, tokens=4.0)
+    assert simulation.run(200, cost=1.5, tokens=4.0) > 190
+
+
+def test_drafts_that_always_take_long_are_tried_ever_more_rarely():
+    simulation = Simulation()
+    simulation.run(200_000, cost=400.0, tokens=1.0)
+    assert simulation.run(100_000, cost=400.0, tokens=1.0) < 10
+
+
+def test_a_load_is_tried_again_though_another_one_drafts_between():
+    """One request's bad guesses among two decodes, while eight decodes draft well."""
+    simulation = Simulation()
+    for _ in range(10):
+        simulation.run(40, cost=1.5, tokens=4.0)
+        simulation.run(10, cost=1.5, tokens=1.0, load=Load(2))
+    for _ in range(60):
+        simulation.run(10, cost=1.5, tokens=4.0)
+        simulation.run(10, cost=1.5, tokens=4.0, load=Load(2))
+    assert simulation.run(50, cost=1.5, tokens=4.0, load=Load(2)) > 45
+
+
 def test_it_stops_when_drafts_go_wrong():
     simulation = Simulation()
     simulation.run(500, cost=1.5, tokens=4.0)

@@ -272,7 +272,7 @@ def test_a_request_that_the_drafter_fails_with_leaves_drafts_to_the_others():
     drafter = AfraidOf(VOCAB_SIZE - 1)
     config = EngineConfig(num_blocks=400, block_size=16)
     prompts = [[1, 2, 3] * 8, [VOCAB_SIZE - 1, *[1, 2, 3] * 8], [4, 5, 6] * 8]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     expected = model.engine(config).generate(prompts, params, progress=False)
     engine = model.engine(config, speculation=SpeculationConfig(drafter=drafter, switch="always"))
     for _ in range(2):

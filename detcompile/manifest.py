@@ -160,6 +160,7 @@ ON = {
 MODEL: dict[str, Check] = {
     "fingerprint": _digest,
     "fingerprint_parts": lambda value: _named(_text)(value) and "source" in value,
+    "weight_digests": _named(_text),
     "machine": lambda value: (
         _named(_text)(value) and {"platform", "torch", "device"} <= value.keys() and value["device"] in ON
     ),

@@ -32,6 +32,7 @@ CPU = torch.device("cpu")
 MODEL = {
     "fingerprint": "0" * 64,
     "fingerprint_parts": {"source": "0" * 64},
+    "weight_digests": {"a.weight": "0" * 64},
     "machine": {"device": "cpu", "platform": "x86_64", "torch": "2.13.0", "isa": "avx2", "vectors": "avx2"},
     "numerics": {"kv_chunk": 512, "tp_sizes": [1, 2]},
     "max_context": 2048,

@@ -207,7 +207,7 @@ def test_prompts_come_from_one_place(tmp_path: Path) -> None:
     assert read_prompts(["a", "b"], None) == ["a", "b"]
     with pytest.raises(InvalidInput, match="one or the other"):
         read_prompts(["a"], file)
-    file.write_bytes(b"\xff\xfe")
+    file.write_bytes(b"\xfe\x00")
     with pytest.raises(InvalidInput, match="UTF-8"):
         read_prompts([], file)
 

@@ -78,11 +78,12 @@ class StatesForward(PackedForward):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._read: list[Tensor] = []
+        self._read: Tensor | None = None  # within one forward
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:
         logits = PackedForward.forward(self, input_ids, position_ids, step, logits_to_keep)
-        hidden = self._read.pop().squeeze(0)
+        assert self._read is not None, "the head did not run, or nobody watches it"
+        hidden, self._read = self._read.squeeze(0), None
         return logits, hidden if self.chooses_rows else hidden[logits_to_keep]
 
     def watch(self) -> RemovableHandle:
@@ -90,7 +91,7 @@ class StatesForward(PackedForward):
         return self.model.get_output_embeddings().register_forward_pre_hook(self._note)
 
     def _note(self, head: nn.Module, given: tuple[Tensor, ...]) -> None:
-        self._read.append(given[0])
+        self._read = given[0]
 
 
 class DenseForward(nn.Module):

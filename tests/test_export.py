@@ -1,6 +1,7 @@
 """Exported models give the JIT's bytes in a process that has no code of the model; what does not fit is refused."""
 
 import copy
+import functools
 import json
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from detcompile import (
 )
 from detcompile.archive import EXTRA, Archive, Share, library_folder, write_archive
 from detcompile.cli import app
+from detcompile.errors import DetcompileError
 from detcompile.exported import CERTIFICATE, KERNELS
 from detcompile.parallel import TensorParallel
 from detcompile.stored_weights import StoredWeights
@@ -117,13 +119,18 @@ def test_the_axis_of_verify_loads_it_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
     damaged: bool,
 ) -> None:
-    """The archive is the one that was made before, or one with other weights and the same fingerprint."""
+    """The archive is the one that was made before, or one with other weights, which its fingerprint tells."""
     weights = Archive(archives["llama"]).weights(torch.device("cpu"))
     weights["model.norm.weight"] += 0.25 * damaged
     made = rewritten(archives["llama"], tmp_path / "made.pt2", weights=weights)
     monkeypatch.setattr(verification, "export", lambda model, path: shutil.copy(made, path))
-    result = verification.verify(models["llama"], ModelSpec("llama"), ["export"])["export"]
-    assert result.configurations == 4 and result.holds == (not damaged)
+    verify = functools.partial(verification.verify, models["llama"], ModelSpec("llama"), ["export"])
+    if damaged:
+        with pytest.raises(DetcompileError, match="another fingerprint"):
+            verify()
+    else:
+        result = verify()["export"]
+        assert result.configurations == 4 and result.holds
 
 
 def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

@@ -21,8 +21,7 @@ class Drafter(Protocol):
     the target verifies what was proposed; ``give_distributions()``, called where guesses are accepted by rejection, so
     that its trees then tell what each guess was drawn from; ``reads_states = True`` with ``hidden_size`` and
     ``observe(rows, hidden)``, called after each step with the states [R, H] that tokens were drawn from and the row of
-    each sequence's newest one. Where it raises for a sequence, in any of
-    them, it is not asked about that one again.
+    each sequence's newest one. Where it raises for a sequence, in any of them, it is not asked about that one again.
     """
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:

@@ -173,12 +173,10 @@ class WeightedModel(ABC):
 
 
 def _tensors_of(source: WeightSource) -> dict[str, Tensor]:
-    if isinstance(source, WeightedModel):
-        source = source.model
-    if isinstance(source, nn.Module):
-        source = source.state_dict()
+    held: Any = source.model if isinstance(source, WeightedModel) else source
+    held = held.state_dict() if isinstance(held, nn.Module) else held
     try:
-        pairs = list(source.items() if isinstance(source, Mapping) else source)
+        pairs = list(held.items() if isinstance(held, Mapping) else held)
         given = dict(pairs)
     except (TypeError, ValueError) as error:
         raise InvalidInput(

@@ -50,9 +50,10 @@ class WeightView(NamedTuple):
     offset: int
 
 
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer, those that no checkpoint holds among them; tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def named_weights(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
+    """Every parameter and buffer, those that no checkpoint holds among them; tied ones once, or by every name."""
+    parameters = model.named_parameters(remove_duplicate=not every_name)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
 
 
 def views_in(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, WeightView]:
@@ -63,7 +64,7 @@ def views_in(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[s
     views: dict[str, WeightView] = {}
     for name, part in parts.items():
         for held_in, tensor in by_storage.get((part.untyped_storage().data_ptr(), part.dtype), ()):
-            offset = part.storage_offset() - tensor.storage_offset()
+            offset = int(part.storage_offset() - tensor.storage_offset())
             if part.numel() and offset >= 0 and offset + _extent(part) <= _extent(tensor):
                 views[name] = WeightView(held_in, list(part.shape), list(part.stride()), offset)
     return views
@@ -84,8 +85,7 @@ def weights_in_place(
     """
     require_weights_at(addresses, model)
     if every_name:
-        tied = {"remove_duplicate": False}
-        return {**dict(model.named_parameters(**tied)), **dict(model.named_buffers(**tied))}
+        return named_weights(model, every_name=True)
     return {**named_weights(model), **constants}
 
 

@@ -34,7 +34,7 @@ from detcompile.runtime.sampling_plan import RowNeeds, SampleRow
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.start_progress import StartProgress, reading
 from detcompile.verification import TP, ModelSpec, verify
-from detcompile.weights import weights_digest
+from detcompile.weights import named_weights, weight_digests
 from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
@@ -213,10 +213,34 @@ def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
     assert_bitwise_equal(two(IDS).logits, whole)
 
 
+def scale_norm(model: CompiledModel, factor: float) -> None:
+    model.model.model.norm.weight.data.mul_(factor)  # moves no version counter
+
+
+def test_weights_that_a_function_changes_answer_for_no_older_ones(two: RemoteModel) -> None:
+    """The ranks' shares do not tell the whole, so that only these weights have a fingerprint again."""
+    engine, greedy = two.engine(EngineConfig(num_blocks=60)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+    before, version = two.fingerprint, two.weights_version
+    with pytest.raises(InvalidInput, match="ranks share this model"):
+        two.update_weights({})
+
+    def answer() -> Any:
+        return engine.generate([IDS.flatten().tolist()], greedy, progress=False)[0].outputs[0].logprobs
+
+    old = answer()
+    two.apply(scale_norm, 2.0)
+    new = answer()
+    assert two.weights_version > version and new != old
+    with pytest.raises(InvalidInput, match="does not tell what the whole weight is"):
+        _ = two.fingerprint
+    two.apply(scale_norm, 0.5)
+    assert two.fingerprint == before and answer() == old
+
+
 def test_a_function_makes_the_module_in_each_rank() -> None:
     plan = RankPlan(None, None, module, 1, Numerics(), None, "cpu", 1, {})
     made = load_for_rank(pickle.loads(pickle.dumps(plan)), torch.device("cpu"))
-    assert weights_digest(made) == weights_digest(module())
+    assert weight_digests(named_weights(made)) == weight_digests(named_weights(module()))
 
 
 def test_a_module_that_cannot_be_sent() -> None:

@@ -218,9 +218,7 @@ def package(
         name = names[position] + (".joined" if position in traced.joined else "")
         weights[name] = traced.joined.get(position, given).detach()
         arguments.append(name)
-    tied = {"remove_duplicate": False}
-    held = {**dict(model.named_parameters(**tied)), **dict(model.named_buffers(**tied))}
-    held |= constants_of(model, step_leaves(*example), traced.inputs)
+    held = named_weights(model, every_name=True) | constants_of(model, step_leaves(*example), traced.inputs)
     return Packaged(packaging.files, tuple(arguments), weights, views_in(weights, held))
 
 

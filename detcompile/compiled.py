@@ -28,6 +28,7 @@ from detcompile.runtime.end_tokens import pad_token, stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
+from detcompile.runtime.generation_defaults import SERVED, generation_settings, row_params
 from detcompile.runtime.kv_blocks import KVBlocks
 from detcompile.runtime.kv_cache import KVShape
 from detcompile.runtime.medusa_drafter import MedusaDrafter
@@ -35,7 +36,6 @@ from detcompile.runtime.medusa_heads import MedusaHeads
 from detcompile.runtime.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.padded_batch import check_batch, keep_columns, language_loss, repad, row_seeds, unpad
 from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling_params import SamplingParams
 from detcompile.runtime.speculation import SpeculationConfig
 from detcompile.weights import weight_addresses, weights_in_place
 
@@ -329,18 +329,22 @@ class CompiledModel(WeightedModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        max_new_tokens: int = 20,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | SequenceOf[int] | None = None,
         eos_token_id: int | SequenceOf[int] | None = None,
         pad_token_id: int | None = None,
         cuda_graphs: bool | None = None,
     ) -> Tensor:
         """Continue a padded batch of prompts over a paged KV cache.
+
+        What is not given is what the model's ``generation_config`` says; where that says nothing: greedy, 20 tokens,
+        no filter and no penalty.
 
         Args:
             input_ids, attention_mask: [B, C], as for a call.
@@ -352,28 +356,22 @@ class CompiledModel(WeightedModel):
 
         Returns:
             [B, C + n] int64: the input as it was, then each row's new tokens, then padding.
+
+        Raises:
+            InvalidInput: what cannot be served, of the arguments or of the ``generation_config``.
         """
         batch = unpad(input_ids, attention_mask)
         prompts = batch.rows()
-        if self.ranks is not None and do_sample and seed is None:
+        given = (do_sample, temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
+        settings = generation_settings(self.model, dict(zip(SERVED, given, strict=True)), input_ids.shape[1])
+        num_new = settings["max_new_tokens"]
+        if self.ranks is not None and settings["do_sample"] and seed is None:
             raise InvalidInput("ranks that share a model have to draw the same tokens: pass seed, the same to each")
         stop = stop_tokens(self.model, eos_token_id, self._num_logits)
-        params = [
-            SamplingParams(
-                max_tokens=max_new_tokens,
-                temperature=temperature if do_sample else 0.0,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=row_seed,
-                ignore_eos=True,  # ``stop`` says what ends a row
-                stop_token_ids=stop,
-            )
-            for row_seed in row_seeds(seed, len(prompts))
-        ]
-        check_batch(batch, self.vocab_size, self.max_context, max_new_tokens)
+        params = row_params(settings, row_seeds(seed, len(prompts)), stop)
+        check_batch(batch, self.vocab_size, self.max_context, num_new)
         with _MAKING:
-            engine = self._generating_engine(prompts, max_new_tokens, cuda_graphs)
+            engine = self._generating_engine(prompts, num_new, cuda_graphs)
         outputs = engine.generate(prompts, params, progress=False)
         for output in outputs:
             if output.error is not None:

@@ -1,10 +1,14 @@
 """CompiledModel: generate(), the loss, bad input, the fingerprint."""
 
+import contextlib
+import copy
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import detcompile
-from detcompile import InvalidInput, Numerics
+from detcompile import CompiledModel, InvalidInput, Numerics
 from tests.bits import assert_bitwise_equal
 from tests.models import VOCAB_SIZE, certified, compiled, random_model
 
@@ -151,3 +155,43 @@ def test_one_graph_serves_every_token_count_and_many_models() -> None:
     for model in (models[0], models[-1]):
         for length in (1, 2, 70):
             assert model(torch.zeros(1, length, dtype=torch.long)).logits.shape == (1, length, VOCAB_SIZE)
+
+
+@contextlib.contextmanager
+def generation_config(model: CompiledModel, **settings: object) -> Iterator[None]:
+    before = copy.deepcopy(model.model.generation_config)
+    model.model.generation_config.update(**settings)
+    try:
+        yield
+    finally:
+        model.model.generation_config = before
+
+
+@pytest.mark.parametrize("config", [{}, {"repetition_penalty": 1.7}, {"max_new_tokens": 9}, {"max_length": 23}])
+def test_what_generate_is_not_told_is_in_the_generation_config(config: dict) -> None:
+    """The penalty counts the prompt too; with one of 1.7 plain transformers' greedy tokens are others than without."""
+    model = compiled("qwen3", torch.float32)
+    plain = random_model("qwen3", torch.float32)
+    plain.generation_config.update(**config)
+    with generation_config(model, **config):
+        found = model.generate(PROMPT, eos_token_id=())
+    assert torch.equal(found, plain.generate(PROMPT, do_sample=False))
+    assert torch.equal(found, model.generate(PROMPT, eos_token_id=())) == (not config)
+
+
+def test_sampling_that_the_generation_config_asks_for_is_done_and_can_be_overruled() -> None:
+    model = compiled("qwen3", torch.float32)
+    greedy = model.generate(PROMPT, eos_token_id=())
+    drawn = model.generate(PROMPT, do_sample=True, temperature=0.9, top_p=0.8, seed=3, eos_token_id=())
+    with generation_config(model, do_sample=True, temperature=0.9, top_p=0.8):
+        assert torch.equal(model.generate(PROMPT, seed=3, eos_token_id=()), drawn)
+        assert torch.equal(model.generate(PROMPT, do_sample=False, eos_token_id=()), greedy)
+    assert not torch.equal(drawn, greedy)
+
+
+@pytest.mark.parametrize("config", [{"num_beams": 4}, {"no_repeat_ngram_size": 3}, {"max_length": 10}])
+def test_a_generation_config_that_cannot_be_served_is_refused_by_name(config: dict) -> None:
+    model = compiled("qwen3", torch.float32)
+    (name,) = config
+    with generation_config(model, **config), pytest.raises(InvalidInput, match=f"generation_config.{name}"):
+        model.generate(PROMPT)

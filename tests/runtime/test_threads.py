@@ -3,6 +3,7 @@
 import _thread
 import asyncio
 import collections
+import signal
 import threading
 import time
 from unittest import mock
@@ -144,6 +145,15 @@ def test_a_caller_may_change_what_it_got(device):
     assert seen == [tokens[: count + 1] for count in range(len(tokens))]
 
 
+@pytest.fixture
+def interruptible():
+    """Processes that a shell put in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_requests_of_its_own_thread_alone(device):
     model = tiny_model(device)
     long = SamplingParams(max_tokens=400, temperature=0.0)

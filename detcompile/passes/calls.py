@@ -18,6 +18,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch.fx import graph_module
 from torch.fx.experimental import _config as shape_config
 from torch.nn.modules import module as module_calls
 from torch.utils import _contextlib
@@ -34,6 +35,8 @@ TRANSPARENT = {
     (module_calls.__file__, "_wrapped_call_impl"),
     (module_calls.__file__, "_call_impl"),  # with hooks it goes on in `inner`
     (_contextlib.__file__, "decorate_context"),  # @torch.no_grad()
+    (graph_module.__file__, "__call__"),  # of an fx.GraphModule
+    (graph_module.__file__, "call_wrapped"),
 }
 # Counts are symbols from zero up, of the first dimension alone: every other extent is what it is, and has its graph.
 ONE_GRAPH_A_SHAPE = dynamo_config._make_closure_patcher(

@@ -38,10 +38,18 @@ def _double(graph: fx.Graph, node: fx.Node, combine: Any, neutral: int, dim: int
     dtype = node.meta["val"].dtype
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     y = insert(graph, prims.convert_element_type.default, (node.args[0], wide), node)
-    behind = [0, 0] * (len(shape_of(y)) - 1 - dim)
     for shift in (1 << level for level in range((length - 1).bit_length())):
         kept = insert(graph, aten.slice.Tensor, (y, dim, 0, length - shift), node)
-        shifted = insert(graph, aten.constant_pad_nd.default, (kept, [*behind, shift, 0], neutral), node)
+        first = insert(graph, aten.slice.Tensor, (y, dim, 0, shift), node)
+        filled = _filled(graph, first, neutral, node)
+        shifted = insert(graph, aten.cat.default, ([filled, kept], dim), node)
         y = insert(graph, combine, (y, shifted), node)
     node.replace_all_uses_with(insert(graph, prims.convert_element_type.default, (y, dtype), node))
     graph.erase_node(node)
+
+
+def _filled(graph: fx.Graph, like: fx.Node, neutral: int, origin: fx.Node) -> fx.Node:
+    """Zeros or ones of a value's shape and dtype, whatever it holds: the number of its rows may be known to nobody."""
+    equal, unequal = (insert(graph, compare, (like, like), origin) for compare in (aten.eq.Tensor, aten.ne.Tensor))
+    both = insert(graph, aten.bitwise_or.Tensor if neutral else aten.bitwise_and.Tensor, (equal, unequal), origin)
+    return insert(graph, prims.convert_element_type.default, (both, like.meta["val"].dtype), origin)

@@ -64,7 +64,7 @@ def halves(p: Planter) -> fx.Node:
 def row_numbers(p: Planter) -> fx.Node:
     """One number a row, of its own content: [rows] int64."""
     ids = p.add(prims.convert_element_type.default, p.add(aten.select.int, flat(p), 1, 0), torch.int64)
-    return p.add(aten.clamp.default, ids, 0, 0)
+    return p.add(aten.clamp_max.default, p.add(aten.clamp_min.default, ids, 0), 0)
 
 
 def shifted(p: Planter) -> fx.Node:
@@ -177,7 +177,8 @@ def number_read(p: Planter) -> fx.Node:
 
 def own_ids(p: Planter) -> fx.Node:
     """An index of x's shape, of its own content: int64 zeros."""
-    return p.add(aten.clamp.default, p.add(prims.convert_element_type.default, p.x, torch.int64), 0, 0)
+    ids = p.add(prims.convert_element_type.default, p.x, torch.int64)
+    return p.add(aten.clamp_max.default, p.add(aten.clamp_min.default, ids, 0), 0)
 
 
 def like(p: Planter, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -209,7 +210,6 @@ ANYWHERE: dict[str, Plant] = {
     "running_sum_over_rows": along_rows(aten.cumsum.default),
     "running_product_over_rows": along_rows(aten.cumprod.default),
     "running_logsumexp_of_rows": lambda p: like(p, aten.logcumsumexp.default, p.x, p.rows),
-    "running_sum_over_features": lambda p: p.add(aten.cumsum.default, p.x, -1),
     "product_over_features": lambda p: p.add(aten.prod.dim_int, p.x, -1, True),
     "batch_norm": batch_norm,
     "moments_of_everything": first(lambda p: p.add(aten.var_mean.correction, p.x, None, correction=0)),
@@ -268,7 +268,7 @@ ANYWHERE: dict[str, Plant] = {
     "count_as_factor": lambda p: p.add(aten.mul.Tensor, p.x, p.count),
     "count_as_power": lambda p: p.add(aten.pow.Tensor_Scalar, p.x, p.count),
     "count_as_alpha": lambda p: p.add(aten.add.Tensor, p.x, p.x, alpha=p.count),
-    "count_as_bound": lambda p: p.add(aten.clamp.default, p.x, None, p.count),
+    "count_as_bound": lambda p: p.add(aten.clamp_max.default, p.x, p.count),
     "count_as_tensor": lambda p: p.add(aten.scalar_tensor.default, p.count),
     "count_as_fill": lambda p: p.add(aten.full.default, [1], p.count),
     "count_by_ones": lambda p: p.add(aten.sum.default, p.add(aten.full.default, [p.count], 1)),
@@ -302,6 +302,7 @@ ANYWHERE: dict[str, Plant] = {
 # What the passes pin, in the form that they take it from: refused where something brings it back behind them.
 UNPINNED: dict[str, Plant] = {
     "sum_of_features": lambda p: p.add(aten.sum.dim_IntList, p.x, [-1], True),
+    "running_sum_of_features": lambda p: p.add(aten.cumsum.default, p.x, -1),
     "sum_in_two_parts": lambda p: p.add(aten.sum.dim_IntList, p.add(aten.sum.dim_IntList, halves(p), [-1]), [-1], True),
     "mean_of_features": lambda p: p.add(aten.mean.dim, p.x, [-1], True),
     "variance_of_features": lambda p: p.add(aten.var.correction, p.x, [-1], correction=1, keepdim=True),

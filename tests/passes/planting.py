@@ -69,6 +69,7 @@ def capture(name: str) -> Captured:
     with (
         _two_ranks() if shared else contextlib.nullcontext() as ranks,
         mock.patch.object(lowering, "_certify_batches"),
+        mock.patch.object(lowering, "_whole_program", return_value=("", {})),
         mock.patch.object(TensorParallel, "require_equal"),
         mock.patch.object(backend, "rewrite", rewrite_seen),
         mock.patch.object(backend.Backend, "_certify", stop),

@@ -26,14 +26,15 @@ def test_a_model_calls_them_directly(name):
 
 
 def test_a_function_from_inductor_s_cache_calls_them_directly():
-    def product(x, w):
+    x, w = torch.randn(5, 32), torch.nn.Parameter(torch.randn(8, 32))
+
+    def product(x):
         return torch.relu(x @ w.t())
 
-    x, w = torch.randn(5, 32), torch.nn.Parameter(torch.randn(8, 32))
     results = []
     for _ in range(2):  # the second time it is found
         torch._dynamo.reset()
-        call = partial(torch.compile(product, backend="detcompile", dynamic=False), x, w)
+        call = partial(torch.compile(product, backend="detcompile"), x)
         with torch.no_grad():
             results.append(call())
             assert functions_entered(call).isdisjoint(THROUGH_PYTHON)

@@ -67,11 +67,6 @@ class Deliveries:
             if request_id in self._receivers:
                 self._receivers[request_id] = dropped, True
 
-    def forget(self, request_id: str) -> None:
-        """The request will not come."""
-        with self._lock:
-            self._receivers.pop(request_id, None)
-
     def give(self, output: RequestOutput) -> bool:
         """Hand on a copy of an output; False if its receiver cannot be reached any more."""
         with self._lock:

@@ -18,24 +18,31 @@ NEUTRAL = {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "mi
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": (),
     "begin_suppress_tokens": (),
+    "constraints": (),
     "diversity_penalty": (0,),
+    "dola_layers": (),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "guidance_scale": (1,),
+    "max_time": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
     "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
     "num_beams": (1,),
     "num_return_sequences": (1,),
     "penalty_alpha": (0,),
     "sequence_bias": (),
     "stop_strings": (),
     "suppress_tokens": (),
+    "token_healing": (False,),
+    "top_h": (),
     "typical_p": (1,),
     "watermarking_config": (),
 }
@@ -61,15 +68,16 @@ def generation_settings(model: Any, given: Mapping[str, Any], num_columns: int) 
             )
     own = {name: getattr(config, name, None) for name in SERVED}
     chosen = {name: own[name] if given.get(name) is None else given[name] for name in SERVED}
-    settings = {name: NEUTRAL.get(name) if value is None else value for name, value in chosen.items()}
+    settings: dict[str, Any] = {name: NEUTRAL.get(name) if value is None else value for name, value in chosen.items()}
     if settings["max_new_tokens"] is None:
         longest = getattr(config, "max_length", None)
-        settings["max_new_tokens"] = NEW_TOKENS if longest is None else longest - num_columns
-        if settings["max_new_tokens"] < 1:
+        left = NEW_TOKENS if longest is None else longest - num_columns
+        if left < 1:
             raise InvalidInput(
                 f"generation_config.max_length = {longest} leaves no new token behind prompts of {num_columns} columns:"
                 " pass max_new_tokens"
             )
+        settings["max_new_tokens"] = left
     return settings
 
 

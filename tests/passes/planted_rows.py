@@ -62,7 +62,7 @@ def halves(p: Planter) -> fx.Node:
 
 
 def row_numbers(p: Planter) -> fx.Node:
-    """One number a row, of its own content: [rows] int64."""
+    """One number a row, of its own content: [rows] int64. A clamp reaches the certificate as these two."""
     ids = p.add(prims.convert_element_type.default, p.add(aten.select.int, flat(p), 1, 0), torch.int64)
     return p.add(aten.clamp_max.default, p.add(aten.clamp_min.default, ids, 0), 0)
 

@@ -53,7 +53,10 @@ class _Seen(Exception):
 
 @functools.cache
 def capture(name: str) -> Captured:
-    """The packed graph of a model of MODELS in float32, once a process; nothing is certified, compiled or run."""
+    """The packed graph of a model of MODELS in float32, once a process; nothing is certified, compiled or run.
+
+    Of ranks, the graph of a rank's own share: the whole model, which is traced before it for its digest, is left out.
+    """
     seen: list[fx.GraphModule] = []
     certified: list[tuple[Any, ...]] = []
 

@@ -26,6 +26,7 @@ def test_a_model_calls_them_directly(name):
 
 
 def test_a_function_from_inductor_s_cache_calls_them_directly():
+    """The function closes over its weight: any tensor that a call is given holds rows, a Parameter too."""
     x, w = torch.randn(5, 32), torch.nn.Parameter(torch.randn(8, 32))
 
     def product(x):

@@ -16,9 +16,8 @@ import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 __all__ = ["take_apart"]
 
 ours = torch.ops.detcompile
-OF_KEYS = (
-    1  # the mask_type of torch._transformer_encoder_layer_fwd for a mask [B, L]; others are [L, L] or [B, H, L, L]
-)
+# The mask_type of torch._transformer_encoder_layer_fwd for a mask [B, L]; others are [L, L] or [B, H, L, L].
+OF_KEYS = 1
 
 
 def take_apart(gm: fx.GraphModule, kv_chunk: int) -> fx.GraphModule:

@@ -34,8 +34,8 @@ from benchmarks.random_programs import FEATURES, WEIGHTS, NoFit, Program
 from detcompile import Numerics
 from detcompile.errors import DetcompileError
 from detcompile.passes.backend import Backend, cause
-from detcompile.passes.certificate import Role, certify
 from detcompile.passes.pipeline import decompositions, rewrite
+from detcompile.passes.proof.certificate import Role, certify
 
 __all__ = ["Verdict", "draw"]
 

@@ -30,12 +30,12 @@ from torch import Tensor, multiprocessing
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from detcompile.config import settle_symmetric_memory
-from detcompile.numerics import Numerics
+from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel, tensor_parallel
-from detcompile.templates.collectives import matmul_all_reduce, partial_product, tree_all_reduce
-from detcompile.templates.collectives_memory import peer_memory
-from detcompile.templates.collectives_triton import choose_schedule
-from detcompile.templates.moves import all_gather_columns, sharded_embedding
+from detcompile.templates.collectives.gather import all_gather_columns, sharded_embedding
+from detcompile.templates.collectives.gpu import choose_schedule
+from detcompile.templates.collectives.op import matmul_all_reduce, partial_product, tree_all_reduce
+from detcompile.templates.collectives.peer_memory import peer_memory
 
 TOKENS = (1, 8, 64, 256, 1024, 2048, 8192)
 WIDTHS = (4096, 8192)

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 import detcompile
-from detcompile.templates import cpu_library, shared_objects
-from detcompile.templates.direct_ops import direct_ops
-from detcompile.templates.matmul import matmul_cpu
+from detcompile.templates.cpp_dispatch import direct_ops
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.cpu import shared_objects
+from detcompile.templates.matmul.op import matmul_cpu
 
 SHAPES = ((2048, 2048), (4096, 1024), (1024, 4096))  # N, K
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)

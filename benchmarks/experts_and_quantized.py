@@ -34,11 +34,12 @@ import triton
 from torch import Tensor
 
 from benchmarks.templates import DEVICE, TREES, copies, measure
-from detcompile.templates import dequant_triton, experts_triton
-from detcompile.templates.dequant_schedules import dequant_candidates
-from detcompile.templates.experts_schedules import expert_candidates
-from detcompile.templates.matmul_schedules import GemmSchedule
-from detcompile.templates.quantized import QuantizedWeight, dequantized, pack_nibbles
+from detcompile.templates.experts import gpu as experts_triton
+from detcompile.templates.experts.schedules import expert_candidates
+from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.quantized import gpu as dequant_triton
+from detcompile.templates.quantized.schedules import dequant_candidates
+from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, pack_nibbles
 
 MIXTURES = {  # experts, experts of a token, {product: N, K, whether a token's choices share its row}
     "qwen": ("Qwen3-30B-A3B", 128, 8, {"gate_up": (1536, 2048, True), "down": (2048, 768, False)}),

@@ -27,10 +27,10 @@ from torch import Tensor
 import detcompile
 from benchmarks.cpu import cpu_name
 from detcompile import CompiledModel, EngineConfig, SamplingParams
-from detcompile.remote_model import RemoteModel
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import build_step
-from tests.models import MAX_CONTEXT, random_model
+from detcompile.models.remote import RemoteModel
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.step.builder import build_step
+from tests.model_cases import MAX_CONTEXT, random_model
 
 __all__ = ["TOKEN_COUNTS", "compare", "loaded_elsewhere", "observe"]
 

@@ -32,7 +32,7 @@ from detcompile import CompiledModel, Numerics
 from detcompile.runtime import engine_setup
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling import SamplingParams
+from detcompile.runtime.sampling.sampler import SamplingParams
 
 H100_BYTES = int(79.1 * 2**30)  # that CUDA reports of one
 GIB = 2**30

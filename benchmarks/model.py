@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 import detcompile
 from detcompile import CompiledModel, Numerics
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import build_step
-from detcompile.templates import matmul_triton
-from detcompile.verification import ModelSpec, available_axes, verify
+from detcompile.commands.verification import ModelSpec, available_axes, verify
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.step.builder import build_step
+from detcompile.templates.matmul import gpu as matmul_triton
 
 QWEN3_8B = {
     "vocab_size": 151936,

@@ -25,7 +25,7 @@ from benchmarks.simulation import H200_8B, Arrival, latencies, log_normal_trace,
 from detcompile import CompiledModel, SamplingParams
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.outputs import RequestOutput
+from detcompile.runtime.requests.outputs import RequestOutput
 
 __all__ = ["allocation_rows", "real_rows", "scheduler_rows"]
 

@@ -28,14 +28,14 @@ from torch._inductor.decomposition import select_decomp_table
 import detcompile
 from benchmarks.model import QWEN3_8B, STEPS, build, step_breakdown
 from detcompile import CompiledModel, Numerics
+from detcompile.models.remote import compile_in_workers
 from detcompile.passes import backend, lowering
-from detcompile.passes.certificate import Certificate
-from detcompile.remote_model import compile_in_workers
+from detcompile.passes.proof.certificate import Certificate
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling import SamplingParams, sample, token_logprobs
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import build_step
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.sampling.sampler import SamplingParams, sample, token_logprobs
+from detcompile.runtime.step.builder import build_step
 
 # 132 tiles of 128 tokens: whole waves of GEMM tiles on an H200.
 CONFIG = EngineConfig(prefix_caching=False, max_num_seqs=1024, max_num_batched_tokens=16896)

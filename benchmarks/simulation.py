@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.kv.block_pool import BlockPool
+from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import StepEntry
+from detcompile.runtime.step.builder import StepEntry
 from detcompile.step import KVGroup
 
 __all__ = [

@@ -21,8 +21,8 @@ import torch
 import detcompile
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.outputs import RequestOutput
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(num_blocks=160, block_size=16, max_num_batched_tokens=256, max_num_seqs=32, overlap=True)
 MOST_OPEN = 48  # requests at a time

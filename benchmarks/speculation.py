@@ -31,17 +31,17 @@ import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.model import QWEN3_8B, build
 from detcompile import CompiledModel, Numerics
-from detcompile.runtime.draft_statistics import expected_tokens
-from detcompile.runtime.draft_tree import DraftTree
-from detcompile.runtime.draft_tree import Path as NodePath
-from detcompile.runtime.drafters import Drafter
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.model_drafter import ModelDrafter
-from detcompile.runtime.outputs import RequestOutput
-from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.speculation import SpeculationConfig
+from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.speculation.draft_tree import DraftTree
+from detcompile.runtime.speculation.draft_tree import Path as NodePath
+from detcompile.runtime.speculation.drafters import Drafter
+from detcompile.runtime.speculation.model_drafter import ModelDrafter
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.runtime.speculation.statistics import expected_tokens
 
 QWEN3_0_6B = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "tie_word_embeddings": True}
 KINDS = ("tree", "n-gram", "model")

@@ -21,11 +21,15 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from detcompile.numerics import row_order
-from detcompile.templates import attention_triton, matmul_launch, matmul_triton, rows_triton, softmax_triton
-from detcompile.templates.gates_triton import silu_mul_cuda
-from detcompile.templates.matmul_schedules import GemmSchedule, candidates
-from detcompile.templates.tuning import graph_seconds
+from detcompile.orders.numerics import row_order
+from detcompile.templates.attention import gpu as attention_triton
+from detcompile.templates.device.gate import graph_seconds
+from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import launch as matmul_launch
+from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
+from detcompile.templates.matmul.schedules import GemmSchedule, candidates
+from detcompile.templates.rows import softmax_gpu as softmax_triton
+from detcompile.templates.rows import sums_and_norms_gpu as rows_triton
 
 DEVICE = torch.device("cuda")
 L2_BYTES = 3e8  # rotated buffers together: several times the H200's 60 MB

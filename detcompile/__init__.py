@@ -3,7 +3,6 @@
 from torch._dynamo import register_backend
 
 from detcompile.api import compile, load_model
-from detcompile.compiled import CompiledModel
 from detcompile.config import settle_ptxas
 from detcompile.errors import (
     ArchiveError,
@@ -18,22 +17,23 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from detcompile.exported import ExportedModel, load
 from detcompile.exporting import export
-from detcompile.numerics import Numerics
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.exported import ExportedModel, load
+from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, detcompile_backend
 from detcompile.passes.calls import enter_calls
-from detcompile.passes.certificate import Certificate
-from detcompile.runtime.draft_tree import DraftTree
-from detcompile.runtime.drafters import NGramDrafter
+from detcompile.passes.proof.certificate import Certificate
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.medusa_drafter import MedusaDrafter
-from detcompile.runtime.medusa_heads import MedusaHeads
-from detcompile.runtime.mirror_drafter import MirrorDrafter
-from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
-from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.speculation import SpeculationConfig
+from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.speculation.draft_tree import DraftTree
+from detcompile.runtime.speculation.drafters import NGramDrafter
+from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
+from detcompile.runtime.speculation.medusa_heads import MedusaHeads
+from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
+from detcompile.runtime.speculation.speculator import SpeculationConfig
 
 __all__ = [
     "ArchiveError",

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from detcompile.checkpoints import load_checkpoint, require_json
-from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.numerics import Numerics
+from detcompile.models.checkpoints import load_checkpoint, require_json
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.remote import compile_in_workers
+from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.lowering import lower
-from detcompile.passes.positions import position_tables
-from detcompile.remote_model import compile_in_workers
+from detcompile.passes.modules.positions import position_tables
 
 __all__ = ["TINY", "compile", "compile_here", "load_model"]
 

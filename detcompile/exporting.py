@@ -8,16 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from detcompile.api import compile
-from detcompile.archive import Share, write_archive
-from detcompile.compiled import CompiledModel
+from detcompile.archives.archive import Share, write_archive
+from detcompile.archives.machine import this_machine
+from detcompile.archives.stored_weights import StoredWeights
 from detcompile.errors import InvalidInput, UnsupportedModel
-from detcompile.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, certificate_json, facts_of
-from detcompile.machine import this_machine
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, certificate_json, facts_of
+from detcompile.models.remote import START_SECONDS, RemoteModel
 from detcompile.passes.lowering import package
-from detcompile.remote_model import START_SECONDS, RemoteModel
 from detcompile.storage import disk_failure, naming
-from detcompile.stored_weights import StoredWeights
-from detcompile.templates import cpu_library
+from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["DEVICES", "export", "require_target"]
 

@@ -1,6 +1,6 @@
 """What a worker process does: hold one rank's compiled model, and run the steps that the parent planned.
 
-Named by ``remote_model`` and called through ``runtime.worker_group``; nothing else imports it.
+Named by ``remote_model`` and called through ``runtime.processes.group``; nothing else imports it.
 """
 
 from collections import deque
@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile_here, load_model
-from detcompile.compiled import CompiledModel
 from detcompile.config import settle_symmetric_memory
-from detcompile.exported import load
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.exported import load
+from detcompile.models.remote import ModelFacts, RankPlan
 from detcompile.parallel import backend_of_ranks, rank_device
-from detcompile.passes.shard import moves_after_sharding
-from detcompile.remote_model import ModelFacts, RankPlan
+from detcompile.passes.sharding.shard import moves_after_sharding
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import Room, affordable_blocks, new_cache, new_worker, room_for_cache
-from detcompile.runtime.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
-from detcompile.runtime.runner import Runner
-from detcompile.runtime.step_builder import StepArrays
-from detcompile.runtime.worker import LaunchedStep, StepResult, Worker
-from detcompile.start_progress import reading
+from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
+from detcompile.runtime.processes.start_progress import reading
+from detcompile.runtime.step.builder import StepArrays
+from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.worker import LaunchedStep, StepResult, Worker
 
 __all__ = ["RankServer", "load_for_rank"]
 

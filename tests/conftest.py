@@ -29,41 +29,46 @@ settings.register_profile("ci", DRAWS, max_examples=16)
 settings.register_profile("explore", DRAWS, max_examples=500)
 settings.load_profile("ci")
 
-# Files that need the same models share a worker, and with it `tests.models.compiled`; so do those that need the CPU
-# library of every instruction set, which two workers would build at once.
+# Files that need the same models share a worker, and with it `tests.model_cases.compiled`; so do those that need the
+# CPU library of every instruction set, which two workers would build at once.
 TOGETHER = {
     "models": (
         "tests/architectures/*",
+        "tests/commands/test_certificate_page.py",
+        "tests/commands/test_tune_speculation.py",
         "tests/invariance/*",
-        "tests/passes/test_certificate.py",
-        "tests/runtime/test_acceptance.py",
-        "tests/runtime/test_drafters.py",
+        "tests/models/test_compiled.py",
+        "tests/passes/proof/test_certificate.py",
+        "tests/runtime/requests/test_prompts.py",
+        "tests/runtime/sampling/test_rejection.py",
+        "tests/runtime/speculation/*",
         "tests/runtime/test_engine*",
         "tests/runtime/test_isolation.py",
-        "tests/runtime/test_prompts.py",
-        "tests/runtime/test_speculation*",
         "tests/runtime/test_threads.py",
-        "tests/runtime/test_tree_drafting.py",
-        "tests/test_certificate_page.py",
-        "tests/test_compiled.py",
         "tests/test_repeat.py",
         "tests/test_schedulers.py",
         "tests/test_tiny_drafters.py",
-        "tests/test_tune_speculation.py",
         "tests/test_workers.py",
     ),
-    "libraries": ("tests/templates/test_[!t]*",),  # all but Triton's and the tuner's
+    "libraries": (
+        "tests/templates/*cpu*",
+        "tests/templates/matmul/test_amx.py",
+        "tests/templates/matmul/test_batched.py",
+        "tests/templates/matmul/test_gate.py",
+        "tests/templates/test_cpp_dispatch.py",
+        "tests/templates/test_real_sizes.py",
+    ),
 }
 # They take a minute or more: begun last, one of them would leave the other workers idle.
 LONG = (
     "models",
     "tests/templates/test_triton_interpreter.py",
-    "tests/test_cli.py",
+    "tests/commands/test_cli.py",
     "tests/parallel/test_tensor_parallel.py",
-    "tests/passes/test_rope.py",
+    "tests/passes/rewrites/test_rope.py",
     "libraries",
-    "tests/passes/test_siblings.py",
-    "tests/test_export.py",
+    "tests/passes/rewrites/test_merged_linears.py",
+    "tests/models/test_export.py",
     "tests/test_examples.py",
 )
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from detcompile.passes.quantized_layouts import AWQ_NIBBLES
-from tests.models import random_model
+from detcompile.passes.modules.quantized_layouts import AWQ_NIBBLES
+from tests.model_cases import random_model
 
 __all__ = ["CHECKPOINTS", "pack_words", "write_checkpoint"]
 

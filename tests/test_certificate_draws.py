@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.certificate_draws import draw
-from detcompile.passes import provenance
+from detcompile.passes.proof import provenance
 
 SEEDS = 100_000_000
 

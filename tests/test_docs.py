@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from detcompile.axes import AXES
+from detcompile.commands.axes import AXES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -57,7 +57,7 @@ def test_the_contract_names_every_axis_and_tests_that_exist() -> None:
     assert [axis for axis in AXES if not any(f"| `{axis}` |" in row for _, row in rows)] == []
     for _, row in rows:
         folder = ROOT
-        for name in re.findall(r"(?:tests/)?[\w/]*(?:test_\w+\.py|parallel/)", row):
+        for name in re.findall(r"(?:tests/)?[\w/]*(?:test_\w+\.py|parallel/|sampling/)", row):
             folder = (ROOT / name).parent if name.startswith("tests/") else folder
             assert (folder / Path(name).name).exists(), name
 

@@ -19,7 +19,7 @@ LINKS = ["passes", "runtime", "templates"]
 
 IMPORT_EVERYTHING = """
 import importlib, json, pkgutil, sys
-import detcompile
+import detcompile  # noqa: F401 (registers the backend)
 for module in pkgutil.walk_packages(detcompile.__path__, "detcompile."):
     importlib.import_module(module.name)
 print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if getattr(module, "__file__", None)}))

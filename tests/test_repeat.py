@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.repeat import Workload, agreement, repeat_ours, repeat_plain
-from tests.models import compiled, random_model
+from tests.model_cases import compiled, random_model
 
 PROMPT = list(range(40, 60))
 

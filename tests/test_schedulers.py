@@ -11,7 +11,7 @@ from benchmarks.plots import RESULTS
 from benchmarks.schedulers import POLICIES, ROOMY, real_rows
 from benchmarks.simulation import FITTED, H200_8B, Arrival, Simulation, log_normal_trace, simulate, summarise
 from detcompile.runtime.engine_config import EngineConfig
-from tests.models import compiled
+from tests.model_cases import compiled
 
 LONGEST = 8192  # tokens of a request of the trace
 

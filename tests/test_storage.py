@@ -12,8 +12,8 @@ import pytest
 
 from detcompile import StorageError, config
 from detcompile.storage import cache_folder, disk_failure, distrust, put
-from detcompile.templates import shared_objects
-from detcompile.templates.tuning import Tuner
+from detcompile.templates.cpu import shared_objects
+from detcompile.templates.device.gate import Tuner
 
 OTHER = 4711  # a user that is neither this one nor root
 
@@ -155,7 +155,7 @@ def test_a_file_is_put_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_compile_names_the_folder_and_not_the_model() -> None:
     code = """
 import os, torch, detcompile
-from tests.models import random_model
+from tests.model_cases import random_model
 for name in ("DETCOMPILE_CACHE", "TORCHINDUCTOR_CACHE_DIR"):
     before = os.environ.pop(name, None)
     os.environ[name] = "/dev/null/x"

@@ -7,7 +7,7 @@ import torch
 
 import detcompile
 from detcompile import EngineConfig, SamplingParams, SpeculationConfig
-from tests.models import compiled
+from tests.model_cases import compiled
 
 PROMPTS = ("def mean(values):\n", "import json\n\n\ndef load(path):\n", "class Stack:\n    def __init__(self):\n")
 ROOMY = EngineConfig(num_blocks=64)

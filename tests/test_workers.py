@@ -21,28 +21,28 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
-from detcompile.axes import AXES, score
-from detcompile.compiled import CompiledModel
+from detcompile.commands.axes import AXES, score
+from detcompile.commands.verification import TP, ModelSpec, verify
 from detcompile.errors import EngineError, UnsupportedModel, WorkerError
-from detcompile.remote_model import RankPlan, RemoteModel, compile_in_workers
-from detcompile.runtime import sampling_plan
-from detcompile.runtime.drafters import Drafter
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.remote import RankPlan, RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.medusa_heads import MedusaHeads
-from detcompile.runtime.outputs import RequestOutput
-from detcompile.runtime.sampling_plan import RowNeeds, SampleRow
-from detcompile.runtime.speculation import SpeculationConfig
-from detcompile.start_progress import StartProgress, reading
-from detcompile.verification import TP, ModelSpec, verify
+from detcompile.runtime.processes.start_progress import StartProgress, reading
+from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.sampling import plan as sampling_plan
+from detcompile.runtime.sampling.plan import RowNeeds, SampleRow
+from detcompile.runtime.speculation.drafters import Drafter
+from detcompile.runtime.speculation.medusa_heads import MedusaHeads
+from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.weights import named_weights, weight_digests
 from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for
-from tests.models import MAX_CONTEXT, VOCAB_SIZE, random_model
+from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
 from tests.parallel.ranks import run_ranks
 from tests.runtime.engine_cases import engine_configs, sampling_params
+from tests.runtime.speculation.test_speculator import Oracle, Workload, workload_of
 from tests.runtime.test_isolation import VICTIM
-from tests.runtime.test_speculation import Oracle, Workload, workload_of
 from tests.runtime.test_threads import together
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from detcompile.passes.adapters import ADAPTERS
+from detcompile.passes.adapters.forwards import ADAPTERS
 from tools.census_facts import STATE, Facts, read_facts
 from tools.census_source import mapping
 

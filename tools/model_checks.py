@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 import detcompile
-from detcompile.axes import AXES, Configuration, Tokens, configurations, measure
-from detcompile.compiled import CompiledModel
+from detcompile.commands.axes import AXES, Configuration, Tokens, configurations, measure
 from detcompile.errors import DetcompileError
-from detcompile.numerics import Numerics
+from detcompile.models.compiled import CompiledModel
+from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes import lowering
+from detcompile.passes.adapters.expert_classes import replace_experts
+from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import freeze_rope, probe_attention
-from detcompile.passes.experts import pin_experts
-from detcompile.passes.own_experts import replace_experts
-from detcompile.passes.plain_graph import run_plainly
-from detcompile.passes.positions import give_positions
-from detcompile.passes.scans import pin_recurrences
-from detcompile.passes.shard import shard
+from detcompile.passes.modules.experts import pin_experts
+from detcompile.passes.modules.positions import give_positions
+from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.sharding.shard import shard
 from tools.model_configs import MAX_CONTEXT, OUTSIDE, VOCAB_SIZE, tiny_model
 
 __all__ = [

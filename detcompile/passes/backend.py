@@ -15,21 +15,21 @@ from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from detcompile.errors import DetcompileError, InvalidInput, UncertifiedOp, UnsupportedModel
-from detcompile.numerics import Numerics
+from detcompile.orders.numerics import Numerics
 from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
-from detcompile.passes.certificate import Certificate, Role, certify
-from detcompile.passes.composites import take_apart
-from detcompile.passes.direct_calls import call_directly
-from detcompile.passes.gates import fuse_gated_products
-from detcompile.passes.own_collectives import pin_collectives
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
-from detcompile.passes.plain_graph import run_plainly
-from detcompile.passes.program import program_digest
-from detcompile.passes.provenance import sympy_size
-from detcompile.passes.siblings import fuse_siblings, joined, lift_weights
+from detcompile.passes.programs.canonical_form import program_digest
+from detcompile.passes.programs.direct_calls import call_directly
+from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.proof.certificate import Certificate, Role, certify
+from detcompile.passes.proof.provenance import sympy_size
+from detcompile.passes.rewrites.collectives import pin_collectives
+from detcompile.passes.rewrites.composites import take_apart
+from detcompile.passes.rewrites.gates import fuse_gated_products
+from detcompile.passes.rewrites.merged_linears import fuse_siblings, joined, lift_weights
 from detcompile.passes.traced_call import TracedCall
-from detcompile.templates.direct_ops import direct_ops
-from detcompile.templates.float_mode import in_float_mode
+from detcompile.templates.cpp_dispatch import direct_ops
+from detcompile.templates.cpu.fp_mode import in_float_mode
 
 __all__ = ["Backend", "Program", "cause", "detcompile_backend"]
 

@@ -17,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.adapters import adapt
-from detcompile.passes.attention import (
+from detcompile.passes.adapters.attention_classes import replace_attention
+from detcompile.passes.adapters.forwards import adapt
+from detcompile.passes.adapters.modules import replace_modules
+from detcompile.passes.modules.attention import (
     IMPLEMENTATION,
     STEP_KWARG,
     AttentionCall,
@@ -27,12 +29,10 @@ from detcompile.passes.attention import (
     layer_of,
     register_attention,
 )
-from detcompile.passes.own_attention import replace_attention
-from detcompile.passes.own_modules import replace_modules
-from detcompile.passes.recurrences import Recurrences
-from detcompile.passes.step_carrier import carry_step
+from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
-from detcompile.templates.attention_scores import Visible
+from detcompile.templates.attention.scores import Visible
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 

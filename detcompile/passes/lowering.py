@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from detcompile.config import inductor_folder, sizes_asserted
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
-from detcompile.numerics import Numerics
+from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
-from detcompile.passes.attention import AttentionCall
+from detcompile.passes.adapters.expert_classes import replace_experts
+from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.backend import Backend, Program, cause
-from detcompile.passes.cache_writes import require_kept
 from detcompile.passes.capture import (
     DenseForward,
     PackedForward,
@@ -30,19 +30,19 @@ from detcompile.passes.capture import (
     observe_attention,
     probe_attention,
 )
-from detcompile.passes.certificate import Certificate, Role
-from detcompile.passes.example_step import ExampleStep, example_step
-from detcompile.passes.experts import pin_experts
-from detcompile.passes.layer_views import view_of
-from detcompile.passes.own_experts import replace_experts
-from detcompile.passes.packaging import Packaging
-from detcompile.passes.positions import give_positions
-from detcompile.passes.program import NotRun, constants_of, input_names, never_run
-from detcompile.passes.provenance import Layout, sympy_size
-from detcompile.passes.quantized_linear import pin_quantized
-from detcompile.passes.recurrences import Recurrences
-from detcompile.passes.scans import pin_recurrences
-from detcompile.passes.shard import pin_row_parallel, shard
+from detcompile.passes.modules.attention import AttentionCall
+from detcompile.passes.modules.experts import pin_experts
+from detcompile.passes.modules.positions import give_positions
+from detcompile.passes.modules.quantized_linear import pin_quantized
+from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.programs.aot import Packaging
+from detcompile.passes.programs.cache_writes import require_kept
+from detcompile.passes.programs.canonical_form import NotRun, constants_of, input_names, never_run
+from detcompile.passes.programs.example_step import ExampleStep, example_step
+from detcompile.passes.programs.layer_views import view_of
+from detcompile.passes.proof.certificate import Certificate, Role
+from detcompile.passes.proof.provenance import Layout, sympy_size
+from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
 from detcompile.storage import disk_failure
 from detcompile.weights import WeightView, named_weights, views_in, weight_digests, weights_digest
@@ -151,7 +151,7 @@ def lower(
 
 
 def lower_view(view: PreTrainedModel, numerics: Numerics) -> Lowered:
-    """A program over a part of a model that ``lower`` has changed, whose weights it shares (passes.layer_views).
+    """A program over a part of a model that ``lower`` has changed; it shares the weights (passes.programs.layer_views).
 
     Raises:
         UnsupportedModel, UncertifiedOp: as ``lower``.

@@ -13,18 +13,18 @@ from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 
-from detcompile.passes.batched_products import pin_batched_products
-from detcompile.passes.canonicalize import canonicalize
-from detcompile.passes.fills import join_fills
-from detcompile.passes.gates import fuse_gates
-from detcompile.passes.lanes import lane_by_lane
-from detcompile.passes.matmuls import fuse_residuals, pin_matmuls
-from detcompile.passes.own_rows import take_own_rows
-from detcompile.passes.rankings import pin_sorts, pin_topk
-from detcompile.passes.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
-from detcompile.passes.rope import fuse_rope
-from detcompile.passes.running_sums import pin_running_sums
-from detcompile.passes.windows import POOLS, pin_convolutions, pin_pools
+from detcompile.passes.programs.lanes import lane_by_lane
+from detcompile.passes.rewrites.allocations import join_fills
+from detcompile.passes.rewrites.batched_matmuls import pin_batched_products
+from detcompile.passes.rewrites.canonicalize import canonicalize
+from detcompile.passes.rewrites.gates import fuse_gates
+from detcompile.passes.rewrites.matmuls import fuse_residuals, pin_matmuls
+from detcompile.passes.rewrites.own_rows import take_own_rows
+from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
+from detcompile.passes.rewrites.rope import fuse_rope
+from detcompile.passes.rewrites.running_sums import pin_running_sums
+from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk
+from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
 
@@ -103,7 +103,7 @@ def pinned_codegen() -> Iterator[None]:
 
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
     with*. And before torch 2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
-    What a vector computes of each lane, see passes.lanes.
+    What a vector computes of each lane, see passes.programs.lanes.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lane_by_lane())

@@ -9,22 +9,22 @@ from itertools import count
 from rich.progress import track
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime.deliveries import Deliveries, Mailbox, Receiver
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_loop import EngineLoop
-from detcompile.runtime.intake import Intake, Prompt
-from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.gc_pauses import ShortCollections
+from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.metrics import EngineStats
-from detcompile.runtime.outputs import RequestOutput
 from detcompile.runtime.pipeline import Pipeline
 from detcompile.runtime.request_book import RequestBook
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.requests.admission import Admission, Prompt
+from detcompile.runtime.requests.deliveries import Deliveries, Mailbox, Receiver
+from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.requests.turns import Turns, without_interrupts
 from detcompile.runtime.scheduler import Scheduler
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.short_collections import ShortCollections
-from detcompile.runtime.speculation import SpeculationConfig, Speculator
-from detcompile.runtime.turns import Turns, without_interrupts
-from detcompile.runtime.worker import Worker
+from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
+from detcompile.runtime.step.worker import Worker
 
 __all__ = ["Engine"]
 
@@ -39,7 +39,7 @@ class Engine:
 
     Args:
         worker: runs the steps. blocks: of the worker's KV cache.
-        intake: turns prompts into checked requests.
+        admission: turns prompts into checked requests.
         overlap: launch a step before the last one's tokens are read back, unless it drafts.
         weights_version: of the model; what was computed under another one is not used.
     """
@@ -48,7 +48,7 @@ class Engine:
         self,
         worker: Worker,
         blocks: KVBlocks,
-        intake: Intake,
+        admission: Admission,
         config: EngineConfig,
         *,
         overlap: bool,
@@ -61,12 +61,12 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, blocks)
         self._blocks = blocks
-        self._intake = intake
-        self.speculator = None if speculation is None else Speculator(speculation, blocks, intake.vocab_size)
+        self._admission = admission
+        self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)
         self._book = RequestBook(
             self.scheduler,
             together=not blocks.prefix_caching,
-            vocab_size=intake.vocab_size,
+            vocab_size=admission.vocab_size,
             forget=lambda sequence: self._pipeline.forget(sequence),
             deliver=self._deliver,
             weights_version=weights_version,
@@ -98,7 +98,7 @@ class Engine:
         """Queue a request; ``step`` serves it. May be called from any thread.
 
         Args:
-            prompt: text, token ids, or a dict of them (runtime.prompts).
+            prompt: text, token ids, or a dict of them (runtime.requests.prompts).
             priority: an integer; lower is served earlier.
             stream_text: keep ``outputs[i].text`` up to date after every token, not only at the end.
 
@@ -188,7 +188,7 @@ class Engine:
         """Serve prompts to their ends.
 
         Args:
-            prompts: one prompt, or a list of prompts (runtime.prompts says what one may be).
+            prompts: one prompt, or a list of prompts (runtime.requests.prompts says what one may be).
             params: for all, or one a prompt.
             progress: show a bar.
 
@@ -203,12 +203,12 @@ class Engine:
         mailbox, results = Mailbox(self._turns), []
         found: dict[str, RequestOutput] = {}
         try:
-            for prompt, own in self._intake.pairs(prompts, params):
+            for prompt, own in self._admission.pairs(prompts, params):
                 try:
                     name = self._add(None, "generate", prompt, own, receiver=mailbox.receive, only_last=True)
                     results.append(RequestOutput(name, None, [], None, []))
                 except InvalidInput as error:
-                    results.append(self._intake.refusal(prompt, error))
+                    results.append(self._admission.refusal(prompt, error))
             left = {output.request_id for output in results if output.error is None}
             ended = self._finishing(left, mailbox)
             for output in track(ended, "generating", total=len(left), disable=not progress, transient=True):
@@ -257,7 +257,7 @@ class Engine:
     ) -> str:
         """Queue a request under its own id, or one of its kind that nobody has; its outputs go to ``receiver``."""
         self._check_alive()
-        request = self._intake.request(
+        request = self._admission.request(
             kind if request_id is None else request_id,
             prompt,
             params,

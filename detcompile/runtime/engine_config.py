@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.block_pool import check_block_size
-from detcompile.runtime.runner import MOST_SEQUENCES
+from detcompile.runtime.kv.block_pool import check_block_size
+from detcompile.runtime.step.runner import MOST_SEQUENCES
 
 __all__ = ["AllocationName", "EngineConfig", "SchedulerName"]
 

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.parallel import TensorParallel
-from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
-from detcompile.runtime.drafters import require_fitting
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.intake import Intake
-from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.kv_cache import KVCache, KVShape
+from detcompile.runtime.kv.block_pool import BlockPool
+from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.kv.kv_cache import KVCache, KVShape
 from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
-from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling import Sampler
+from detcompile.runtime.requests.admission import Admission
+from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK
-from detcompile.runtime.speculation import DRAFT_ROWS, SpeculationConfig
-from detcompile.runtime.step_layout import graph_layouts
-from detcompile.runtime.worker import Worker
+from detcompile.runtime.speculation.drafters import require_fitting
+from detcompile.runtime.speculation.speculator import DRAFT_ROWS, SpeculationConfig
+from detcompile.runtime.step.layout import graph_layouts
+from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.worker import Worker
 from detcompile.step import KVGroup, StateShape
 
 __all__ = [
@@ -151,7 +151,7 @@ def engine_over(
     pool = BlockPool(num_blocks, config.block_size)
     caches_prefixes = config.prefix_caching and not model.state_shapes
     blocks = KVBlocks(pool, model.kv_groups, prefix_caching=caches_prefixes, num_state_slots=num_states)
-    intake = Intake(
+    admission = Admission(
         tokenizer,
         max_context=model.max_context,
         vocab_size=model.num_token_ids,
@@ -162,7 +162,7 @@ def engine_over(
     return Engine(
         worker,
         blocks,
-        intake,
+        admission,
         config,
         overlap=overlap,
         max_context=model.max_context,

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from detcompile.runtime.device_memory import StepMemory, gpu_memory
-from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling import Sampler, SampleRow
-from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.step_layout import StepBuffers, StepLayout
-from detcompile.runtime.worker import PromptRows, StepWork, Worker, idle_arrays
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.sampling.sampler import Sampler, SampleRow
+from detcompile.runtime.step.layout import StepBuffers, StepLayout
+from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_arrays
 
 __all__ = ["StepNeeds", "graph_bytes", "step_needs"]
 

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from detcompile.runtime.kv_blocks import KVBlocks
+from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.scheduler import Scheduler
 
 __all__ = ["EngineStats", "StepRecord", "Tally"]

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 from detcompile.errors import EngineError
 from detcompile.runtime.device_memory import ran_out_of_memory
-from detcompile.runtime.draft_tree import Path
 from detcompile.runtime.metrics import StepRecord, Tally
-from detcompile.runtime.outputs import Logprobs
-from detcompile.runtime.runner import MOST_SEQUENCES
+from detcompile.runtime.requests.outputs import Logprobs
+from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler, StepPlan
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.speculation import DRAFT_ROWS, Speculator
-from detcompile.runtime.speculation_switch import Load
-from detcompile.runtime.step_builder import BlockTables, StepEntry
+from detcompile.runtime.speculation.draft_tree import Path
+from detcompile.runtime.speculation.speculator import DRAFT_ROWS, Speculator
+from detcompile.runtime.speculation.switch import Load
+from detcompile.runtime.speculation.tree_verification import Verification
+from detcompile.runtime.step.builder import BlockTables, StepEntry
+from detcompile.runtime.step.runner import MOST_SEQUENCES
+from detcompile.runtime.step.worker import LaunchedStep, StepResult, StepWork, Worker
 from detcompile.runtime.step_work import Draw, build_work, lay_out
-from detcompile.runtime.tree_verification import Verification
-from detcompile.runtime.worker import LaunchedStep, StepResult, StepWork, Worker
 
 __all__ = ["Ledger", "Pipeline"]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from itertools import count
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime.outputs import Logprobs, RequestMetrics, RequestOutput
-from detcompile.runtime.request import Request
+from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.request import Request
+from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import StepEntry
+from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["RequestBook"]
 

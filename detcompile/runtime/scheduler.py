@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import StepEntry
+from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.step.builder import StepEntry
 from detcompile.step import NO_SLOT
 
 __all__ = ["PROMPT_LOGPROBS_CHUNK", "Scheduler", "StepPlan"]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from detcompile.runtime.sampling import SampleRow
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.step_builder import BlockTables, StepArrays, StepEntry, build_arrays, joined
-from detcompile.runtime.tree_verification import Verification, tree_arrays
-from detcompile.runtime.worker import PromptRows, StepWork
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.sampling.sampler import SampleRow
+from detcompile.runtime.speculation.tree_verification import Verification, tree_arrays
+from detcompile.runtime.step.builder import BlockTables, StepArrays, StepEntry, build_arrays, joined
+from detcompile.runtime.step.worker import PromptRows, StepWork
 
 __all__ = ["Draw", "build_work", "lay_out"]
 

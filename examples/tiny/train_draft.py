@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from train import draw, encode, say
 
 import detcompile
-from detcompile.runtime.medusa_heads import MedusaHeads
+from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 
 PROMPT_TOKENS = 32  # of a corpus file that the target continues
 OWN_LENGTH = 256  # tokens of what it writes, prompt included

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import detcompile
-from detcompile.compiled import CompiledModel
 from detcompile.errors import UnsupportedModel
-from tests.models import ARCHITECTURES, VOCAB_SIZE, certified, compiled, random_model
+from detcompile.models.compiled import CompiledModel
+from tests.model_cases import ARCHITECTURES, VOCAB_SIZE, certified, compiled, random_model
 
 # 577 tokens: past blocks of 64 keys, a chunk of 512, and the windows of 70 tokens in tests/models.py.
 LENGTH = 577

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from detcompile import CompiledModel
-from detcompile.axes import AXES, Configuration, Tokens, score
+from detcompile.commands.axes import AXES, Configuration, Tokens, score
 from detcompile.step import StepInputs
 from tests.bits import assert_bitwise_equal
-from tests.models import VOCAB_SIZE, compiled
+from tests.model_cases import VOCAB_SIZE, compiled
 
 __all__ = [
     "MODELS",

@@ -8,7 +8,7 @@ import torch
 
 from tests.architectures.test_meaning import CASES
 from tests.invariance.axis import MODELS, assert_every_axis_holds
-from tests.models import ARCHITECTURES, compiled
+from tests.model_cases import ARCHITECTURES, compiled
 
 OTHERS = [name for name in ARCHITECTURES if name not in {model.values[0] for model in MODELS}]
 

@@ -6,9 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from detcompile import DetcompileError, verification
-from detcompile.verification import PROMPT_LENGTHS, ModelSpec, verify
-from tests.models import compiled
+from detcompile import DetcompileError
+from detcompile.commands import verification
+from detcompile.commands.verification import PROMPT_LENGTHS, ModelSpec, verify
+from tests.model_cases import compiled
 
 MODEL = "tiny-draft"  # as "tiny", and sooner compiled
 

@@ -13,23 +13,23 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile import CompiledModel, InvalidInput, Numerics
 from detcompile.api import EMBEDDED
-from detcompile.axes import score
+from detcompile.commands.axes import score
 from detcompile.config import gpus_shared
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.backend import Backend
 from detcompile.passes.capture import DenseForward, observe_attention, probe_attention
 from detcompile.passes.lowering import _dense_role, _with_own_code
-from detcompile.passes.shard import pin_row_parallel, shard
+from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.runtime import engine_setup
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.speculation import SpeculationConfig
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.speculation.speculator import SpeculationConfig
 from tests.conftest import NEEDS_CUDA
 from tests.invariance.axis import configuration_for
-from tests.models import MAX_CONTEXT, certified, random_model
+from tests.model_cases import MAX_CONTEXT, certified, random_model
 from tests.parallel.collective_cases import check_all
 from tests.parallel.peer_cases import check_peers
-from tests.runtime.test_speculation import Oracle
+from tests.runtime.speculation.test_speculator import Oracle
 
 __all__ = [
     "DENSE",
@@ -103,7 +103,7 @@ def rank_results(
 
 
 def compile_one(name: str, dtype: torch.dtype, device: str, tp: int) -> CompiledModel:
-    """A model of tests.models, or an embedded one, on each of tp ranks; on CPUs Inductor compiles the latter only."""
+    """A model of tests.model_cases or an embedded one on each of tp ranks; on a CPU Inductor compiles the latter."""
     if name in EMBEDDED:
         return detcompile.compile(detcompile.load_model(name, dtype=dtype, device=device), tp=tp)
     compile_model = certified if device == "cpu" else detcompile.compile

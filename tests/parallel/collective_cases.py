@@ -10,8 +10,8 @@ from torch import Tensor
 
 from detcompile import InvalidInput, Numerics
 from detcompile.parallel import tensor_parallel
-from detcompile.templates.collectives import partial_product, tree_all_reduce
-from detcompile.templates.moves import all_gather_columns, sharded_embedding
+from detcompile.templates.collectives.gather import all_gather_columns, sharded_embedding
+from detcompile.templates.collectives.op import partial_product, tree_all_reduce
 from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_all"]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from detcompile import Numerics
 from detcompile.parallel import TensorParallel, rank_device, tensor_parallel
-from detcompile.templates.collectives import matmul_all_reduce, tree_all_reduce
-from detcompile.templates.collectives_memory import peer_memory
-from detcompile.templates.moves import all_gather_columns, sharded_embedding
+from detcompile.templates.collectives.gather import all_gather_columns, sharded_embedding
+from detcompile.templates.collectives.op import matmul_all_reduce, tree_all_reduce
+from detcompile.templates.collectives.peer_memory import peer_memory
 from tests.bits import assert_bitwise_equal
 
 __all__ = ["check_peers"]

@@ -13,10 +13,10 @@ import detcompile
 from detcompile import Numerics
 from detcompile.errors import NumericsError, UnsupportedModel
 from detcompile.parallel import TensorParallel
-from detcompile.passes.expert_shares import shard_experts
-from detcompile.passes.experts import find_experts, pin_experts
+from detcompile.passes.modules.experts import find_experts, pin_experts
+from detcompile.passes.sharding.experts import shard_experts
 from tests.bits import assert_bitwise_equal
-from tests.models import certified, random_model
+from tests.model_cases import certified, random_model
 from tests.parallel.cases import answers, dense_logits, needs_gpus
 from tests.parallel.ranks import run_ranks
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 import detcompile
 from detcompile import SamplingParams
 from detcompile.errors import EngineError
-from detcompile.remote_model import RemoteModel
+from detcompile.models.remote import RemoteModel
 from detcompile.runtime.engine_config import EngineConfig
 from tests.bits import assert_bitwise_equal
-from tests.models import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
+from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, compiled, random_model
 from tests.parallel.cases import needs_gpus, served_logits
 from tests.runtime.engine_cases import engine_configs, sampling_params
-from tests.runtime.test_speculation import Oracle, workload
+from tests.runtime.speculation.test_speculator import Oracle, workload
 from tests.test_workers import assert_drafts_unmoved, told
 
 NAME = "granite_swa"  # four KV groups

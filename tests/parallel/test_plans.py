@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from detcompile import Numerics, UnsupportedModel
 from detcompile.parallel import TensorParallel, tensor_parallel
 from detcompile.passes.capture import freeze_rope, probe_attention
-from detcompile.passes.experts import pin_experts
-from detcompile.passes.positions import give_positions
-from detcompile.passes.shard import moves_after_sharding, pin_row_parallel, shard
+from detcompile.passes.modules.experts import pin_experts
+from detcompile.passes.modules.positions import give_positions
+from detcompile.passes.sharding.shard import moves_after_sharding, pin_row_parallel, shard
 from tests.bits import assert_bitwise_equal
-from tests.models import certified
+from tests.model_cases import certified
 from tests.parallel.cases import Failure, answers, attempt, dense_logits
 from tests.parallel.ranks import run_ranks
 from tools.generate_models import load

@@ -15,7 +15,7 @@ from benchmarks.tp_error import Errors, errors_of_logits, errors_of_products
 from detcompile import Backend, Numerics
 from detcompile.parallel import tensor_parallel
 from tests.bits import assert_bitwise_equal
-from tests.models import without_inductor
+from tests.model_cases import without_inductor
 from tests.parallel.ranks import run_ranks
 
 SIZES = (2, 4)

@@ -10,9 +10,9 @@ import torch
 
 from detcompile.config import settle_symmetric_memory
 from detcompile.errors import InvalidInput
-from detcompile.numerics import Numerics
+from detcompile.models.remote import load_in_workers
+from detcompile.orders.numerics import Numerics
 from detcompile.parallel import backend_of_ranks, rank_device
-from detcompile.remote_model import load_in_workers
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from detcompile.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_engine
-from detcompile.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
-from detcompile.runtime.sampling import SamplingParams, sample, token_logprobs
+from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.sampling.sampler import SamplingParams, sample, token_logprobs
 from detcompile.step import KVGroup
-from tests.models import VOCAB_SIZE, compiled
+from tests.model_cases import VOCAB_SIZE, compiled
 
 __all__ = [
     "GREEDY",

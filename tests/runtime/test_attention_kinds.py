@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import detcompile
-from detcompile.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel
+from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import probe_attention
-from detcompile.passes.scans import pin_recurrences
 from tests.invariance.axis import assert_every_axis_holds
-from tests.models import VOCAB_SIZE, random_model
+from tests.model_cases import VOCAB_SIZE, random_model
 from tests.runtime.engine_cases import (
     GREEDY,
     assert_as_alone,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime.sampling_params import SamplingParams
-from tests.models import VOCAB_SIZE
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import (
     GREEDY,
     MARK,

@@ -10,8 +10,8 @@ import torch
 
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling_params import SamplingParams
-from tests.models import compiled
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from tests.model_cases import compiled
 
 PROMPTS = ([5, 6, 7], [9] * 40, [1, 2])
 CONFIG = EngineConfig(num_blocks=100, block_size=16)

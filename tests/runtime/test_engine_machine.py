@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from detcompile.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine_config import EngineConfig
 from tests.runtime.engine_cases import assert_as_alone, engine_of, sampling_params, tiny_model
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detcompile.errors import EngineError
-from detcompile.runtime.drafters import NGramDrafter
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.sampling import SamplingParams
+from detcompile.runtime.sampling.sampler import SamplingParams
 from detcompile.runtime.scheduler import CALM_STEPS
-from detcompile.runtime.speculation import SpeculationConfig
-from detcompile.runtime.worker import Worker
-from tests.models import compiled
+from detcompile.runtime.speculation.drafters import NGramDrafter
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.runtime.step.worker import Worker
+from tests.model_cases import compiled
 from tests.runtime.engine_cases import (
     GREEDY,
     MARK,

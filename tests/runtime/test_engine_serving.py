@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.engine_cases import (
     GREEDY,
     OVERLAP,

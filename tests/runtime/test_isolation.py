@@ -10,14 +10,16 @@ from unittest import mock
 import pytest
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime import pipeline, sampling_plan, step_work, worker
-from detcompile.runtime.detokenizer import Detokenizer
+from detcompile.runtime import pipeline, step_work
 from detcompile.runtime.engine import Engine
-from detcompile.runtime.request import Request
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.request import Request
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.sampling import plan as sampling_plan
 from detcompile.runtime.scheduler import Scheduler
-from detcompile.runtime.sequence import Sequence
-from tests.models import VOCAB_SIZE
+from detcompile.runtime.step import worker
+from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import OVERLAP, config_of, engine_of, prompt_of, tiny_model
 
 VICTIM = 424242  # its seed

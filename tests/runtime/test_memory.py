@@ -19,17 +19,17 @@ from detcompile.runtime.device_memory import (
 )
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, Room, new_engine
-from detcompile.runtime.kv_cache import KVShape
+from detcompile.runtime.kv.kv_cache import KVShape
 from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
-from detcompile.runtime.penalties import TokenCounts
-from detcompile.runtime.runner import Runner, unowned
-from detcompile.runtime.sampling import Sampler, SamplingParams
-from detcompile.runtime.step_layout import StepLayout, graph_layouts, mixed_layouts, table_widths
-from detcompile.runtime.worker import Worker
+from detcompile.runtime.sampling.penalties import TokenCounts
+from detcompile.runtime.sampling.sampler import Sampler, SamplingParams
+from detcompile.runtime.step.layout import StepLayout, graph_layouts, mixed_layouts, table_widths
+from detcompile.runtime.step.runner import Runner, unowned
+from detcompile.runtime.step.worker import Worker
 from detcompile.step import KVGroup
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
-from tests.runtime.runner_cases import forward, make_cache
+from tests.runtime.step.runner_cases import forward, make_cache
 
 VERSION_1 = "9:name=systemd:/\n4:cpu,memory:/jobs/7\n0::/\n"
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detcompile.runtime.block_pool import BlockPool
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.kv_blocks import KVBlocks
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.kv.block_pool import BlockPool
+from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, StepPlan
-from detcompile.runtime.sequence import Sequence
 from detcompile.step import KVGroup
 
 SCHEDULERS = ["stall_free", "prefill_first", "simple_chunking"]

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from detcompile import NGramDrafter, SpeculationConfig
-from detcompile.compiled import CompiledModel
 from detcompile.errors import InvalidInput, UnsupportedModel
-from detcompile.numerics import Numerics
+from detcompile.models.compiled import CompiledModel
+from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.lowering import lower
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import affordable_states, new_cache, room_for_cache
-from detcompile.runtime.sampling_params import SamplingParams
+from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.invariance.axis import assert_every_axis_holds
-from tests.models import STATEFUL, VOCAB_SIZE, compiled, random_model
+from tests.model_cases import STATEFUL, VOCAB_SIZE, compiled, random_model
 from tests.runtime.engine_cases import (
     GREEDY,
     assert_as_alone,

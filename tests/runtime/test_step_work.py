@@ -2,15 +2,15 @@
 
 import torch
 
-from detcompile.runtime.draft_tree import DraftTree
-from detcompile.runtime.runner import Runner
-from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.sequence import Sequence
-from detcompile.runtime.speculation import SpeculationConfig, Speculator
-from detcompile.runtime.step_builder import BlockTables, StepEntry, build_step
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.speculation.draft_tree import DraftTree
+from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
+from detcompile.runtime.step.builder import BlockTables, StepEntry, build_step
+from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step_work import build_work, lay_out
 from tests.bits import assert_bitwise_equal
-from tests.runtime.runner_cases import BLOCK_SIZE, VOCAB_SIZE, forward, make_blocks, make_cache
+from tests.runtime.step.runner_cases import BLOCK_SIZE, VOCAB_SIZE, forward, make_blocks, make_cache
 
 BRANCHED = DraftTree({(0,): 5, (0, 0): 6, (0, 1): 7, (1,): 8, (0, 0, 0): 9})
 CHAIN = DraftTree.chain([3, 4])

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime.sampling_params import SamplingParams
-from detcompile.runtime.turns import Place, Turns
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.turns import Place, Turns
 from tests.runtime.engine_cases import GREEDY, OVERLAP, config_of, engine_of, prompt_of, tiny_model
 
 NUM_THREADS = 6
@@ -176,7 +176,7 @@ def test_an_interrupt_ends_the_requests_of_its_own_thread_alone(device):
 def test_what_ends_generate_while_it_adds_leaves_nothing_queued(raised, device):
     engine = engine_of(tiny_model(device), config_of())
     before = engine.add_request(prompt_of(5), GREEDY)
-    add, calls = engine._intake.request, []
+    add, calls = engine._admission.request, []
 
     def third_time(*arguments, **options):
         calls.append(None)
@@ -184,7 +184,7 @@ def test_what_ends_generate_while_it_adds_leaves_nothing_queued(raised, device):
             raise raised("planted")
         return add(*arguments, **options)
 
-    with mock.patch.object(engine._intake, "request", third_time), pytest.raises(raised, match="planted"):
+    with mock.patch.object(engine._admission, "request", third_time), pytest.raises(raised, match="planted"):
         engine.generate([prompt_of(5, seed) for seed in range(4)], GREEDY, progress=False)
     finished = []
     while engine.has_unfinished_requests:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detcompile.templates import cpu_library
+from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["DTYPES", "ISAS", "KINDS", "PagedCache", "assert_as_accurate", "normal", "sample"]
 

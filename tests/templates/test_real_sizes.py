@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import detcompile.templates.ops  # noqa: F401 (registers the operations)
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 

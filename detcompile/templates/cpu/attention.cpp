@@ -6,7 +6,7 @@
 
 namespace {
 
-// what is wrong with the metadata of a step; values are those of attention.py
+// what is wrong with the metadata of a step; values are those of templates/attention/op.py
 enum Fault : int64_t { kFine = 0, kBadSlot = 1, kBadCuSeqlens = 2, kBadSeqLen = 3, kBadBlock = 4 };
 
 struct Metadata {

@@ -1,4 +1,4 @@
-// out[n, k] = round(float32(q[n, k] - z) * float32(s)): rows of a quantised matrix, as templates/quantized.py defines them.
+// out[n, k] = round(float32(q[n, k] - z) * float32(s)): rows of a quantised matrix, as templates/quantized/weights.py defines them.
 #include "simd.h"
 
 namespace {
@@ -6,7 +6,7 @@ namespace {
 constexpr int64_t kBlock = 128, kHalf = 64;  // k of a block of nibbles; bytes that hold it
 enum Kind : int32_t { kNibbles = 0, kBytes = 1, kFloat8 = 2 };
 
-// The arguments as templates/dequant_matmul.py packs them: rows [first, first + N) of w; zeros may be null.
+// The arguments as templates/quantized/op.py packs them: rows [first, first + N) of w; zeros may be null.
 struct Call {
   const uint8_t* w; int64_t w_stride;
   const void* scales; const int16_t* zeros; int64_t scales_stride;

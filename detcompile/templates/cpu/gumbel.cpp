@@ -1,6 +1,6 @@
 // Gumbel-max on the CPU: the highest logprob + noise of each row, the noise drawn where it is used.
 //
-// The bits are those of runtime/philox.py in double: the same Philox words, and the same single operations for the
+// The bits are those of runtime/sampling/philox.py in double: the same Philox words, and the same single operations for the
 // logarithm in the same order; nothing is contracted. A maximum has no order to keep; among equal scores the lowest id
 // wins, and a NaN beats all, as in torch.argmax.
 //

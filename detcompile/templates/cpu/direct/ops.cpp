@@ -20,7 +20,7 @@ using at::ScalarType;
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
-// of the library for an instruction set, in the order of OPS in templates/direct_ops.py
+// of the library for an instruction set, in the order of OPS in templates/cpp_dispatch.py
 struct Kernels {
   decltype(&detcompile_matmul) matmul;
   decltype(&detcompile_rms_norm) rms_norm;
@@ -28,9 +28,9 @@ struct Kernels {
   decltype(&detcompile_paged_attention) paged_attention;
 } kernels;
 
-constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu_library.py
-constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of numerics.py
-constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention.py: a score's bits hang on it
+constexpr size_t kMostRadices = 16;            // _MOST_RADICES of templates/cpu/library.py
+constexpr int64_t kKeyBlock = 64;              // KV_BLOCK of orders/numerics.py
+constexpr double kLog2E = 1.4426950408889634;  // _LOG2_E of templates/attention/op.py: a score's bits hang on it
 
 // at::empty goes through the dispatcher, whose code a product's weights have swept from the caches.
 Tensor new_tensor(at::IntArrayRef sizes, ScalarType dtype) { return at::detail::empty_cpu(sizes, dtype); }
@@ -41,7 +41,7 @@ c10::TypedOperatorHandle<Signature> in_python(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// as DTYPE_CODES of templates/cpu_library.py; -1 for any other
+// as DTYPE_CODES of templates/cpu/library.py; -1 for any other
 int32_t code_of(ScalarType dtype) {
   if (dtype == at::kFloat) return 0;
   return dtype == at::kBFloat16 ? 1 : dtype == at::kHalf ? 2 : -1;
@@ -159,7 +159,7 @@ bool is_list(const Tensor& tensor, ScalarType dtype) {
   return tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.is_contiguous();
 }
 
-// As _check_heads, _check_caches and _check_metadata of templates/attention.py
+// As _check_heads, _check_caches and _check_metadata of templates/attention/op.py
 bool heads_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
   for (const Tensor* rows : {&q, &k, &v}) {
     if (rows->dim() != 3 || rows->numel() == 0 || rows->stride(2) != 1) return false;

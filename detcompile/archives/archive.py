@@ -1,0 +1,299 @@
+"""The file that export writes: a zip in torch's .pt2 layout, where a manifest holds the sha256 of every other member.
+
+The zip's comment, its last bytes, is the sha256 of all that is no member's contents, so that no byte goes unchecked.
+Each rank has a library and its share of the weights: one member in the format of safetensors, or a file of that format
+beside the archive. Members are stored as they are, so that weights are read from the file's pages without a copy of the
+whole.
+"""
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import re
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.archives.manifest import parsed, plain_name, require_shares
+from detcompile.archives.stored_weights import StoredWeights, mapped, read_weights
+from detcompile.errors import ArchiveError
+
+__all__ = ["Archive", "EXTRA", "Share", "library_folder", "write_archive"]
+
+ROOT = "detcompile"  # the folder that torch's reader expects around everything
+LIBRARIES = "data/aotinductor"  # where torch looks for what AOTInductor wrote, a folder each
+EXTRA = "extra/detcompile"
+MANIFEST, MANIFEST_DIGEST = f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"
+WEIGHTS_SUFFIX = ".safetensors"
+LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
+OF_A_RANK = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
+LOCAL_HEADER = b"PK\x03\x04"
+CHUNK_BYTES = 1 << 24
+COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
+
+
+class Share(NamedTuple):
+    """What of an archive is one rank's.
+
+    Attributes:
+        facts: of the manifest, as JSON has them; "weights" is added.
+        files: of its library.
+    """
+
+    facts: Mapping[str, Any]
+    files: tuple[Path, ...]
+    weights: StoredWeights
+
+
+def library_folder(rank: int) -> str:
+    """Of the members that are a rank's library."""
+    return f"{LIBRARIES}/rank{rank}"
+
+
+def write_archive(
+    path: Path,
+    facts: Mapping[str, Any],
+    members: Mapping[str, bytes],
+    ranks: Sequence[Share],
+    beside: bool = False,
+) -> None:
+    """Write an archive, and the weights into files next to it if so wanted; each takes its place when it is whole.
+
+    Args:
+        facts: of the manifest, as JSON has them; "members" and "ranks" are added.
+        members: contents by name, besides those of the ranks.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    known: list[dict[str, Any]] = [
+        {**share.facts, "weights": {"file": None, "strides": share.weights.strides}} for share in ranks
+    ]
+    if beside:
+        for rank, share in enumerate(ranks):
+            place = path.with_suffix(WEIGHTS_SUFFIX if len(ranks) == 1 else f".rank{rank}{WEIGHTS_SUFFIX}")
+            with _put_into_place(place) as file:
+                known[rank]["weights"] |= {"file": place.name, **_write_hashed(file, share.weights.parts())}
+    with _put_into_place(path) as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            written: dict[str, Any] = {}
+
+            def add(name: str, content: Iterable[Any]) -> None:
+                with archive.open(zipfile.ZipInfo(f"{ROOT}/{name}"), "w", force_zip64=True) as member:
+                    written[name] = _write_hashed(member, content)
+
+            for name, content in (LAYOUT | dict(members)).items():
+                add(name, [content])
+            for rank, share in enumerate(ranks):
+                for library in share.files:
+                    add(f"{library_folder(rank)}/{library.name}", [library.read_bytes()])
+                if not beside:
+                    add(_weights_name(rank), share.weights.parts())
+            manifest = json.dumps({**facts, "ranks": known, "members": written}, indent=1).encode()
+            add(MANIFEST, [manifest])
+            add(MANIFEST_DIGEST, [hashlib.sha256(manifest).hexdigest().encode()])
+            archive.comment = b"0" * COMMENT_BYTES
+        _seal(file, path)
+
+
+class Archive:
+    """An archive, opened and found whole but for what is other ranks', which they look at.
+
+    Args:
+        rank: whose share is read; None for no rank's.
+
+    Attributes:
+        facts: the manifest.
+
+    Raises:
+        ArchiveError: when made, if the file is not one, is cut short or was changed since it was written, or has
+            members or a manifest that export never writes.
+    """
+
+    def __init__(self, path: Path, rank: int | None = 0) -> None:
+        self.path = path
+        self.rank = rank
+        self._bytes = mapped(path)
+        self._places = _places(self._bytes, path)
+        if _frame_digest(self._bytes, self._places) != self._bytes[-COMMENT_BYTES:]:
+            raise _damaged(path, "the directory of its members")
+        for name in (MANIFEST, MANIFEST_DIGEST):
+            if name not in self._places:
+                raise ArchiveError(f"{path} holds no {name}: no archive of detcompile. Give one that export wrote")
+        if _digest(self._view(MANIFEST)) != self.read(MANIFEST_DIGEST).decode(errors="replace"):
+            raise _damaged(path, MANIFEST)
+        self.facts: dict[str, Any] = parsed(path, MANIFEST, self.read(MANIFEST))
+        require_shares(path, self.facts)
+        self._require_whole()
+
+    def read(self, name: str) -> bytes:
+        """A member's contents."""
+        return bytes(self._view(name))
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the members in a folder."""
+        return [name for name in self._places if name.startswith(f"{folder}/")]
+
+    @property
+    def share(self) -> dict[str, Any]:
+        """What of the manifest is this rank's."""
+        assert self.rank is not None
+        return self.facts["ranks"][self.rank]
+
+    def weights(self, device: torch.device) -> dict[str, Tensor]:
+        """Every weight of this rank, on the device, in memory of its own.
+
+        Raises:
+            ArchiveError: the file of weights beside the archive is missing or was changed, or holds no weights.
+        """
+        assert self.rank is not None
+        where = self.share["weights"]
+        name = _weights_name(self.rank)
+        if where["file"] is None:
+            if name not in self._places:
+                raise _damaged(self.path, name)
+            beside, content = self.path, self._view(name)
+        else:
+            beside = self.path.with_name(where["file"])
+            content = memoryview(mapped(beside))
+            if len(content) != where["bytes"] or _digest(content) != where["sha256"]:
+                raise _damaged(beside, "its contents")
+        return {name: tensor.to(device) for name, tensor in read_weights(beside, content, where["strides"])}
+
+    def _view(self, name: str) -> memoryview:
+        start, size = self._places[name]
+        return memoryview(self._bytes)[start : start + size]
+
+    def _require_whole(self) -> None:
+        listed = self.facts["members"]
+        others = set(self._places) - {MANIFEST, MANIFEST_DIGEST}
+        for name in sorted(others ^ set(listed)):
+            raise _damaged(self.path, name)
+        for name, written in listed.items():
+            if _rank_of(name) not in (None, self.rank):
+                continue
+            if self._places[name][1] != written["bytes"] or _digest(self._view(name)) != written["sha256"]:
+                raise _damaged(self.path, name)
+
+
+def _weights_name(rank: int) -> str:
+    return f"{EXTRA}/rank{rank}{WEIGHTS_SUFFIX}"
+
+
+def _rank_of(name: str) -> int | None:
+    """Whose member this is; None: everyone's."""
+    found = OF_A_RANK.match(name)
+    return None if found is None else int(found[1])
+
+
+def _damaged(path: Path, what: str) -> ArchiveError:
+    return ArchiveError(f"{path} is damaged: {what} is not what export wrote. Copy the file again, or export again.")
+
+
+def _places(content: mmap.mmap, path: Path) -> dict[str, tuple[int, int]]:
+    """Where each member's bytes begin, and how many there are."""
+    file: Any = content  # reads, seeks and tells, but says nothing of being a file
+    try:
+        with zipfile.ZipFile(file) as archive:
+            infos = archive.infolist()
+    except Exception as error:  # zipfile raises what it likes at what it is given
+        raise ArchiveError(f"{path} is cut short, damaged or no archive ({error}): copy or export it again") from error
+    places: dict[str, tuple[int, int]] = {}
+    for info in infos:
+        _require_plain(info, path)
+        header = content[info.header_offset : info.header_offset + 30]  # ends with the lengths of a name and of extras
+        lengths = [int.from_bytes(header[at : at + 2], "little") for at in (26, 28)]
+        start = info.header_offset + len(header) + sum(lengths)
+        if header[:4] != LOCAL_HEADER or start + info.file_size > len(content):
+            raise _damaged(path, info.filename)
+        name = info.filename.removeprefix(f"{ROOT}/")
+        if name in places:
+            raise _damaged(path, f"{name}, which is there twice,")
+        places[name] = (start, info.file_size)
+    ends = sorted((start, start + size, name) for name, (start, size) in places.items())
+    for (_, end, _), (start, _, name) in itertools.pairwise(ends):
+        if start < end:
+            raise _damaged(path, f"{name}, which shares its bytes,")
+    folders = {name[:at] for name in places for at in range(len(name)) if name[at] == "/"}
+    for name in sorted(folders & places.keys()):
+        raise _damaged(path, f"{name}, a file and a folder,")
+    return places
+
+
+def _require_plain(info: zipfile.ZipInfo, path: Path) -> None:
+    """A member is a file, stored as it is, below ROOT: nothing that is written out by its name could go elsewhere."""
+    inside = info.filename.startswith(f"{ROOT}/") and plain_name(info.filename) and plain_name(info.orig_filename)
+    is_file = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
+    stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+    if not (inside and is_file and stored):
+        raise _damaged(path, repr(info.orig_filename))
+
+
+def _seal(file: IO[bytes], path: Path) -> None:
+    """Write the digest of what is no member's contents over the comment."""
+    file.flush()
+    with mmap.mmap(file.fileno(), 0) as content:
+        content[-COMMENT_BYTES:] = _frame_digest(content, _places(content, path))
+
+
+def _frame_digest(content: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> bytes:
+    digest, at = hashlib.sha256(), 0
+    for start, size in sorted(places.values()):
+        digest.update(content[at:start])
+        at = start + size
+    digest.update(content[at:-COMMENT_BYTES])
+    return digest.hexdigest().encode()
+
+
+def _digest(content: memoryview) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(content), CHUNK_BYTES):
+        digest.update(content[start : start + CHUNK_BYTES])
+    return digest.hexdigest()
+
+
+class _put_into_place:
+    """Opens a file under another name, and gives it its own once it was written to the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> IO[bytes]:
+        descriptor, self._name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}-")
+        self._file = os.fdopen(descriptor, "w+b")
+        return self._file
+
+    def __exit__(self, failed: Any, *_: Any) -> None:
+        self._file.close()
+        if failed is None:
+            os.chmod(self._name, 0o666 & ~_umask())  # as any other new file
+            os.replace(self._name, self.path)
+        else:
+            with suppress(OSError):
+                os.unlink(self._name)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_hashed(file: IO[bytes], parts: Iterable[Any]) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    for part in parts:
+        for start in range(0, len(part), CHUNK_BYTES):
+            chunk = memoryview(part)[start : start + CHUNK_BYTES]
+            digest.update(chunk)
+            file.write(chunk)
+        size += len(part)
+    return {"sha256": digest.hexdigest(), "bytes": size}

@@ -1,0 +1,143 @@
+"""A SumOrder drawn as a tree in SVG: the sum on top, what it adds below it from left to right."""
+
+import math
+from collections.abc import Callable, Iterator
+from html import escape
+from typing import NamedTuple
+
+from detcompile.orders.kinds import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
+from detcompile.orders.sum_order import SumOrder
+
+__all__ = ["Node", "order_drawing", "order_tree"]
+
+MOST_CHILDREN = 8  # drawn of a node; the others are counted
+LETTER, LINE, PAD, GAP, DROP = 6.7, 15, 8, 14, 26  # pixels; DROP: from a box to those below it
+
+
+class Node(NamedTuple):
+    """Lines of text, and what is added to get it, in that order."""
+
+    text: tuple[str, ...]
+    children: tuple["Node", ...] = ()
+
+
+def order_drawing(order: SumOrder) -> str:
+    """An <svg> element."""
+    tree = order_tree(order)
+    width, height = _width(tree), _height(tree)
+    body = "".join(_draw(tree, 1.0, 1.0))
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width + 2:.0f}' height='{height + 2:.0f}' role='img'"
+        f" aria-label='{escape(str(order), quote=True)}'>{body}</svg>"
+    )
+
+
+def order_tree(order: SumOrder) -> Node:
+    """What is added to what."""
+    if isinstance(order, Tree):
+        return _levels(order, order.radices, 0)
+    if isinstance(order, Sequential | Blocked | EvenOdd):
+        return _leaf(order, 0)
+    if isinstance(order, Row):
+        return _row(order)
+    if isinstance(order, KV):
+        chunks = tuple(
+            Node((f"keys {i * order.chunk} … {(i + 1) * order.chunk - 1}", f"blocks of {order.block}, upwards"))
+            for i in range(3)
+        )
+        return Node(("chunks of keys, merged upwards", "up to the token itself"), (*chunks, Node(("…",))))
+    assert isinstance(order, Experts), order
+    ranks = _shown(int(order.num_experts), lambda i: Node((f"rank {i}",)))
+    return Node(("experts, added in the router's order",), ranks)
+
+
+def _levels(order: Tree, radices: tuple[int, ...], first: int) -> Node:
+    """A node of a tree whose leaves begin with the leaf ``first``."""
+    if not radices:
+        return _leaf(order.leaf, first * int(order.leaf.k))
+    below = math.prod(radices[1:])
+    return Node(
+        (f"{radices[0]} added left to right",),
+        _shown(radices[0], lambda i: _levels(order, radices[1:], first + i * below)),
+    )
+
+
+def _leaf(order: Sequential | Blocked | EvenOdd, first: int) -> Node:
+    last = first + int(order.k) - 1
+    if isinstance(order, Sequential):
+        return Node((f"k = {first} … {last}", "one after the other"))
+    block = int(order.block)
+    starts = range(first, last + 1, block)
+    if isinstance(order, EvenOdd):
+        return Node(
+            (f"0 and {len(starts)} blocks, left to right",),
+            _shown(len(starts), lambda i: _two_chains(starts[i], min(starts[i] + block - 1, last))),
+        )
+    if len(starts) == 1:
+        return Node((f"k = {first} … {last}", "one after the other"))
+    return Node(
+        (f"{len(starts)} blocks, left to right",),
+        _shown(len(starts), lambda i: Node((f"k = {starts[i]} … {min(starts[i] + block - 1, last)}",))),
+    )
+
+
+def _two_chains(first: int, last: int) -> Node:
+    return Node((f"k = {first} … {last}", "the even ones + the odd ones", "each one after the other"))
+
+
+def _row(order: Row) -> Node:
+    leaves = math.prod(order.radices)
+    step = int(order.lanes) * int(order.vector)
+    text: tuple[str, ...] = (
+        f"{order.lanes} lanes, combined by halving",
+        f"each adds stretches of {order.vector}, {step} apart, upwards",
+    )
+    if order.chunk:
+        text = (f"chunks of {order.chunk}, combined by halving", *text)
+    if leaves == 1:
+        return Node((f"{order.length} terms", *text))
+    leaf = int(order.leaf_length)
+    shown = _shown(leaves, lambda i: Node((f"terms {i * leaf} … {(i + 1) * leaf - 1}", *text)))
+    return Node((f"{leaves} leaves, added as a tree of {'x'.join(map(str, order.radices))}",), shown)
+
+
+def _shown(count: int, node: Callable[[int], Node]) -> tuple[Node, ...]:
+    """The first children, and how many more there are."""
+    if count <= MOST_CHILDREN:
+        return tuple(node(i) for i in range(count))
+    first = (node(i) for i in range(MOST_CHILDREN - 2))
+    return (*first, Node((f"… {count - MOST_CHILDREN + 1} more",)), node(count - 1))
+
+
+def _own_width(node: Node) -> float:
+    return max(map(len, node.text)) * LETTER + 2 * PAD
+
+
+def _own_height(node: Node) -> float:
+    return len(node.text) * LINE + PAD
+
+
+def _width_below(node: Node) -> float:
+    return sum(map(_width, node.children)) + GAP * max(0, len(node.children) - 1)
+
+
+def _width(node: Node) -> float:
+    return max(_own_width(node), _width_below(node))
+
+
+def _height(node: Node) -> float:
+    return _own_height(node) + max((DROP + _height(child) for child in node.children), default=0)
+
+
+def _draw(node: Node, left: float, top: float) -> Iterator[str]:
+    """Elements of a node and all below it."""
+    middle, box, bottom = left + _width(node) / 2, _own_width(node), top + _own_height(node)
+    place = middle - _width_below(node) / 2
+    for child in node.children:
+        center = place + _width(child) / 2
+        yield f"<line x1='{middle:.0f}' y1='{bottom:.0f}' x2='{center:.0f}' y2='{bottom + DROP:.0f}'/>"
+        yield from _draw(child, place, bottom + DROP)
+        place += _width(child) + GAP
+    yield f"<rect x='{middle - box / 2:.0f}' y='{top:.0f}' width='{box:.0f}' height='{bottom - top:.0f}' rx='4'/>"
+    for index, line in enumerate(node.text, 1):
+        yield f"<text x='{middle:.0f}' y='{top + index * LINE:.0f}' text-anchor='middle'>{escape(line)}</text>"

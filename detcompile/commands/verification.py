@@ -1,0 +1,196 @@
+"""Measure the axes on a user's model and machine: what `detcompile verify` and `detcompile demo` run.
+
+Run as a module it is the other process of the restart axis: it reads a request on standard input and saves logits.
+"""
+
+import functools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from detcompile.api import TINY, TINY_FOLDER, compile, load_model
+from detcompile.commands.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.exporting import export
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.exported import load
+from detcompile.models.remote import RemoteModel
+from detcompile.orders.numerics import Numerics
+
+__all__ = [
+    "EXPORT",
+    "ModelSpec",
+    "RESTART",
+    "TP",
+    "available_axes",
+    "embedded_prompts",
+    "prompts_for",
+    "require_axes",
+    "verify",
+]
+
+DTYPES = ("float32", "bfloat16", "float16")
+RESTART = "restart"  # the one axis that needs another process
+EXPORT = "export"  # the program of an archive, in another process; measured where it is asked for
+TP = "tp"  # needs as many processes as ranks, on GPUs one each; measured where it is asked for
+ARCHIVE_SUFFIX = ".pt2"
+PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build a compiled model again in another process; ``name`` may be an archive that export wrote."""
+
+    name: str
+    random: bool = False
+    dtype: str | None = None
+    device: str | None = None
+    tp_sizes: tuple[int, ...] = Numerics().tp_sizes
+
+    def compile(self, tp: int = 1) -> CompiledModel:
+        """Load and compile; with ``tp`` above 1, in so many worker processes."""
+        if self.name.endswith(ARCHIVE_SUFFIX):
+            return self._load(tp)
+        if self.dtype and self.dtype not in DTYPES:
+            raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        model = load_model(self.name, random=self.random, dtype=dtype, device=self.device)
+        return compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+
+    def _load(self, tp: int) -> CompiledModel:
+        if self.random or self.dtype or self.device or tp > 1 or tuple(self.tp_sizes) != Numerics().tp_sizes:
+            raise InvalidInput(f"{self.name} was compiled before: its weights, dtype, device and sizes are settled")
+        return load(self.name)
+
+
+def available_axes(device_type: str) -> list[str]:
+    """Axes that are measured on this kind of device by default: all but TP and EXPORT."""
+    axes = [axis for axis in AXES if axis != "cuda_graphs" or device_type == "cuda"]
+    return [*axes, RESTART]
+
+
+def require_axes(axes: Sequence[str], device_type: str | None = None) -> None:
+    """Raise InvalidInput for an axis that does not exist on this type of device, or on any."""
+    known = [*available_axes(device_type or "cuda"), EXPORT, TP]
+    for axis in axes:
+        if axis not in known:
+            where = "" if device_type is None else f" on {device_type}"
+            raise InvalidInput(f"no axis {axis!r}{where}; there are {', '.join(known)}")
+
+
+def prompts_for(model: CompiledModel, spec: ModelSpec, seed: int) -> list[Tokens]:
+    """Real prompts for the embedded model, random tokens for any other; targets first."""
+    lengths = [min(length, model.max_context - 1) for length in PROMPT_LENGTHS]
+    if spec.name == TINY and not spec.random:
+        return [tokens[:length] for tokens, length in zip(embedded_prompts(lengths), lengths, strict=True)]
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(model.vocab_size) for _ in range(length)) for length in lengths]
+
+
+def embedded_prompts(lengths: Sequence[int]) -> list[Tokens]:
+    """The shipped prompts as tokens: for each length, the shortest that has as many, joined with others if none has."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
+    texts = (TINY_FOLDER / "prompts.txt").read_text().split("\n---\n")
+    encoded = sorted((tuple(tokenizer(text)["input_ids"]) for text in texts), key=len)
+    everything = tuple(token for tokens in encoded for token in tokens)
+    return [next((tokens for tokens in encoded if len(tokens) >= length), everything) for length in lengths]
+
+
+def verify(
+    model: CompiledModel,
+    spec: ModelSpec,
+    axes: Sequence[str],
+    *,
+    count: int = 6,
+    seed: int = 0,
+    tick: Callable[[str], None] = lambda axis: None,
+) -> dict[str, AxisResult]:
+    """Measure ``axes`` with ``count`` configurations for each of two targets; ``tick(axis)`` is called after each.
+
+    Raises:
+        InvalidInput: an axis that does not exist or not on this device; TP without another declared size, or on a
+            machine without so many GPUs.
+        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks; EXPORT of a model
+            that came from an archive.
+    """
+    require_axes(axes, model.device.type)
+    prompts = prompts_for(model, spec, seed)
+    results = {}
+    for axis in axes:
+        if axis == TP:
+            results[axis] = _tensor_parallel(model, spec, prompts, count, seed, functools.partial(tick, axis))
+        elif axis == RESTART:
+            results[axis] = _restart(model, spec, prompts[:2])
+            tick(axis)
+        elif axis == EXPORT:
+            with tempfile.TemporaryDirectory() as folder:
+                archive = export(model, Path(folder) / f"model{ARCHIVE_SUFFIX}")
+                results[axis] = _restart(model, ModelSpec(str(archive)), prompts[:2])
+            tick(axis)
+        else:
+            plan = configurations(axis, prompts, count, random.Random(f"{axis} {seed}"))
+            results[axis] = measure(model, plan, functools.partial(tick, axis))
+    return results
+
+
+def _tensor_parallel(
+    model: CompiledModel, spec: ModelSpec, prompts: Sequence[Tokens], count: int, seed: int, tick: Callable[[], None]
+) -> AxisResult:
+    """The targets on one rank, then on every declared number of ranks, alone and among others in chunks."""
+    sizes = model.numerics.tp_sizes[1:]
+    if not sizes:
+        raise InvalidInput(f"axis {TP!r}: --tp-sizes declares one rank only; declare the sizes to compare, such as 1,2")
+    result = AxisResult()
+    for target in prompts[:2]:
+        result.add(target, score(model, Configuration((target,))))
+        tick()
+    for size in sizes:
+        plan = configurations("chunking", prompts, count, random.Random(f"{TP} {size} {seed}"))
+        sharded = spec.compile(tp=size)
+        assert isinstance(sharded, RemoteModel), "compile() of several ranks outside torchrun starts workers"
+        with sharded:
+            for configuration in plan:
+                result.add(configuration.rows[configuration.target], score(sharded, configuration))
+                tick()
+    return result
+
+
+def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -> AxisResult:
+    """The same targets in this process and in a fresh one."""
+    result = AxisResult()
+    for target in targets:
+        result.add(target, score(model, Configuration((target,))))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "logits.pt"
+        request = json.dumps({"spec": asdict(spec), "targets": targets, "path": str(path)})
+        child = subprocess.run(
+            [sys.executable, "-m", __name__], input=request, text=True, capture_output=True, check=False
+        )
+        if child.returncode:
+            raise DetcompileError(f"the restarted process failed with {child.returncode}:\n{child.stderr[-4000:]}")
+        answer: dict[str, Any] = torch.load(path)
+    if answer["fingerprint"] != model.fingerprint:
+        raise DetcompileError("the restarted process has another fingerprint: the model's files changed meanwhile")
+    for target, logits in zip(targets, answer["logits"], strict=True):
+        result.add(target, logits)
+    return result
+
+
+def _serve_restart() -> None:
+    request = json.load(sys.stdin)
+    model = ModelSpec(**request["spec"]).compile()
+    logits = [score(model, Configuration((tuple(target),))).cpu() for target in request["targets"]]
+    torch.save({"fingerprint": model.fingerprint, "logits": logits}, request["path"])
+
+
+if __name__ == "__main__":
+    _serve_restart()

@@ -1,0 +1,1 @@
+"""What users hold: compiled models of this process, of worker processes and of archives."""

@@ -1,0 +1,169 @@
+"""A checkpoint's folder, read whole: a file that is missing, cut short or corrupted is refused by its path, and so is a
+checkpoint that leaves weights to chance."""
+
+import json
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.passes.modules.quantized_checkpoints import load_quantized, quantization_of
+
+__all__ = ["load_checkpoint", "load_tokenizer", "require_json"]
+
+SETTINGS = ("config.json", "generation_config.json")  # transformers goes on without a corrupted second
+TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "merges.txt", "vocab.txt")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index each, of files that hold a part; in this order
+LFS_POINTER = b"version https://git-lfs"
+AGAIN = "fetch the checkpoint again"
+MOST_NAMED = 8
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The causal LM of a folder, on the CPU, every weight of it from the folder's files.
+
+    Args:
+        dtype: default: the checkpoint's own.
+
+    Raises:
+        InvalidInput: a file is missing, cut short or corrupted, which is named; or a weight is in none of them.
+        UnsupportedModel: quantised in a way that is not read.
+    """
+    require_json(path, SETTINGS)
+    for file in _weight_files(path):
+        _require_whole(file)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        settings = quantization_of(config)
+        options: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below, by name
+        if settings is not None:
+            model, found = load_quantized(path, config, settings, **options)
+        else:
+            model, found = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (DetcompileError, MemoryError):
+        raise
+    except Exception as error:  # readers of files raise what they like
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        raise InvalidInput(
+            f"{path} cannot be loaded as a causal LM: {reason}\nGive a local Hugging Face model folder that is whole"
+        ) from error
+    _require_all_weights(path, model, found)
+    return model
+
+
+def load_tokenizer(name: str) -> Any | None:
+    """The tokenizer of a local folder; None if it has none that can be used here.
+
+    Raises:
+        InvalidInput: it has one that is damaged.
+    """
+    path = Path(name)
+    require_json(path, TOKENIZER_JSON)
+    for file in (path / own for own in TOKENIZER_FILES):
+        if file.is_file() and (fault := _fault(file)):
+            raise InvalidInput(f"{file} {fault}: {AGAIN}")
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    except Exception as error:  # that of tokenizers, above all, which has no name of its own
+        raise InvalidInput(f"{name}: its tokenizer cannot be loaded ({error}): {AGAIN}") from error
+
+
+def require_json(path: Path, names: Iterable[str]) -> None:
+    """Fail unless those of these files that the folder has are JSON objects.
+
+    Raises:
+        InvalidInput: naming the file.
+    """
+    for file in (path / name for name in names):
+        if file.is_file() or file.is_symlink():
+            _json_object(file)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{file} cannot be read as JSON ({_fault(file) or error}): {AGAIN}") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{file} holds no JSON object: {AGAIN}")
+    return found
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that transformers will read; none where it has to say what is wrong."""
+    for name in WEIGHTS:
+        if (path / name).is_file() or (path / name).is_symlink():
+            return [path / name]
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            places = _json_object(index).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(part, str) for part in places.values()) or not places:
+                raise InvalidInput(f"{index} has no weight_map from weights to files: {AGAIN}")
+            parts = sorted(set(places.values()))
+            if any(Path(part).name != part for part in parts):
+                raise InvalidInput(f"{index} names files outside its folder: take a checkpoint that you trust")
+            return [path / part for part in parts]
+    return []
+
+
+def _require_whole(file: Path) -> None:
+    fault = _fault(file) or (_safetensors_fault(file) if file.suffix == ".safetensors" else _pickle_fault(file))
+    if fault:
+        raise InvalidInput(f"{file} {fault}: {AGAIN}")
+
+
+def _fault(file: Path) -> str:
+    """What is wrong with a file of any format."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(LFS_POINTER))
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if start == LFS_POINTER:
+        return "is a pointer of Git LFS and not the file itself (git lfs pull)"
+    return "" if start else "is empty"
+
+
+def _safetensors_fault(file: Path) -> str:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if 8 + length > size:
+            return f"is cut short or damaged: {size} bytes, and its header alone has {8 + length}"
+        try:
+            header = json.loads(stream.read(length))
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return "is damaged: its header is not that of safetensors"
+    expected = 8 + length + max(ends, default=0)
+    return "" if size == expected else f"is cut short or damaged: {size} bytes instead of {expected}"
+
+
+def _pickle_fault(file: Path) -> str:
+    with file.open("rb") as stream:
+        is_zip = stream.read(2) == b"PK"
+    return "is cut short or damaged: its end is missing" if is_zip and not zipfile.is_zipfile(file) else ""
+
+
+def _require_all_weights(path: Path, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """transformers draws what a checkpoint lacks at random, another value in every process."""
+    missing = sorted(found["missing_keys"])
+    missing += sorted(
+        f"{key} ({list(own)} instead of {list(expected)})" for key, own, expected in found["mismatched_keys"]
+    )
+    if missing:
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        raise InvalidInput(
+            f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:MOST_NAMED])}{more}; they would be"
+            f" random. {AGAIN.capitalize()}, or correct its config.json (tie_word_embeddings, architectures, sizes)"
+        )

@@ -1,0 +1,77 @@
+"""The fingerprint: one hash over everything the contract holds fixed. Equal fingerprints mean equal bits."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+import triton
+from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.cpu.shared_objects import compiler_version
+
+__all__ = ["fingerprint", "fingerprint_parts"]
+
+VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
+
+
+def fingerprint(parts: Mapping[str, str]) -> str:
+    """sha256, in hex, of the parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint_parts(
+    config: Mapping[str, object],
+    numerics: Numerics,
+    certificate: Certificate,
+    program: str,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, str]:
+    """What the contract holds fixed besides the weights, by name, so that fingerprints that differ can be told apart.
+
+    Args:
+        program: digest of the graph that was certified (passes.programs.canonical_form). dtype: of the KV cache.
+    """
+    fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
+    return {
+        "program": program,
+        "config": hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest(),
+        "numerics": str(numerics),
+        "orders": "; ".join(certificate.orders),
+        "max_context": str(max_context),
+        "kv_dtype": str(dtype),
+        "source": source_digest(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "device": _device(device),
+    }
+
+
+def source_digest() -> str:
+    """sha256 over the sources of this package that decide bits."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h") and package / "commands" not in path.parents:
+            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        ptxas = getattr(getattr(triton, "knobs", None), "nvidia", None)
+        version = getattr(getattr(ptxas, "ptxas", None), "version", "unknown")
+        return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} cuda {torch.version.cuda} ptxas {version}"
+    vectors = f"inductor {pick_vec_isa()} simdlen {inductor_config.cpp.simdlen}"
+    return f"{platform.machine()} {cpu_library.isa()} {vectors} {compiler_version()}"

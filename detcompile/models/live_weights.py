@@ -1,0 +1,243 @@
+"""The tensors that a model's graphs read: what they hold now, whether that was changed, and new contents for them."""
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Union
+
+import torch
+from torch import Tensor, nn
+
+from detcompile.errors import InvalidInput
+from detcompile.models.fingerprints import fingerprint
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.requests.turns import without_interrupts
+from detcompile.weights import tensor_digest, weight_digests, weights_digest
+
+__all__ = ["LiveWeights", "WeightSource", "WeightedModel"]
+
+WeightSource = Union[nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "WeightedModel"]
+SAMPLES = 256  # elements of each tensor that a look reads
+RELOAD = "load and compile the model again"
+
+
+class LiveWeights:
+    """The weights of a compiled model, or a rank's share of them.
+
+    Args:
+        held: the tensors here by name, each once.
+        named: the same with every name of each; default: ``held``.
+        whole: digests of the whole weights that the tensors here do not tell; of a share, all of them.
+        is_share: the tensors here are a rank's share.
+    """
+
+    def __init__(
+        self,
+        held: Callable[[], Mapping[str, Tensor]],
+        named: Callable[[], Mapping[str, Tensor]] | None = None,
+        *,
+        whole: Mapping[str, str],
+        is_share: bool = False,
+    ) -> None:
+        self._held = held
+        self._named = named or held
+        self._whole = dict(whole)
+        self._share = weight_digests(held()) if is_share else None
+        self._last: dict[str, str] | None = None  # digests, as far as they were read
+        self._tensors = tuple(held().values())
+        self._samples = _samples(self._tensors)
+        self._version, self._writes, self._seen = 0, self._count_writes(), self._look()
+
+    def digests(self) -> dict[str, str]:
+        """The digest of every weight as it is now, whole. Reads all that is here.
+
+        Raises:
+            InvalidInput: a share was changed by something that did not tell what the whole is now.
+        """
+        found = weight_digests(self._held())
+        if self._last is not None and found != self._last:
+            self._changed()
+        self._last = found
+        if self._share is None:
+            return self._whole | found
+        changed = [name for name, digest in found.items() if self._share.get(name) != digest]
+        if changed:
+            raise InvalidInput(
+                f"a rank's share of {changed[0]} was changed in place, which does not tell what the whole weight is"
+                f" now: {RELOAD}"
+            )
+        return dict(self._whole)
+
+    def version(self, *, look: bool = False) -> int:
+        """Counts the contents that the weights have had.
+
+        A change in place is seen by torch's version counters; those that go past them (``.data``, numpy, other
+        libraries) with ``look``, which reads some elements of each tensor, or when all are read for their digests.
+        """
+        if self._count_writes() != self._writes or (look and not _same(self._look(), self._seen)):
+            self._changed()
+        return self._version
+
+    def update(self, source: Mapping[str, Tensor]) -> int:
+        """Copy new contents into the tensors that graphs read: all of them, or none if one does not fit.
+
+        Raises:
+            InvalidInput: a name, a shape or a dtype that is not the model's.
+        """
+        if self._share is not None:
+            raise InvalidInput(f"update_weights: ranks that share a model take no new weights: {RELOAD}")
+        pairs = _fitting(source, self._named())
+        with torch.no_grad():
+            for target, given in pairs:
+                target.copy_(given)
+        self._changed()
+        return self._version
+
+    def _changed(self) -> None:
+        self._version += 1
+        self._writes, self._seen, self._last = self._count_writes(), self._look(), None
+
+    def _count_writes(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
+
+    def _look(self) -> list[Tensor]:
+        return [torch.cat(views).view(torch.uint8) for views in self._samples]
+
+
+class WeightedModel(ABC):
+    """What a compiled model says of its weights, and what its fingerprint makes of them."""
+
+    model: Any
+    _weights: LiveWeights
+
+    def update_weights(self, source: WeightSource) -> int:
+        """New contents for weights, in place: compiled graphs stay, CUDA graphs too, and prefix caches forget.
+
+        Some of the weights suffice. Nothing is written unless all fit.
+
+        Args:
+            source: a module or compiled model of the same architecture, or tensors by the names that Hugging Face's
+                model has for them, as a mapping or as pairs; on any device. Buffers may be among them.
+
+        Returns:
+            The version of the weights, which counts up.
+
+        Raises:
+            InvalidInput: a name, a shape or a dtype that is not the model's; requests are running on one of its
+                engines; or ranks share the model.
+        """
+        given = _tensors_of(source)
+        with without_interrupts(), contextlib.ExitStack() as paused:
+            for engine in list(self._engines):
+                paused.enter_context(engine.idle())
+            return self._weights.update(given)
+
+    @property
+    def weights_version(self) -> int:
+        """Counts the contents that the weights have had, by update_weights or by changes in place that were seen."""
+        return self._weights.version()
+
+    @property
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What the contract holds fixed, by name. Reads every weight, so that it follows changes in place.
+
+        Raises:
+            InvalidInput: a weight was given another storage since; or a rank's share of one was changed by something
+                that did not tell what the whole is now.
+        """
+        return {"weights": weights_digest(self.weight_digests()), **self._fixed_parts}
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 in hex: equal fingerprints give equal bits. Reads every weight, as ``fingerprint_parts``.
+
+        It is the same at every tensor-parallel size; there the whole weights were read before the ranks took shares.
+        """
+        return fingerprint(self.fingerprint_parts)
+
+    def weight_digests(self) -> dict[str, str]:
+        """The digest of every parameter and buffer as it is now, whole; raises as ``fingerprint_parts``."""
+        return self._weights.digests()
+
+    @property
+    @abstractmethod
+    def _fixed_parts(self) -> dict[str, str]:
+        """The parts besides the weights."""
+
+    @property
+    def _engines(self) -> "weakref.WeakSet[Engine]":
+        """Engines over this model."""
+        engines: weakref.WeakSet[Engine] = self.__dict__.setdefault("_engines_here", weakref.WeakSet())
+        return engines
+
+
+def _tensors_of(source: WeightSource) -> dict[str, Tensor]:
+    held: Any = source.model if isinstance(source, WeightedModel) else source
+    held = held.state_dict() if isinstance(held, nn.Module) else held
+    try:
+        pairs = list(held.items() if isinstance(held, Mapping) else held)
+        given = dict(pairs)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"update_weights: {type(source).__name__} is neither a module in this process, a mapping, nor pairs of a"
+            " name and a tensor"
+        ) from error
+    if len(given) < len(pairs):
+        raise InvalidInput("update_weights: a name was given twice")
+    for name, tensor in given.items():
+        if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+            raise InvalidInput(
+                f"update_weights: {name!r} has a {type(tensor).__name__}: give plain tensors, of a DTensor its"
+                " full_tensor()"
+            )
+    return given
+
+
+def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor that is to be written, once, and its new contents, which share no memory with any of them."""
+    storages = {target.untyped_storage().data_ptr() for target in targets.values()}
+    pairs: dict[int, tuple[str, Tensor, Tensor]] = {}
+    for name, tensor in given.items():
+        target = targets.get(name)
+        if target is None:
+            raise InvalidInput(f"update_weights: the model has no {name}. Its names are those of state_dict()")
+        for what, own, other in (("shape", target.shape, tensor.shape), ("dtype", target.dtype, tensor.dtype)):
+            if own != other:
+                raise InvalidInput(
+                    f"update_weights: {name} has {what} {_plain(other)}, the model's has {_plain(own)}: give tensors as"
+                    " the model has them, so that nothing is rounded on the way"
+                )
+        tied = pairs.get(id(target))
+        if tied is not None and tensor_digest(tied[2]) != tensor_digest(tensor):
+            raise InvalidInput(f"update_weights: {tied[0]} and {name} are one weight, and were given two contents")
+        own_memory = tensor.untyped_storage().data_ptr() in storages
+        pairs[id(target)] = (name, target, tensor.detach().clone() if own_memory else tensor.detach())
+    return [(target, tensor) for _, target, tensor in pairs.values()]
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, torch.Size) else value
+
+
+def _samples(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Views of some elements, spread over each tensor; together where torch can join them."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            views = by_kind.setdefault((tensor.dtype, tensor.device), [])
+            views.append(_sample(tensor.detach()))
+    return list(by_kind.values())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """[n]: a view; along the longest dimension of what does not lie in one piece."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[:: max(1, tensor.numel() // SAMPLES)]
+    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    line = tensor.movedim(longest, -1)[(0,) * (tensor.dim() - 1)]
+    return line[:: max(1, len(line) // SAMPLES)]
+
+
+def _same(found: list[Tensor], seen: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, seen))

@@ -1,0 +1,193 @@
+"""Numerics: the declared choices that fix every SumOrder, and the functions that choose the orders.
+
+A choosing function sees the reduced length, the dtype, the device type or instruction set, and the Numerics. None has a
+parameter through which the number of tokens, the batch or the current tensor-parallel size could reach it.
+"""
+
+import functools
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders.kinds import KV, Blocked, EvenOdd, Row, Sequential, Tree
+
+__all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order", "state_order"]
+
+KV_BLOCK = 64  # keys that one step of the online softmax takes
+_TILE_BLOCK = 32  # k of AMX's tiles of bfloat16
+_FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
+
+# CPU: lanes double until no lane adds more than 8 terms, within these bounds; torch.sum is as accurate, one chain of
+# 64 lanes is not.
+_CPU_LANES, _CPU_MOST_LANES, _CPU_STEPS = 64, 4096, 8
+# A GPU thread takes sixteen elements of a row, in loads of 16 bytes if the rows are aligned to them, as long as 128 to
+# 1024 threads are enough. A row that one program could not hold in registers is cut into chunks, which programs share.
+_CUDA_LOAD, _CUDA_SHORTEST, _CUDA_SHORT_LANES, _CUDA_MOST_LANES = 16, 64, 128, 1024
+_CUDA_LONGEST, _CUDA_CHUNK, _CUDA_CHUNK_LANES = 16384, 4096, 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """What a user declares about rounding. Equal Numerics are part of what equal fingerprints mean.
+
+    Attributes:
+        tp_sizes: tensor-parallel sizes among which the bits stay equal; starts with 1, each divides the next.
+        kv_chunk: keys in one attention chunk, counted from position 0; a multiple of 64.
+
+    Raises:
+        NumericsError: when built, if a choice contradicts itself.
+    """
+
+    tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    kv_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_sizes", _checked_tp_sizes(self.tp_sizes))
+        if type(self.kv_chunk) is not int or self.kv_chunk < 1 or self.kv_chunk % KV_BLOCK:
+            raise NumericsError(
+                f"Numerics.kv_chunk={self.kv_chunk!r}: attention walks blocks of {KV_BLOCK} keys; use a positive "
+                f"multiple of {KV_BLOCK}, such as {_nearest_chunk(self.kv_chunk)}"
+            )
+
+    @property
+    def leaves(self) -> int:
+        """Leaves of every row-parallel sum: the largest declared size."""
+        return self.tp_sizes[-1]
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        """Children of a node at each level, from root to leaf: (1, 3, 6) gives (3, 2), and (1,) gives none."""
+        return tuple(large // small for small, large in itertools.pairwise(self.tp_sizes))
+
+    def split_radices(self, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The radices above and below the level of the tree that has a node for each of ``tp`` ranks."""
+        level = self.tp_sizes.index(tp)
+        return self.radices[:level], self.radices[level:]
+
+    def digest(self) -> str:
+        """sha256, in hex, of every choice; the same in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def matmul_order(
+    k: int, dtype: torch.dtype, radices: tuple[int, ...], isa: str = ""
+) -> Sequential | Blocked | EvenOdd | Tree:
+    """How a GEMM sums its K features.
+
+    Args:
+        k: features summed over all ranks together, not one rank's share.
+        dtype: of both operands: float32 takes Blocked leaves, bfloat16 and float16 take Sequential ones.
+        radices: `Numerics.radices` for a row-parallel GEMM, () for any other.
+        isa: of a CPU, as `cpu_library.isa_of` gives it: with "amx", bfloat16 takes EvenOdd leaves.
+
+    Raises:
+        NumericsError: K does not split into prod(radices) equal leaves; the message names tp_sizes that fit.
+        InvalidInput: there is no GEMM of this dtype.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InvalidInput(f"matmul of {dtype}: there is an order for float32, bfloat16 and float16; convert first")
+    leaves = math.prod(radices)
+    if k % leaves:
+        raise NumericsError(_misfit(k, radices))
+    leaf_k = k // leaves
+    leaf: Sequential | Blocked | EvenOdd = Sequential(leaf_k)
+    if dtype is torch.float32:
+        leaf = Blocked(leaf_k, _FP32_BLOCK)
+    elif dtype is torch.bfloat16 and isa == "amx":
+        leaf = EvenOdd(leaf_k, _TILE_BLOCK)
+    return Tree(k, radices, leaf) if radices else leaf
+
+
+@functools.lru_cache(4096)  # launches ask, and a prompt's wait for the host
+def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16) -> Row:
+    """How a reduction over one axis sums its `length` elements.
+
+    Args:
+        length: elements of a whole row, over all ranks together.
+        device_type: "cpu" or "cuda".
+        radices: `Numerics.radices` for a row that ranks may share (the vocabulary), () for any other.
+        dtype: of the elements, which on a GPU says how many a thread loads at once.
+
+    Raises:
+        InvalidInput: there is no template for this device type.
+    """
+    leaf_length = -(-length // math.prod(radices))
+    if device_type == "cpu":
+        return Row(length, _cpu_lanes(leaf_length), 1, radices)
+    if device_type == "cuda":
+        vector = min(leaf_length & -leaf_length, _CUDA_LOAD // dtype.itemsize)
+        if leaf_length > _CUDA_LONGEST:
+            return Row(length, _CUDA_CHUNK_LANES, vector, radices, _CUDA_CHUNK)
+        return Row(length, _cuda_lanes(leaf_length, vector), vector, radices)
+    raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
+
+
+def state_order(length: int, device_type: str) -> Sequential | Row:
+    """How a state is read: the sum over its keys, on a GPU by lanes that are the keys, padded to a power of two.
+
+    Raises:
+        InvalidInput: there is no template for this device type.
+    """
+    if device_type == "cpu":
+        return Sequential(length)
+    if device_type == "cuda":
+        return Row(length, 1 << (length - 1).bit_length(), 1)
+    raise InvalidInput(f"a recurrence on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
+
+
+def kv_order(numerics: Numerics) -> KV:
+    """How attention walks the keys of a sequence."""
+    return KV(numerics.kv_chunk, KV_BLOCK)
+
+
+def _cpu_lanes(length: int) -> int:
+    lanes = _CPU_LANES
+    while lanes * _CPU_STEPS < length and lanes < _CPU_MOST_LANES:
+        lanes *= 2
+    return lanes
+
+
+def _cuda_lanes(length: int, vector: int) -> int:
+    """Threads that share a row: of a short one, which shares its program with others, as many as have an element."""
+    width = max(1 << (length - 1).bit_length(), _CUDA_SHORTEST)
+    if width <= 512:
+        return min(width // vector, _CUDA_SHORT_LANES)
+    return max(_CUDA_SHORT_LANES, min(width // 16, _CUDA_MOST_LANES))
+
+
+def _checked_tp_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    where = f"Numerics.tp_sizes={sizes!r}"
+    if not isinstance(sizes, tuple | list) or any(type(size) is not int for size in sizes):
+        raise NumericsError(f"{where}: expected a tuple of integers, such as (1, 2, 4, 8)")
+    if not sizes or sizes[0] != 1:
+        raise NumericsError(f"{where}: the first size must be 1; put 1 in front, as in (1, 2, 4, 8)")
+    for small, large in itertools.pairwise(sizes):
+        if large <= small:
+            raise NumericsError(f"{where}: {large} follows {small}; list each size once, in ascending order")
+        if large % small:
+            raise NumericsError(
+                f"{where}: {small} does not divide {large}, so no rank of {small} would hold whole ranks of {large}; "
+                f"drop one of them, or use a multiple of {small}, such as {large + small - large % small}"
+            )
+    return tuple(sizes)
+
+
+def _nearest_chunk(chunk: object) -> int:
+    return max(1, round(chunk / KV_BLOCK)) * KV_BLOCK if type(chunk) is int else 512
+
+
+def _misfit(k: int, radices: tuple[int, ...]) -> str:
+    """K fits exactly the sizes that divide it, which are a prefix of a divisor chain."""
+    tp_sizes = tuple(itertools.accumulate(radices, initial=1, func=lambda size, radix: size * radix))
+    prefix = tuple(size for size in tp_sizes if k % size == 0)
+    divisors = [size for size in range(2, 65) if k % size == 0]
+    others = f"any other chain that ends in one of {', '.join(map(str, divisors))}" if divisors else "no other up to 64"
+    return (
+        f"K={k} does not split into {tp_sizes[-1]} equal leaves, as Numerics.tp_sizes={tp_sizes} asks of a "
+        f"row-parallel sum; tp_sizes that fit this K: {prefix} (the declared sizes up to the largest that divides it), "
+        f"or {others}"
+    )

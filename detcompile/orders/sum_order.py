@@ -1,0 +1,116 @@
+"""SumOrder: what every order of additions can do, whatever it sums. The orders themselves are in kinds.py."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import sympy
+
+from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders.float32 import add_tree
+
+__all__ = ["QUIET", "SharedOrder", "Size", "SumOrder"]
+
+Size: TypeAlias = int | sympy.Expr  # a size may be symbolic, so that a certificate can tell what an order depends on
+
+QUIET = np.errstate(over="ignore", invalid="ignore")  # an infinity or NaN is an answer here, as on the device
+
+
+class SumOrder:
+    """A sum as a tree of additions. The subclasses are frozen dataclasses, equal iff their type and fields are.
+
+    Raises:
+        NumericsError: when built, if a size is a number but no integer of at least 1.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Turn sympy numbers into ints, so that equal orders are equal; refuse what is not a positive integer."""
+        for name, value in _fields(self):
+            if isinstance(value, tuple | list):
+                object.__setattr__(self, name, tuple(_checked_size(self, name, size) for size in value))
+            elif not isinstance(value, SumOrder):
+                object.__setattr__(self, name, _checked_size(self, name, value))
+
+    @property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """The free symbols of its sizes; empty if every size is a number."""
+        return _symbols(tuple(value for _, value in _fields(self)))
+
+    def digest(self) -> str:
+        """sha256, in hex, of the type and every field; the same in every process."""
+        return hashlib.sha256(_canonical(self).encode()).hexdigest()
+
+    def _check_numeric(self) -> None:
+        if self.symbols:
+            names = ", ".join(sorted(map(str, self.symbols)))
+            raise InvalidInput(f"{self} cannot be evaluated: its sizes hold {names}; give numbers instead")
+
+    def _check_extent(self, what: str, extent: int, size: Size) -> None:
+        """Refuse `what`, which holds `extent` terms, unless this order sums as many."""
+        self._check_numeric()
+        if extent != size:
+            raise InvalidInput(f"{self} sums {size} terms, but {what} holds {extent}; slice or pad {what} to fit")
+
+
+class SharedOrder(SumOrder):
+    """An order that ranks may share, each holding whole subtrees; without radices, one rank holds all of it."""
+
+    __slots__ = ()
+
+    @QUIET
+    def combine(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The sum of the ranks' float32 partials, given in rank order: the levels of the tree above the subtrees.
+
+        Raises:
+            InvalidInput: no level of this tree has `len(parts)` nodes.
+        """
+        return add_tree(parts, _radices(self)[: self._depth_of(len(parts))])
+
+    def _depth_of(self, tp_size: int) -> int:
+        """The level of the tree that has `tp_size` nodes."""
+        radices = _radices(self)
+        sizes = [math.prod(radices[:depth]) for depth in range(len(radices) + 1)]
+        if tp_size not in sizes:
+            raise InvalidInput(f"{self} cannot be shared by {tp_size} ranks, only by {', '.join(map(str, sizes))}")
+        return sizes.index(tp_size)
+
+
+def _fields(order: SumOrder) -> list[tuple[str, object]]:
+    names = [field.name for field in dataclasses.fields(order)]  # type: ignore[arg-type]
+    return [(name, getattr(order, name)) for name in names]
+
+
+def _radices(order: SharedOrder) -> tuple[int, ...]:
+    return getattr(order, "radices", ())
+
+
+def _checked_size(order: SumOrder, name: str, size: object) -> Size:
+    if isinstance(size, sympy.Integer):
+        size = int(size)
+    if isinstance(size, sympy.Expr) and size.free_symbols:
+        return size
+    if type(size) is not int or size < 1:
+        raise NumericsError(f"{type(order).__name__}: {name}={size!r} must be an integer of at least 1")
+    return size
+
+
+def _symbols(value: object) -> frozenset[sympy.Symbol]:
+    if isinstance(value, SumOrder):
+        return value.symbols
+    if isinstance(value, tuple):
+        return frozenset().union(*map(_symbols, value))
+    return frozenset(value.free_symbols) if isinstance(value, sympy.Expr) else frozenset()
+
+
+def _canonical(value: object) -> str:
+    """Text that tells any two orders apart, symbols of one name but other assumptions included."""
+    if isinstance(value, SumOrder):
+        return f"{type(value).__name__}({', '.join(f'{name}={_canonical(field)}' for name, field in _fields(value))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_canonical, value))})"
+    return sympy.srepr(value) if isinstance(value, sympy.Expr) else repr(value)

@@ -1,0 +1,260 @@
+"""Models that do not take attention from outside: their forward is written anew around calls of our attention.
+
+bloom ignores an attention function, falcon and gptj know only their own, and none of them hands the model's keywords
+down to its layers. An adapter replaces two methods of the model it is given: the causal LM's forward, and the
+attention's. Embeddings, blocks, norms and MLPs stay Hugging Face's, and so do the weights. The step travels to the
+attention in the blocks' argument ``attention_mask``, which nothing else reads.
+"""
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.adapters.rotary import rotate_halves, rotate_pairs
+from detcompile.passes.modules.attention import IMPLEMENTATION, STEP_KWARG
+from detcompile.step import StepInputs
+
+__all__ = ["ADAPTERS", "Adapter", "adapt", "attend"]
+
+
+class Adapter(NamedTuple):
+    """How one class of causal LM is made to call our attention.
+
+    Attributes:
+        attention_name: the attribute of a block that holds its attention; empty where the blocks are attentions.
+        forward: the causal LM's: (model, input_ids, position_ids, step, keep) -> logits of the rows that keep indexes.
+        attention: the attention's, with the keywords that its block hands it.
+        obstacle: what of a configuration the adapter does not do, empty where it does all.
+        prepare: what an attention needs besides its weights.
+        blocks: the attribute of the model's body that holds its blocks.
+    """
+
+    attention_name: str
+    forward: Callable[[Any, Tensor, Tensor, StepInputs | None, Any], Tensor]
+    attention: Callable[..., tuple[Tensor, None]]
+    obstacle: Callable[[Any], str] = lambda config: ""
+    prepare: Callable[[Any, Any], None] = lambda model, attention: None
+    blocks: str = "h"
+
+
+def adapt(model: PreTrainedModel) -> bool:
+    """Give the model its adapter, if there is one for its class of transformers; says whether.
+
+    Raises:
+        UnsupportedModel: there is one, but not for this configuration.
+    """
+    adapter = ADAPTERS.get(type(model).__name__)
+    # A checkpoint's own code may call its class the same and compute something else.
+    if adapter is None or not type(model).__module__.startswith("transformers.models."):
+        return False
+    obstacle = adapter.obstacle(model.config)
+    if obstacle:
+        raise UnsupportedModel(f"{type(model).__name__} with {obstacle} has no adapter; load a model without it")
+
+    def forward(
+        self: Any, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> CausalLMOutput:
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=adapter.forward(self, input_ids, position_ids, kwargs.get(STEP_KWARG), keep))
+
+    _replace_forward(model, forward)
+    for block in getattr(model.transformer, adapter.blocks):
+        attention = getattr(block, adapter.attention_name) if adapter.attention_name else block
+        adapter.prepare(model, attention)
+        _replace_forward(attention, adapter.attention)
+    return True
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = types.MethodType(forward, module)
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, step: StepInputs | None, **kwargs: Any) -> Tensor:
+    """query [B, T, Hq, D], key and value [B, T, Hkv, D] -> [B, T, Hq * D], by the registered attention function."""
+    heads = (states.transpose(1, 2) for states in (query, key, value))
+    out, _ = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](module, *heads, None, **{STEP_KWARG: step}, **kwargs)
+    return out.flatten(2)
+
+
+def _bloom(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    """Positions enter through ALiBi alone, which counts from the start of the token's own sequence."""
+    body = model.transformer
+    hidden = body.word_embeddings_layernorm(body.word_embeddings(input_ids))
+    for block in body.h:
+        hidden = block(hidden, alibi=None, attention_mask=step)[0]
+    return model.lm_head(body.ln_f(hidden)[:, keep])
+
+
+def _bloom_attention(
+    self: Any, hidden_states: Tensor, residual: Tensor, attention_mask: StepInputs | None, **_: Any
+) -> tuple[Tensor, None]:
+    query, key, value = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(-2)
+    given = {"scaling": self.inv_norm_factor, "alibi_slopes": self.alibi_slopes}
+    out = attend(self, query, key, value, attention_mask, **given)
+    return self.dense(out) + residual, None
+
+
+def _bloom_slopes(model: Any, attention: Any) -> None:
+    """The slopes are the bias of a key at position 1, by the model's own formula."""
+    two_positions = model.transformer.word_embeddings.weight.new_ones(1, 2).float()
+    alibi = model.transformer.build_alibi_tensor(two_positions, attention.num_heads, two_positions.dtype)
+    attention.register_buffer("alibi_slopes", alibi[:, 0, 1].contiguous(), persistent=False)
+
+
+def _falcon(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    body = model.transformer
+    hidden = body.word_embeddings(input_ids)
+    rotary = body.rotary_emb(hidden, position_ids=position_ids)
+    for block in body.h:
+        hidden = block(hidden, alibi=None, attention_mask=step, position_embeddings=rotary)[0]
+    return model.lm_head(body.ln_f(hidden)[:, keep])
+
+
+def _falcon_attention(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: StepInputs | None,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Keys and values that several query heads share are attended once, where Hugging Face copies them."""
+    groups = self.num_kv_heads  # fused rows: for each key head its query heads, its key and its value
+    members = self.num_heads // groups
+    fused = self.query_key_value(hidden_states).unflatten(-1, (groups, members + 2, self.head_dim))
+    query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+    query, key = rotate_halves(query, key, *position_embeddings)
+    out = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
+    return self.dense(out), None
+
+
+def _gptj(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    body = model.transformer
+    hidden = body.wte(input_ids)
+    for block in body.h:
+        hidden = block(hidden, attention_mask=step, position_ids=position_ids)[0]
+    return model.lm_head(body.ln_f(hidden)[:, keep])
+
+
+def _gptj_attention(
+    self: Any, hidden_states: Tensor, attention_mask: StepInputs | None, position_ids: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (self.num_attention_heads, self.head_dim))
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    sin, cos = self.embed_positions[position_ids].to(key.dtype).chunk(2, -1)
+    turned = self.rotary_dim
+    query, key = (
+        torch.cat([rotate_pairs(states[..., :turned], sin, cos), states[..., turned:]], -1) for states in (query, key)
+    )
+    return self.out_proj(attend(self, query, key, value, attention_mask)), None
+
+
+def _ctrl(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    body = model.transformer
+    hidden = body.w(input_ids) * math.sqrt(body.d_model_size) + body.pos_encoding[position_ids]
+    for block in body.h:
+        hidden = block(hidden, attention_mask=step)
+    return model.lm_head(body.layernorm(hidden)[:, keep])
+
+
+def _ctrl_attention(
+    self: Any, v: Tensor, k: Tensor, q: Tensor, attention_mask: StepInputs | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    query, key, value = (
+        project(states).unflatten(-1, (self.num_heads, self.head_dim))
+        for project, states in ((self.Wq, q), (self.Wk, k), (self.Wv, v))
+    )
+    return self.dense(attend(self, query, key, value, attention_mask, scaling=self.scaling)), None
+
+
+def _ctrl_positions(model: Any, attention: Any) -> None:
+    """The sinusoids are no buffer of Hugging Face's, which moves them anew in every forward."""
+    body = model.transformer
+    if not isinstance(body.pos_encoding, nn.Buffer):
+        table = body.pos_encoding.to(body.w.weight)
+        del body.pos_encoding
+        body.pos_encoding = nn.Buffer(table, persistent=False)
+
+
+def _mpt(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    """Positions enter through ALiBi alone, as in bloom."""
+    body = model.transformer
+    hidden = body.wte(input_ids)
+    for block in body.blocks:
+        hidden = block(hidden, position_bias=None, attention_mask=step)[0]
+    return model.lm_head(body.norm_f(hidden)[:, keep])
+
+
+def _mpt_attention(
+    self: Any, hidden_states: Tensor, attention_mask: StepInputs | None, **_: Any
+) -> tuple[Tensor, None]:
+    fused = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = fused.unflatten(-1, (3, self.n_heads, self.head_dim)).unbind(-3)
+    given = {"scaling": self.softmax_scale, "alibi_slopes": self.alibi_slopes}
+    return self.out_proj(attend(self, query, key, value, attention_mask, **given)), None
+
+
+def _mpt_slopes(model: Any, attention: Any) -> None:
+    """The slopes are the difference of two neighbouring keys' biases, by the model's own formula."""
+    bias = model.transformer.build_mpt_alibi_tensor(attention.n_heads, 2, device=model.device)
+    attention.register_buffer("alibi_slopes", (bias[:, 0, 1] - bias[:, 0, 0]).contiguous(), persistent=False)
+
+
+def _xlm(model: Any, input_ids: Tensor, position_ids: Tensor, step: StepInputs | None, keep: Any) -> Tensor:
+    """No token has a language, as in Hugging Face's forward without ``langs``."""
+    body = model.transformer
+    hidden = body.layer_norm_emb(body.embeddings(input_ids) + body.position_embeddings(position_ids))
+    layers = zip(body.attentions, body.layer_norm1, body.ffns, body.layer_norm2, strict=True)
+    for attention, first_norm, mlp, second_norm in layers:
+        hidden = first_norm(hidden + attention(hidden, step)[0])
+        hidden = second_norm(hidden + mlp.ff_chunk(hidden))
+    return model.pred_layer.proj(hidden[:, keep])
+
+
+def _xlm_attention(self: Any, hidden_states: Tensor, step: StepInputs | None) -> tuple[Tensor, None]:
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (self.n_heads, self.head_dim))
+        for project in (self.q_lin, self.k_lin, self.v_lin)
+    )
+    return self.out_lin(attend(self, query, key, value, step)), None
+
+
+def _xlm_number(model: Any, attention: Any) -> None:
+    attention.layer_idx = attention.layer_id
+
+
+def _bloom_obstacle(config: Any) -> str:
+    sliced = config.slow_but_exact and config.pretraining_tp > 1
+    return "slow_but_exact and pretraining_tp > 1 (linears summed in slices)" if sliced else ""
+
+
+def _falcon_obstacle(config: Any) -> str:
+    # transformers 5.17 rounds the bias to bfloat16 whatever the model's dtype, and its eager path adds it twice
+    return "alibi=True (whose bias Hugging Face's own implementations disagree about)" if config.alibi else ""
+
+
+def _xlm_obstacle(config: Any) -> str:
+    if not config.causal:
+        return "causal=False (attention that sees both ways)"
+    return "asm=True (a head that is no linear)" if config.asm else ""
+
+
+ADAPTERS = {
+    "BloomForCausalLM": Adapter("self_attention", _bloom, _bloom_attention, _bloom_obstacle, _bloom_slopes),
+    "CTRLLMHeadModel": Adapter("multi_head_attention", _ctrl, _ctrl_attention, prepare=_ctrl_positions),
+    "FalconForCausalLM": Adapter("self_attention", _falcon, _falcon_attention, _falcon_obstacle),
+    "GPTJForCausalLM": Adapter("attn", _gptj, _gptj_attention),
+    "MptForCausalLM": Adapter("attn", _mpt, _mpt_attention, prepare=_mpt_slopes, blocks="blocks"),
+    "XLMWithLMHeadModel": Adapter("", _xlm, _xlm_attention, _xlm_obstacle, _xlm_number, blocks="attentions"),
+}

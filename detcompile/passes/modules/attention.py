@@ -1,0 +1,166 @@
+"""Attention reaches our template through transformers' AttentionInterface."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from detcompile.errors import UnsupportedModel
+from detcompile.step import KVGroup, StepInputs
+from detcompile.templates.attention.scores import Visible
+
+__all__ = [
+    "AttentionCall",
+    "IMPLEMENTATION",
+    "STEP_KWARG",
+    "StepDropped",
+    "check_call",
+    "layer_of",
+    "register_attention",
+]
+
+IMPLEMENTATION = "detcompile"  # the model's attn_implementation
+STEP_KWARG = "detcompile_step"  # forward kwarg that carries the StepInputs down to attention
+
+# Keywords that models hand to every attention function and that do not change its sum.
+HARMLESS = frozenset(
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "position_embeddings",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ]
+)
+# Keywords that the template gives their meaning: what is seen, soft cap of the scores, one sink logit a head, ALiBi,
+# biases of a query by distance.
+UNDERSTOOD = ("scaling", "sliding_window", "attention_chunk", "softcap", "s_aux", "alibi_slopes", "relative_bias")
+PER_HEAD = ("s_aux", "alibi_slopes")
+
+
+class StepDropped(UnsupportedModel):
+    """A module between the model and its attention does not hand the step down."""
+
+
+class AttentionCall:
+    """What one attention layer asks for, seen while the model runs once.
+
+    Attributes:
+        module: that called. layer: index into the step's caches. num_heads: of the queries.
+        shape: kv_heads, head_dim, v_head_dim: extents of a cached key and value.
+        chunk: a query sees no key before its own chunk of so many tokens; 0 for none.
+        window: the last tokens that hold all that a query sees, by its window or its chunk; 0 for no limit.
+    """
+
+    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Visible, layer: int) -> None:
+        self.module = module
+        self.layer = layer
+        self.num_heads = query.shape[1]
+        self.shape = (key.shape[1], key.shape[3], value.shape[3])
+        self.chunk = visible.attention_chunk
+        self.window = visible.tokens
+
+
+def layer_of(module: Any) -> int:
+    """The index of an attention's layer, which is that of its cache where every layer attends."""
+    return int(module.layer_idx)
+
+
+def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable[[Any], int] = layer_of) -> None:
+    """Make ``attn_implementation="detcompile"`` known to transformers, with chunks of ``kv_chunk`` keys.
+
+    A layer reads the block table of its group.
+
+    Args:
+        place: index of an attention's caches, asked for once a call.
+    """
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+
+    def pinned(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        attention_chunk: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        relative_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        window, chunk = int(sliding_window or 0), int(attention_chunk or 0)
+        order = (scale, window, kv_chunk, float(softcap or 0), s_aux, alibi_slopes, chunk)
+        step: StepInputs | None = kwargs.get(STEP_KWARG)
+        if step is None:
+            out = torch.ops.detcompile.dense_attention(query, key, value, *order, relative_bias)
+            return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
+        layer = place(module)
+        q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+        out = torch.ops.detcompile.paged_attention(
+            q,
+            k,
+            v,
+            step.k_caches[layer],
+            step.v_caches[layer],
+            step.slot_mappings[group_of[layer]],
+            step.cu_seqlens,
+            step.seq_lens,
+            step.block_tables[group_of[layer]],
+            *order,
+            None if relative_bias is None else relative_bias.transpose(1, 2).squeeze(0),
+        )
+        return out.unsqueeze(0), None
+
+    AttentionInterface.register(IMPLEMENTATION, pinned)
+
+
+def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse an attention call whose meaning the template does not have."""
+    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        raise UnsupportedModel(f"{where} has no layer_idx: its keys cannot be told from other layers'")
+    if mask is not None:
+        raise UnsupportedModel(f"{where} passes an attention mask of its own; only causal and sliding masks are known")
+    if kwargs.get(STEP_KWARG) is None:
+        raise StepDropped(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
+    if kwargs.get("dropout"):
+        raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
+    if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"{where} is not causal")
+    known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", *UNDERSTOOD}
+    for name, given in kwargs.items():
+        if name not in known and given is not None and given is not False:
+            raise UnsupportedModel(
+                f"{where} passes {name}={type(given).__name__}, which the attention template does not know"
+            )
+    for name in PER_HEAD:
+        if kwargs.get(name) is not None and tuple(kwargs[name].shape) != (query.shape[1],):
+            raise UnsupportedModel(
+                f"{where} passes {name} {tuple(kwargs[name].shape)}, which is not one value for each of its "
+                f"{query.shape[1]} query heads"
+            )
+    bias = kwargs.get("relative_bias")
+    if bias is not None and bias.shape[:-1] != query.shape[:-1]:
+        raise UnsupportedModel(
+            f"{where} passes relative_bias {tuple(bias.shape)}, which is no row of biases for each of its queries "
+            f"{tuple(query.shape[:-1])}"
+        )
+    if kwargs.get("sliding_window") and kwargs.get("attention_chunk"):
+        raise UnsupportedModel(f"{where} passes a sliding window and chunks of attention: only one of them is known")
+    if query.shape[1] % key.shape[1]:
+        raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")

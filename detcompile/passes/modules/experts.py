@@ -1,0 +1,109 @@
+"""Mixtures of experts reach our template through transformers' ExpertsInterface.
+
+A token's experts are multiplied one by one (detcompile.expert_matmul), weighted by the router, and added left to right
+in the router's order, in float32: the order Experts of orders.kinds, written as additions that the certificate sees.
+Where ranks share the experts (passes.sharding.experts), each product is added over the ranks and rounded before that.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.errors import UnsupportedModel
+
+__all__ = ["EXPERTS", "ExpertTree", "added", "experts", "find_experts", "mixed", "pin_experts"]
+
+EXPERTS = "detcompile"  # the model's experts implementation
+ops = torch.ops.detcompile
+MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")  # set by use_experts_implementation
+
+
+class ExpertTree(NamedTuple):
+    """How the sums of the down products are split: ``radices`` over what this rank holds, ``above`` over the ranks."""
+
+    radices: tuple[int, ...] = ()
+    above: tuple[int, ...] = ()
+    size: int = 1
+    group: str = ""
+
+
+def find_experts(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """The modules of ``model`` that hold experts and take an implementation from outside, by name."""
+    return [(name, module) for name, module in model.named_modules() if all(hasattr(module, mark) for mark in MARKS)]
+
+
+def pin_experts(model: PreTrainedModel) -> int:
+    """Make the experts of ``model`` that take an implementation from outside call ours; says how many there are.
+
+    Raises:
+        UnsupportedModel: they are of a layout that is not known.
+    """
+    found = find_experts(model)
+    for name, module in found:
+        _require_known(name, module)
+        module.config._experts_implementation_internal = EXPERTS
+        if module.config._experts_implementation != EXPERTS:
+            raise UnsupportedModel(f"{name}: {type(module).__name__} takes no experts implementation from outside")
+    return len(found)
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [M, H], top_k_index [M, k] and top_k_weights [M, k], best expert first -> [M, H]."""
+    inner = _product(module, hidden_states, top_k_index, "gate_up_proj" if module.has_gate else "up_proj")
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    return mixed(_down(module, inner, top_k_index), top_k_weights)
+
+
+def mixed(outer: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What a token's experts say [M, k, H], weighted [M, k] and added in float32, best expert first -> [M, H].
+
+    Weights of float32, as Mixtral has them beside any dtype, are multiplied unrounded.
+    """
+    return added(outer * top_k_weights[..., None]).to(outer.dtype)
+
+
+def added(outer: Tensor) -> Tensor:
+    """What a token's experts say [M, k, H], added in float32, best expert first -> [M, H]."""
+    single = outer.float()
+    total = single[:, 0]
+    for rank in range(1, outer.shape[1]):
+        total = total + single[:, rank]
+    return total.to(outer.dtype)
+
+
+def _product(module: Any, x: Tensor, ids: Tensor, name: str, radices: tuple[int, ...] = ()) -> Tensor:
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    return ops.expert_matmul(x, ids, _weight(module, name), bias, list(radices))
+
+
+def _down(module: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """One rounding, after the bias, as expert_matmul has it."""
+    tree = getattr(module, "tree", ExpertTree())
+    if tree.size == 1:
+        return _product(module, x, ids, "down_proj", tree.radices)
+    partial = ops.expert_matmul_partial(x, ids, _weight(module, "down_proj"), list(tree.radices), tree.size)
+    if not module.has_bias:
+        return ops.tree_all_reduce(partial, None, None, list(tree.above), tree.group, x.dtype)
+    total = ops.tree_all_reduce(partial, None, None, list(tree.above), tree.group, torch.float32)
+    return (total + F.embedding(ids, module.down_proj_bias).float()).to(x.dtype)
+
+
+def _weight(module: Any, name: str) -> Tensor:
+    weight = getattr(module, name)
+    return weight.transpose(1, 2) if module.is_transposed else weight
+
+
+def _require_known(name: str, module: nn.Module) -> None:
+    weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    given = {weight: getattr(module, weight, None) for weight in weights}
+    for weight, value in given.items():
+        if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point():
+            raise UnsupportedModel(f"{name}.{weight} is no stack of one matrix for each expert")
+
+
+ExpertsInterface.register(EXPERTS, experts)

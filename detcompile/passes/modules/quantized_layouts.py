@@ -1,0 +1,200 @@
+"""How checkpoints lay out quantised linears, read into the one layout of templates/quantized/weights.py.
+
+Legend: N output features, K input features, G groups of K, per = 32 / bits numbers in an int32 word. A reader takes the
+tensors of one linear by their names in the checkpoint, and returns the weight and, where the groups are not of
+successive k, the order of K in which they are.
+
+| method | layout | source |
+|---|---|---|
+| fp8 | weight e4m3 [N, K], weight_scale_inv by blocks or one | transformers, FineGrainedFP8Config |
+| gptq | qweight [K / per, N], qzeros [G, N / per], scales [G, N], g_idx [K] | GPTQModel; "gptq" keeps z - 1 |
+| awq | qweight [K, N / 8], qzeros [G, N / 8], scales [G, N], nibbles in the order of `AWQ_NIBBLES` | AutoAWQ, "gemm" |
+| compressed-tensors | weight_packed [N, K / per] of q + 2^(bits - 1), or weight [N, K]; weight_scale [N, G] | its own |
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import UnsupportedModel
+from detcompile.templates.quantized.weights import QuantizedWeight, pack_nibbles
+
+__all__ = ["LAYOUTS", "Layout", "float8_weight", "unpack_words"]
+
+OTHERWISE = "load an unquantised checkpoint, or quantise it in another way"
+AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word holds in its i-th nibble
+Tensors = Mapping[str, Tensor]
+Read = tuple[QuantizedWeight, Tensor | None]
+
+
+class Layout(NamedTuple):
+    """One quantisation method: which tensors say that a linear is quantised, how its config is checked and it is read.
+
+    ``read(name, tensors, config)``; ``check(config)`` raises UnsupportedModel for a variant that is not read.
+    """
+
+    marks: tuple[str, ...]
+    check: Callable[[Mapping[str, Any]], None]
+    read: Callable[[str, Tensors, Mapping[str, Any]], Read]
+
+
+def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words of 32 / bits unsigned numbers each, lowest bits first, along ``dim`` -> uint8, that dim longer."""
+    shifts = torch.arange(0, 32, bits, device=words.device)
+    numbers = words.unsqueeze(dim + 1) >> shifts.view(*(1,) * (dim + 1), -1, *(1,) * (words.dim() - dim - 1))
+    return (numbers & (1 << bits) - 1).to(torch.uint8).flatten(dim, dim + 1)
+
+
+def float8_weight(name: str, weight: Tensor, scales: Tensor) -> QuantizedWeight:
+    """weight e4m3 [N, K], scales [blocks of N, blocks of K] or one -> our layout.
+
+    Raises:
+        UnsupportedModel: another float8, or scales whose blocks are not of one size.
+    """
+    if weight.dtype is not torch.float8_e4m3fn:
+        raise UnsupportedModel(f"{name}.weight is {weight.dtype}, where float8_e4m3fn alone is read: " + OTHERWISE)
+    if scales.dtype is torch.uint8:
+        raise UnsupportedModel(f"{name}: scales of eight exponent bits (mxfp8) are not read: " + OTHERWISE)
+    scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
+    scales = scales[:, None] if scales.dim() == 1 else scales
+    (n, k), (blocks_n, blocks_k) = weight.shape, scales.shape
+    rows, group = _block(n, blocks_n), _block(k, blocks_k)
+    if rows is None or group is None:
+        raise UnsupportedModel(
+            f"{name}: scales {tuple(scales.shape)} cut {n} x {k} into no blocks of one size: " + OTHERWISE
+        )
+    exact = scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.float()
+    return QuantizedWeight(weight, exact.t().contiguous(), None, k, group, rows)
+
+
+def _block(extent: int, blocks: int) -> int | None:
+    """The size of all blocks but the last: a power of two unless they divide the extent."""
+    if extent % blocks == 0:
+        return extent // blocks
+    size = 1 << (-(-extent // blocks) - 1).bit_length()
+    return size if -(-extent // size) == blocks else None
+
+
+def _read_fp8(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    return float8_weight(name, tensors["weight"], tensors["weight_scale_inv"]), None
+
+
+def _check_fp8(config: Mapping[str, Any]) -> None:
+    _require(config, "fp8", "fmt", (None, "e4m3", "float8_e4m3fn"))
+
+
+def _check_gptq(config: Mapping[str, Any]) -> None:
+    _require(config, "gptq", "bits", (4, 8))
+    _require(config, "gptq", "checkpoint_format", (None, "gptq", "gptq_v2"))
+
+
+def _read_gptq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    bits = config["bits"]
+    q = unpack_words(tensors["qweight"], bits, 0).t()
+    zeros = unpack_words(tensors["qzeros"], bits, 1).to(torch.int16)
+    if config.get("checkpoint_format") != "gptq_v2":
+        zeros = zeros + 1
+    k, groups = q.shape[1], len(zeros)
+    group = -(-k // groups) if config.get("group_size", -1) in (-1, None) else config["group_size"]
+    in_turn = torch.arange(k, device=q.device) // group
+    of_k = tensors.get("g_idx", in_turn)
+    order = None
+    if not torch.equal(of_k.long(), in_turn):
+        order = of_k.argsort(stable=True)
+        if not torch.equal(of_k[order].long(), in_turn):
+            raise UnsupportedModel(f"{name}.g_idx: groups that are not of {group} k each are not read: " + OTHERWISE)
+        q = q[:, order]
+    return _integers(q, tensors["scales"], zeros[:, : len(q)], bits, group), order
+
+
+def _check_awq(config: Mapping[str, Any]) -> None:
+    _require(config, "awq", "bits", (4,), "w_bit")
+    _require(config, "awq", "version", (None, "gemm"))
+    _require(config, "awq", "zero_point", (None, True))
+
+
+def _read_awq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    places = torch.tensor(AWQ_NIBBLES).argsort()
+
+    def columns(words: Tensor) -> Tensor:
+        return unpack_words(words, 4, 1).unflatten(1, (-1, 8))[:, :, places.to(words.device)].flatten(1)
+
+    q, zeros = columns(tensors["qweight"]).t(), columns(tensors["qzeros"]).to(torch.int16)
+    return _integers(q, tensors["scales"], zeros, 4, q.shape[1] // len(zeros)), None
+
+
+def _check_compressed(config: Mapping[str, Any]) -> None:
+    _require(config, "compressed-tensors", "format", ("pack-quantized", "int-quantized", "float-quantized"))
+    if config.get("kv_cache_scheme") is not None:
+        raise UnsupportedModel(
+            "compressed-tensors: kv_cache_scheme quantises keys and values, which is not read: remove it from the"
+            " config.json, so that they keep the model's dtype, or load an unquantised checkpoint"
+        )
+    for name, group in (config.get("config_groups") or {"config_groups": {}}).items():
+        weights = group.get("weights") or {}
+        kind = weights.get("type"), weights.get("num_bits")
+        if kind not in (("int", 4), ("int", 8), ("float", 8)) or group.get("format") not in (None, config["format"]):
+            held = f"{kind[0]}{kind[1]}" if weights else "no weights"
+            raise UnsupportedModel(
+                f"compressed-tensors: {name} holds {held}, which is not read (known: int4, int8, float8): load an "
+                "unquantised checkpoint, or quantise it again as one of these"
+            )
+
+
+def _read_compressed(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
+    if "weight_g_idx" in tensors:
+        raise UnsupportedModel(f"{name}: compressed-tensors with an order of activations is not read: " + OTHERWISE)
+    scales = tensors["weight_scale"]
+    if "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn:
+        return float8_weight(name, tensors["weight"], scales), None
+    zeros = tensors.get("weight_zero_point")
+    if "weight" in tensors:
+        q, bits, k = tensors["weight"].to(torch.int16) + 128, 8, tensors["weight"].shape[1]
+        zeros = None if zeros is None else zeros.to(torch.int16) + 128
+    else:
+        k = int(tensors["weight_shape"][1])
+        bits = 4 if tensors["weight_packed"].shape[1] == -(-k // 8) else 8
+        q = unpack_words(tensors["weight_packed"], bits, 1)[:, :k]
+        zeros = None if zeros is None else unpack_words(zeros, bits, 0)[: len(q)]
+    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    scales = scales.expand(len(q), -1)
+    zeros_GN = None if zeros is None else zeros.to(torch.int16).reshape(len(q), -1).t()
+    return _integers(q, scales.t(), zeros_GN, bits, k // scales.shape[1]), None
+
+
+def _integers(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> QuantizedWeight:
+    """q [N, K] and zeros [G, N], unsigned -> our layout; where all zeros are the middle they are left out."""
+    middle = 1 << bits - 1
+    if zeros is not None and bool((zeros == middle).all()):
+        zeros = None
+    if bits == 4:
+        kept = zeros
+        packed = pack_nibbles(q)
+    else:
+        kept = None if zeros is None else zeros - middle
+        packed = (q.to(torch.int16) - middle).to(torch.int8).contiguous()
+    kept = None if kept is None else kept.contiguous()
+    return QuantizedWeight(packed, scales.contiguous(), kept, q.shape[1], group, 1)
+
+
+def _require(
+    config: Mapping[str, Any], method: str, key: str, known: tuple[Any, ...], other_name: str | None = None
+) -> None:
+    value = config.get(key, config.get(other_name) if other_name else None)
+    value = value.lower() if isinstance(value, str) else value
+    if value not in known:
+        listed = ", ".join(str(item) for item in known if item is not None)
+        raise UnsupportedModel(
+            f"{method} with {key}={value!r} is not read (known: {listed}): load an unquantised checkpoint, or quantise "
+            "it again as one of these"
+        )
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "fp8": Layout(("weight_scale_inv",), _check_fp8, _read_fp8),
+    "gptq": Layout(("qweight",), _check_gptq, _read_gptq),
+    "awq": Layout(("qweight",), _check_awq, _read_awq),
+    "compressed-tensors": Layout(("weight_packed", "weight_scale"), _check_compressed, _read_compressed),
+}

@@ -1,0 +1,89 @@
+"""A linear whose weights stay quantised, and where such linears stand in a model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.quantized_layouts import float8_weight
+from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
+
+__all__ = ["QuantizedLinear", "pin_quantized", "replace_module"]
+
+
+class QuantizedLinear(nn.Module):
+    """forward(x [..., K]) -> [..., N] in x.dtype: the product with the weights dequantised to x.dtype, then the bias.
+
+    Args:
+        weight: [N, K] in few bits.
+        order: the places in x of the weight's k, where a checkpoint has sorted them by group.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, order: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight.k, len(weight.w)
+        self.group, self.rows = weight.group, weight.rows
+        self.radices: list[int] = []  # of the tree, where the linear is row-parallel
+        for name, value in (("packed", weight.w), ("scales", weight.scales), ("zeros", weight.zeros), ("order", order)):
+            self.register_buffer(name, value)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The weight's parts where they are now."""
+        return QuantizedWeight(self.packed, self.scales, self.zeros, self.in_features, self.group, self.rows)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] that x is multiplied with, K in the order of x."""
+        w = dequantized(self.quantized, dtype)
+        return w if self.order is None else w[:, self.order.argsort()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            x = x[..., self.order]
+        out = torch.ops.detcompile.dequant_matmul(
+            x.flatten(0, -2), self.packed, self.scales, self.zeros, self.bias, None, self.group, self.rows, self.radices
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        bits = self.quantized.bits
+        return f"{self.in_features}, {self.out_features}, bits={bits}, group={self.group}, rows={self.rows}"
+
+
+def pin_quantized(model: Any) -> int:
+    """Replace the float8 linears of transformers by ours; says how many quantised linears the model has then.
+
+    Raises:
+        UnsupportedModel: the model was loaded with quantised weights of another kind; the message names it.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "FP8Linear" and module.weight.element_size() == 1:
+            weight = float8_weight(name, module.weight.detach(), module.weight_scale_inv.detach())
+            replace_module(model, name, QuantizedLinear(weight, module.bias))
+    count = sum(isinstance(module, QuantizedLinear) for module in model.modules())
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    if count == 0 and method is not None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds weights of the quantisation method {getattr(method, 'value', method)!r}, "
+            "whose products have no pinned order: load its folder with detcompile.load_model (which reads fp8, gptq, "
+            "awq and compressed-tensors), or load the model without quantisation"
+        )
+    foreign = next((n for n, m in model.named_modules() if type(m).__name__.startswith("FP8")), None)
+    if foreign is not None:
+        kind = type(model.get_submodule(foreign)).__name__
+        raise UnsupportedModel(f"{foreign}: a {kind} has no template; load the model with dequantize=True")
+    return count
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put ``module`` in the place of the submodule of this name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,1 @@
+"""What a proven graph is compiled to, and called as."""

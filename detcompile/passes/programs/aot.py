@@ -1,0 +1,109 @@
+"""A certified graph compiled ahead of time by AOTInductor: a shared library that takes what the graph takes.
+
+The graph is the one that the JIT compiles, after the same passes and under the same settings; only the wrapper around
+its kernels is C++ instead of Python. Our own operations are called through torch's proxy executor, by name.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor import cpp_builder
+from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
+from torch._inductor.virtualized import V
+
+from detcompile.passes.programs.plain import run_plainly
+
+__all__ = ["Packaging"]
+
+LIBRARY_SUFFIXES = (".so", ".json", ".cubin")  # of the files that a package needs when it runs
+
+
+class Packaging:
+    """What a Backend lowers with, in place of Inductor's JIT: called with a graph and its fake inputs.
+
+    Attributes:
+        files: what AOTInductor wrote, once it was called.
+        kept: positions of the graph's inputs that the library takes, in its order; the others are read by nobody, or
+            are sizes, which it reads off the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.files: tuple[Path, ...] = ()
+        self.kept: tuple[int, ...] = ()
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        assert not self.files, "a packaging holds one graph"
+        traced = run_plainly(gm)  # Dynamo runs what it compiled once; that may be the plain graph
+        self.kept = _without_sizes(gm)
+        given = [inputs[position] for position in self.kept]
+        with _ahead_of_time():
+            compiled = compile_fx_inner(gm, given, **{**settings, "cpp_wrapper": True})
+        self.files = tuple(Path(file) for file in compiled.filename if str(file).endswith(LIBRARY_SUFFIXES))
+        return traced
+
+
+@contextlib.contextmanager
+def _ahead_of_time() -> Iterator[None]:
+    settings = {
+        **get_cpp_wrapper_config(),
+        "cpp_wrapper": True,
+        "aot_inductor.package": True,
+        # As the JIT keeps them: a constant of few elements would be written into scalar code, whose libm is another.
+        "always_keep_tensor_constants": True,
+    }
+    linking = mock.patch.object(cpp_builder.BuildOptionsBase, "get_ldflags", _link_flags)
+    with V.set_aot_compilation(True), inductor_config.patch(settings), linking:
+        yield
+
+
+def _link_flags(options: cpp_builder.BuildOptionsBase) -> list[str]:
+    """torch's own; and what a static library brings is for this library alone.
+
+    Some compilers link libstdc++ statically. Some of its symbols would then be bound to the process's own copy, and
+    AOTInductor's runtime, which parses a device's name with std::regex, crashes over a locale of two halves.
+    """
+    flags: list[str] = options._ldflags
+    return [*flags, "Wl,--exclude-libs,ALL"] if "shared" in options.get_cflags() else flags
+
+
+def _drop_checks(node: fx.Node) -> None:
+    """Erase what compares a number and asserts the outcome: a size of an input that nothing else reads."""
+    while node.users:
+        user = next(iter(node.users))
+        computes = user.op == "output" or isinstance(user.meta.get("val"), torch.Tensor)
+        assert not computes, f"{user} reads a size of no input of the graph"
+        _drop_checks(user)
+        user.graph.erase_node(user)
+
+
+def _without_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
+    """f(size, x, unread)  ->  f(x), where size = sym_size(x, dim). Returns the positions of what is left."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    known: dict[Any, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        if isinstance(node.meta["val"], torch.Tensor):
+            for dim, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt):
+                    known.setdefault(size.node.expr, (node, dim))
+    for node in inputs:
+        size = node.meta["val"]
+        if node.users and not isinstance(size, torch.Tensor):
+            if size.node.expr not in known:
+                _drop_checks(node)
+                continue
+            with gm.graph.inserting_after(inputs[-1]):
+                read = gm.graph.call_function(torch.ops.aten.sym_size.int, known[size.node.expr])
+            read.meta["val"] = size
+            node.replace_all_uses_with(read)
+    kept = tuple(position for position, node in enumerate(inputs) if node.users)
+    for node in inputs:
+        if not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return kept

@@ -1,0 +1,383 @@
+"""What each operation does to rows: one rule an operation, and nothing for an operation without a rule.
+
+A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from detcompile.passes.proof.context import Context
+from detcompile.passes.proof.provenance import (
+    Axis,
+    Layout,
+    Refusal,
+    Rows,
+    Rule,
+    Size,
+    choose_rows,
+    created,
+    drop,
+    expand,
+    gather,
+    index,
+    is_feature,
+    join,
+    permute,
+    require_feature,
+    require_weight,
+    shape_of,
+    sympy_size,
+    view,
+)
+
+__all__ = ["MOVEMENT", "ORDER_FREE", "embedding"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _view(node: fx.Node, ctx: Context) -> Rows:
+    return view(ctx.rows(node.args[0]), shape_of(node))
+
+
+def _permute(node: fx.Node, ctx: Context) -> Rows:
+    return permute(ctx.rows(node.args[0]), node.args[1])
+
+
+def _transpose(node: fx.Node, ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    order = list(range(len(value.dims)))
+    a, b = (node.args[1], node.args[2]) if len(node.args) > 2 else (-2, -1)
+    order[a], order[b] = order[b], order[a]
+    return permute(value, order)
+
+
+def _expand(node: fx.Node, ctx: Context) -> Rows:
+    return expand(ctx.rows(node.args[0]), shape_of(node), ctx.row_symbols)
+
+
+def _slice(node: fx.Node, ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    given: tuple[Any, ...] = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    dim, start, _, step = given
+    before, after = shape_of(node.args[0])[dim], shape_of(node)[dim]
+    if before == after and step == 1 and (start in (0, None) or _all_from_the_end(start, before)):
+        return value
+    if any(isinstance(ctx.states[arg], Size) for arg in node.all_input_nodes):
+        raise Refusal("a slice at a value computed from a token or batch count")
+    require_feature(value, dim, "a slice")
+    return Rows((*value.dims[:dim], *created([after], {}).dims, *value.dims[dim:][1:]))
+
+
+def _all_from_the_end(start: Any, extent: sympy.Expr) -> bool:
+    """Whether a slice that starts at minus the extent is meant: as many as there are."""
+    value = start.meta.get("val") if isinstance(start, fx.Node) else None
+    return isinstance(value, torch.SymInt) and sympy.expand(sympy_size(value) + extent) == 0
+
+
+def _select(node: fx.Node, ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    dim = node.args[1] % len(value.dims)
+    require_feature(value, dim, "a choice of one element")
+    return Rows(value.dims[:dim] + value.dims[dim + 1 :])
+
+
+def _unsqueeze(node: fx.Node, ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    dim = node.args[1] % (len(value.dims) + 1)
+    return Rows((*value.dims[:dim], (), *value.dims[dim:]))
+
+
+def _cat(node: fx.Node, ctx: Context) -> Rows:
+    values = [ctx.rows(arg) for arg in node.args[0]]
+    rank = len(values[0].dims)
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank
+    along = created([shape_of(node)[dim]], {}).dims[0]
+    own = values[0].dims[dim]
+    if not is_feature(own) and all(value.dims[dim] == own for value in values):
+        along = (Axis(sympy.Integer(len(values))), *own)  # a stack: outermost, which of the values
+    else:
+        for value in values:
+            require_feature(value, dim, "a concatenation")
+    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]) for value in values], rank - 1)
+    return Rows((*others.dims[:dim], along, *others.dims[dim:]))
+
+
+def _slice_scatter(node: fx.Node, ctx: Context) -> Rows:
+    """x with a slice of it replaced: of features, by values of the same rows."""
+    value, part = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    rank = len(value.dims)
+    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    for operand in (value, part):
+        require_feature(operand, dim, "a slice")
+    others = join([Rows(operand.dims[:dim] + operand.dims[dim + 1 :]) for operand in (value, part)], rank - 1)
+    return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
+
+
+def _select_scatter(node: fx.Node, ctx: Context) -> Rows:
+    """x with one element of a feature dimension replaced by values of the same rows."""
+    value, part = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    rank = len(value.dims)
+    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    require_feature(value, dim, "a choice of one element")
+    others = join([Rows(value.dims[:dim] + value.dims[dim + 1 :]), part], rank - 1)
+    return Rows((*others.dims[:dim], value.dims[dim], *others.dims[dim:]))
+
+
+def _repeat(node: fx.Node, ctx: Context) -> Rows:
+    """A repetition as often as there are rows gives each of them the whole."""
+    value, repeats = ctx.rows(node.args[0]), node.args[1]
+    new = len(repeats) - len(value.dims)
+    dims = [*[()] * new, *value.dims]
+    for i, times in enumerate(repeats):
+        rows = sympy_size(times.meta["val"]) if isinstance(times, fx.Node) else None
+        if rows in ctx.row_symbols:
+            require_feature(Rows(tuple(dims)), i, "a repetition")
+            dims[i] = (Axis(rows, ctx.row_symbols[rows]), *dims[i])
+        elif rows is not None:
+            raise Refusal("repeats as often as a value computed from a token or batch count says")
+        elif times != 1:
+            require_feature(Rows(tuple(dims)), i, "a repetition")
+            dims[i] = created([shape_of(node)[i]], {}).dims[0]
+    return Rows(tuple(dims))
+
+
+def _glu(node: fx.Node, ctx: Context) -> Rows:
+    """One half of the features times the sigmoid of the other."""
+    value = ctx.rows(node.args[0])
+    dim = (node.args[1] if len(node.args) > 1 else -1) % len(value.dims)
+    require_feature(value, dim, "a gated unit")
+    return Rows((*value.dims[:dim], *created([shape_of(node)[dim]], {}).dims, *value.dims[dim + 1 :]))
+
+
+def _split(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    value = ctx.rows(node.args[0])
+    dim = (node.args[2] if len(node.args) > 2 else 0) % len(value.dims)
+    require_feature(value, dim, "a split")
+    parts = [sympy_size(part.shape[dim]) for part in node.meta["val"]]
+    return tuple(Rows((*value.dims[:dim], *created([part], {}).dims, *value.dims[dim + 1 :])) for part in parts)
+
+
+def _unbind(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    value = ctx.rows(node.args[0])
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(value.dims)
+    require_feature(value, dim, "an unbind")
+    return (Rows(value.dims[:dim] + value.dims[dim + 1 :]),) * len(node.meta["val"])
+
+
+def _unfold(node: fx.Node, ctx: Context) -> Rows:
+    """Windows over a dimension of features: which window stays in its place, what is in it comes last."""
+    value = ctx.rows(node.args[0])
+    dim = node.args[1] % len(value.dims)
+    require_feature(value, dim, "windows")
+    places, inside = created([shape_of(node)[dim], shape_of(node)[-1]], {}).dims
+    return Rows((*value.dims[:dim], places, *value.dims[dim + 1 :], inside))
+
+
+def _flip(node: fx.Node, ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    for dim in node.args[1]:
+        require_feature(value, dim, "a flip")
+    return value
+
+
+def _pad(node: fx.Node, ctx: Context) -> Rows:
+    value, padding = ctx.rows(node.args[0]), node.args[1]
+    dims = list(value.dims)
+    for i in range(len(padding) // 2):
+        if padding[2 * i] or padding[2 * i + 1]:
+            require_feature(value, -1 - i, "padding")
+            dims[-1 - i] = created([shape_of(node)[-1 - i]], {}).dims[0]
+    return Rows(tuple(dims))
+
+
+def _index(node: fx.Node, ctx: Context) -> Rows:
+    return _indexed(node, list(node.args[1]), ctx)
+
+
+def _indexed(node: fx.Node, indices: list[fx.Node | None], ctx: Context) -> Rows:
+    value = ctx.rows(node.args[0])
+    given = [arg for arg in indices if arg is not None]
+    if len(given) == 1 and given[0].name in ctx.final_gather:
+        (size,) = shape_of(given[0])
+        return choose_rows(value, indices.index(given[0]), Axis(size, ctx.final_gather[given[0].name]))
+    if any(arg.meta["val"].dtype in (torch.bool, torch.uint8) for arg in given):
+        raise Refusal("a mask chooses how many elements there are")
+    return index(value, [None if arg is None else ctx.rows(arg, "an index") for arg in indices])
+
+
+def _gather(node: fx.Node, ctx: Context) -> Rows:
+    return gather(ctx.rows(node.args[0]), node.args[1], ctx.rows(node.args[2], "an index"))
+
+
+def _scatter_value(node: fx.Node, ctx: Context) -> Rows:
+    """x with one constant at chosen features of the same rows: where two indices are equal, both write the same."""
+    return Rows(join([ctx.rows(node.args[0]), _scattered(node, ctx)], len(shape_of(node))).dims)
+
+
+def _scattered(node: fx.Node, ctx: Context) -> Rows:
+    """The rows of the index, whose extents have to be x's but for the features that are chosen from."""
+    rank = len(shape_of(node))
+    dim = node.args[1] % rank
+    idx = ctx.rows(node.args[2], "an index")
+    require_feature(ctx.rows(node.args[0]), dim, "a scatter")
+    require_feature(idx, dim, "a scatter's index")
+    chosen, whole = shape_of(node.args[2]), shape_of(node)
+    if chosen[:dim] + chosen[dim + 1 :] != whole[:dim] + whole[dim + 1 :]:
+        raise Refusal("a scatter that leaves some rows alone")
+    return Rows((*idx.dims[:dim], (), *idx.dims[dim + 1 :]))
+
+
+def _index_select(node: fx.Node, ctx: Context) -> Rows:
+    return _indexed(node, [None] * (node.args[1] % len(shape_of(node))) + [node.args[2]], ctx)
+
+
+def embedding(node: fx.Node, ctx: Context) -> Rows:
+    weight, ids = ctx.rows(node.args[0]), ctx.rows(node.args[1], "an index")
+    require_weight(weight, "the embedding table")
+    return Rows((*ids.dims, weight.dims[1]))
+
+
+def _constant(node: fx.Node, ctx: Context) -> Rows:
+    """full, zeros, ...: rows may shape the value, their number may not be the value."""
+    return created(shape_of(node), ctx.row_symbols)
+
+
+def _iota(node: fx.Node, ctx: Context) -> Rows:
+    (length,) = shape_of(node)
+    if length.free_symbols or node.all_input_nodes:
+        raise Refusal("numbers the rows of the batch (a value computed from a token or batch count)")
+    return created([length], {})
+
+
+def _getitem(node: fx.Node, ctx: Context) -> Any:
+    return ctx.states[node.args[0]][node.args[1]]
+
+
+def _keep(node: fx.Node, ctx: Context) -> Any:
+    return ctx.states[node.args[0]]
+
+
+def _write_back(node: fx.Node, ctx: Context) -> Layout:
+    """copy_ of an updated cache into its graph input."""
+    cache, written = (ctx.states[arg] for arg in node.args[:2])
+    if not isinstance(cache, Layout) or not isinstance(written, Layout):
+        raise Refusal("writes rows into an input of the graph")
+    source = node.args[1]
+    if cache != written or source.target is not operator.getitem or source.args[0] is not ctx.caches.get(cache):
+        raise Refusal(f"writes {written.part}[{written.index}] of the step into {cache.part}[{cache.index}]")
+    ctx.kept.add(cache)
+    return cache
+
+
+MOVEMENT: Mapping[Any, Rule] = {
+    aten._unsafe_view.default: _view,
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten.permute.default: _permute,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _view,
+    aten.squeeze.dim: _view,
+    aten.squeeze.dims: _view,
+    aten.cat.default: _cat,
+    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.repeat.default: _repeat,
+    aten.glu.default: _glu,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
+    aten.unfold.default: _unfold,
+    aten.flip.default: _flip,
+    prims.rev.default: _flip,
+    aten.constant_pad_nd.default: _pad,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _index_select,
+    aten.gather.default: _gather,
+    aten.scatter.value: _scatter_value,
+    aten.embedding.default: embedding,
+    aten.full.default: _constant,
+    aten.full_like.default: _constant,
+    aten.scalar_tensor.default: _constant,
+    prims.iota.default: _iota,
+    aten.arange.start_step: _iota,
+    aten.alias.default: _keep,
+    aten.detach.default: _keep,
+    aten.lift_fresh_copy.default: _keep,
+    aten.copy_.default: _write_back,
+    operator.getitem: _getitem,
+}
+
+
+def _reduced_dims(node: fx.Node, position: int = 1) -> list[int]:
+    rank = len(shape_of(node.args[0]))
+    dims = node.args[position] if len(node.args) > position else None
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [dims] if isinstance(dims, int) else list(dims)
+
+
+def _exact_reduction(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
+    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    result = drop(ctx.rows(node.args[0]), _reduced_dims(node), keepdim, "a reduction")
+    return (result,) * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else result
+
+
+def _integer_sum(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
+    for dtype in (node.args[0].meta["val"].dtype, node.meta["val"].dtype):
+        if dtype.is_floating_point or dtype.is_complex:
+            raise Refusal("a floating-point sum whose order is not pinned")
+    return _exact_reduction(node, ctx)
+
+
+def _running_integers(node: fx.Node, ctx: Context) -> Rows:
+    """Sums and products of integers have one result, in whatever order."""
+    if node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.is_complex:
+        raise Refusal("a running sum whose order is not pinned")
+    value = ctx.rows(node.args[0])
+    require_feature(value, node.args[1], "a running sum")
+    return value
+
+
+def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    value = ctx.rows(node.args[0])
+    require_feature(value, node.kwargs.get("dim", -1), "an ordering")
+    if node.target is not aten.sort.stable or not node.kwargs.get("stable"):
+        raise Refusal("which of equal elements an unstable sort puts first is not pinned; sort(stable=True) pins it")
+    return (value, value)
+
+
+def _topk(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
+    """Kernels that depend on the number of rows choose among equal elements: passes.rewrites.sorts makes it a sort."""
+    raise Refusal("which of equal elements topk finds is not pinned; sort(stable=True) pins it")
+
+
+ORDER_FREE: Mapping[Any, Rule] = {
+    aten.amax.default: _exact_reduction,
+    aten.amin.default: _exact_reduction,
+    aten.max.dim: _exact_reduction,
+    aten.min.dim: _exact_reduction,
+    aten.argmax.default: _exact_reduction,
+    aten.argmin.default: _exact_reduction,
+    aten.any.dim: _exact_reduction,
+    aten.any.dims: _exact_reduction,
+    aten.any.default: _exact_reduction,
+    aten.all.dim: _exact_reduction,
+    aten.all.default: _exact_reduction,
+    aten.sum.dim_IntList: _integer_sum,
+    aten.sum.default: _integer_sum,
+    aten.cumsum.default: _running_integers,
+    aten.cumprod.default: _running_integers,
+    aten.topk.default: _topk,
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+}

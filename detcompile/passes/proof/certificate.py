@@ -1,0 +1,311 @@
+"""The certificate: every operation of a graph is of a proven class and keeps rows apart, or the graph is refused.
+
+Classes: *pointwise*, *movement*, *order-free* reductions (max, integer sums), *template* (its SumOrder is pinned and
+holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, by their contracts) and *collective*
+(the ranks' values of one row meet, in the declared tree). Everything else is an UncertifiedOp.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from detcompile.errors import UncertifiedOp
+from detcompile.orders.numerics import Numerics
+from detcompile.orders.sum_order import SumOrder
+from detcompile.passes.proof.aten_rules import MOVEMENT, ORDER_FREE
+from detcompile.passes.proof.context import Context, place_of, require_arguments, size_arithmetic, source_of
+from detcompile.passes.proof.pointwise import is_pointwise, pointwise, why_not_pointwise
+from detcompile.passes.proof.provenance import (
+    LAYOUT,
+    SIZE,
+    Layout,
+    Refusal,
+    Rows,
+    created,
+    require_apart,
+    shape_of,
+    sympy_size,
+)
+from detcompile.passes.proof.template_orders import operation_of
+from detcompile.passes.proof.template_table import Template, template_of
+from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
+
+__all__ = ["Certificate", "Entry", "Role", "certify"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a graph input is: 'weight', 'layout', or 'rows' with the row space of each dimension that has one.
+
+    layout: which part of the step, where attention is to read it.
+    """
+
+    kind: str
+    rows: Mapping[int, str] | None = None
+    final_gather: bool = False
+    layout: Layout = LAYOUT
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One certified operation. layer: the module that it came from, by its path; empty where none was recorded."""
+
+    op: str
+    layer: str
+    place: str
+    kind: str
+    order: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The proof that a compiled graph keeps rows apart and pins its sums.
+
+    Attributes:
+        sums: the distinct orders of its sums, in the order in which they come.
+    """
+
+    entries: tuple[Entry, ...]
+    numerics: Numerics
+    sums: tuple[SumOrder, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of operations of each class."""
+        return dict(Counter(entry.kind for entry in self.entries))
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The distinct sum orders of the graph, as text, sorted."""
+        return tuple(sorted({str(order) for order in self.sums}))
+
+    def to_json(self) -> str:
+        """The certificate as one JSON object: numerics, counts, orders, entries."""
+        return json.dumps(
+            {
+                "numerics": str(self.numerics),
+                "counts": self.counts,
+                "orders": self.orders,
+                "entries": [asdict(entry) for entry in self.entries],
+            }
+        )
+
+    def summary(self) -> str:
+        """One line: how many operations of each class were certified."""
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+
+    def __str__(self) -> str:
+        header = Entry("op", "layer", "place", "class", "order", "proof")
+        rows = [tuple(asdict(entry).values()) for entry in (header, *self.entries)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def certify(
+    graph: fx.Graph,
+    roles: Mapping[str, Role],
+    numerics: Numerics,
+    expected_attention: int | None,
+    expected_recurrences: int = 0,
+    leading: str | None = None,
+) -> Certificate:
+    """Prove the graph or raise UncertifiedOp naming every offender.
+
+    Args:
+        graph: ATen graph after all rewrites; nodes carry fake tensors in ``meta["val"]``.
+        roles: of each placeholder, by name; one that is missing counts as a weight.
+        numerics: the declared orders.
+        expected_attention: attention calls the model makes; None if the graph is not a causal LM.
+        expected_recurrences: calls that carry a state from token to token, of a causal LM.
+        leading: the row space that the first dimension of every output has to be; None if the caller knows.
+    """
+    context = _context(graph, roles)
+    entries, offenders = [], []
+    checked = only_checked(graph)
+    sums: dict[SumOrder, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            context.states[node] = _input_state(node, roles.get(node.name, Role("weight")))
+        elif node.op == "get_attr":
+            context.states[node] = _constant_state(node)
+        elif node in checked:
+            context.states[node] = None
+        elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
+            try:
+                context.states[node], entry, order = _certify_node(node, context, numerics)
+            except Refusal as refusal:
+                offenders.append(f"{node.target} at {source_of(node)}: {refusal}")
+                context.states[node] = None
+            else:
+                if entry:
+                    entries.append(entry)
+                if order:
+                    sums[order] = None
+        elif node.op in ("call_module", "call_method"):
+            offenders.append(f"{node.target} at {source_of(node)}: not an ATen operation")
+            context.states[node] = None
+        elif node.op == "output" and not offenders:
+            offenders.extend(lost_of(node, context, leading))
+    for kind, expected in (("attention", expected_attention), ("recurrence", expected_recurrences)):
+        found = sum(entry.kind == kind for entry in entries)
+        if expected_attention is not None and found != expected and not offenders:
+            offenders.append(f"the model calls {kind} {expected} times, the graph holds {found} {kind} nodes")
+    if offenders:
+        raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
+    return Certificate(tuple(entries), numerics, tuple(sums))
+
+
+def _refusal_text(offenders: list[str]) -> str:
+    times = Counter(offenders)
+    listed = "\n  ".join(f"{count} × {line}" if count > 1 else line for line, count in list(times.items())[:20])
+    listed += f"\n  and {len(times) - 20} other lines" if len(times) > 20 else ""
+    return (
+        f"{len(offenders)} operation(s) could make a row's bits depend on other rows:\n  {listed}\n"
+        "Rewrite them row by row, or compile a model without them; nothing was compiled."
+    )
+
+
+def _context(graph: fx.Graph, roles: Mapping[str, Role]) -> Context:
+    row_symbols: dict[sympy.Expr, str] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        for dim, name in (roles.get(node.name, Role("weight")).rows or {}).items():
+            size = shape_of(node)[dim]
+            if size.free_symbols:
+                row_symbols[size] = name
+    final = {name: role.rows[0] for name, role in roles.items() if role.final_gather and role.rows}
+    packed = any(role.kind == "layout" or role.final_gather for role in roles.values())
+    return Context(row_symbols, final, packed)
+
+
+def _input_state(node: fx.Node, role: Role) -> Any:
+    if not isinstance(node.meta["val"], torch.Tensor):
+        return SIZE
+    if role.kind == "layout" or role.final_gather:  # which row of the step is wanted tells its place
+        return role.layout
+    dims = list(created(shape_of(node), {}).dims)
+    for dim, name in (role.rows or {}).items():
+        dims[dim] = tuple(axis._replace(row=name) for axis in dims[dim])
+    return Rows(tuple(dims))
+
+
+def _constant_state(node: fx.Node) -> Rows | None:
+    owner = node.graph.owning_module
+    value = getattr(owner, str(node.target), None) if owner is not None else None
+    if not isinstance(value, torch.Tensor):
+        return None  # a submodule: the operation that uses it is refused by name
+    return created([sympy.Integer(size) for size in value.shape], {})
+
+
+def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:
+    """Report an offender once, not everything that reads it."""
+    if any(
+        arg in context.states and context.states[arg] is None for arg in node.all_input_nodes if arg.op != "get_attr"
+    ):
+        context.states[node] = None
+        return True
+    return False
+
+
+def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[Any, Entry | None, SumOrder | None]:
+    size = size_arithmetic(node, context)
+    if size is not None:
+        return size, None, None
+    target = node.target
+    if is_assertion(node):
+        return None, None, None
+    template = template_of(node)
+    kind, rule = ("", None) if template is None else (template.kind, template.rows)
+    for of_table, table in (("movement", MOVEMENT), ("order-free", ORDER_FREE)):
+        if target in table:
+            kind, rule = of_table, table[target]
+    if rule is not None:
+        require_arguments(node, context)
+        state = rule(node, context)
+        _require_apart(node, state, context)
+        order = None if template is None else _order_of(node, template, numerics)
+        return state, _entry(node, kind, str(order or ""), _proof(kind, state, order)), order
+    if is_pointwise(target):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            require_arguments(node, context)
+            state = pointwise(node, context)
+            _require_apart(node, state, context)
+            return state, _entry(node, "pointwise", "", _proof("pointwise", state, None)), None
+    raise Refusal(why_not_pointwise(target) or _reason(str(target)))
+
+
+def _entry(node: fx.Node, kind: str, order: str, proof: str) -> Entry:
+    return Entry(_name(node), layer_of(node), place_of(node), kind, order, proof)
+
+
+def _require_apart(node: fx.Node, state: Any, context: Context) -> None:
+    states, values = (state, node.meta["val"]) if isinstance(state, tuple) else ((state,), (node.meta["val"],))
+    for part, value in zip(states, values, strict=False):
+        if isinstance(part, Rows):
+            require_apart(part, tuple(map(sympy_size, value.shape)), context.final_gather.values())
+
+
+REASONS = {
+    "dropout": "dropout draws from a generator the batch shares: call model.eval()",
+    "seeds": "random numbers inside the graph (dropout? call model.eval())",
+    "rand": "random numbers inside the graph",
+    "bernoulli": "random numbers inside the graph",
+    "cumsum": "a running sum whose order is not pinned",
+    "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
+    "convolution": "a convolution that is transposed, or over a length that is not fixed",
+    "pool": "a pool whose windows differ in their terms, whose indices are read, or over a length that is not fixed",
+    "prod": "a product of floating-point numbers whose order is not pinned",
+    "empty": "reads memory that nothing has written",
+    "as_strided": "a view whose rows cannot be followed",
+    "c10d": (
+        "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model; an "
+        "all_reduce of a plain matrix product, over a declared number of ranks, becomes the declared tree)"
+    ),
+}
+
+
+def _reason(target: str) -> str:
+    for name, reason in REASONS.items():
+        if name in target:
+            return reason
+    return "no rule proves this operation independent of the batch"
+
+
+def _order_of(node: fx.Node, template: Template, numerics: Numerics) -> SumOrder | None:
+    """The pinned order of a template; it may hold no symbol."""
+    order = template.order(node, numerics)
+    if order is not None and order.symbols:
+        raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
+    return order
+
+
+def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
+    if kind == "attention":
+        return "row t of tokens reads keys of its own prefix"
+    if kind == "recurrence":
+        return "row t of tokens reads its own prefix, token by token"
+    if isinstance(state, Layout):
+        return "writes own slots"
+    results = state if isinstance(state, tuple) else (state,)
+    spaces = dict.fromkeys(row for rows in results if isinstance(rows, Rows) for row in rows.row_spaces)
+    reads = f"row t of {', '.join(spaces)} reads row t" if spaces else "reads no row"
+    return f"{reads}; order holds no symbol" if order else reads
+
+
+def _name(node: fx.Node) -> str:
+    target = operation_of(node)
+    return str(target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", target))
+
+
+def layer_of(node: fx.Node) -> str:
+    """Path of the innermost module that produced the node, as the Hugging Face model names it."""
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return stack[-1].removeprefix("L['self'].").removeprefix("model.") if stack else ""

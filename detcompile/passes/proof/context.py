@@ -1,0 +1,110 @@
+"""What is known while the certificate walks a graph, and what it asks of every operation before its own rule."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from detcompile.passes.proof.provenance import SIZE, Layout, Refusal, Rows, Size
+
+__all__ = ["Context", "place_of", "require_arguments", "size_arithmetic", "source_of"]
+
+TORCH = str(Path(torch.__file__).parent)
+
+aten = torch.ops.aten
+
+
+class Context:
+    """The states of the nodes seen so far, and the row spaces that extents stand for."""
+
+    def __init__(self, row_symbols: dict[sympy.Expr, str], final_gather: Mapping[str, str], packed: bool) -> None:
+        self.row_symbols = row_symbols
+        self.final_gather = final_gather  # placeholders that choose the rows of the logits, and the space of those rows
+        self.packed = packed  # the tokens are of several sequences
+        self.states: dict[fx.Node, Any] = {}
+        self.caches: dict[Layout, fx.Node] = {}  # written in this step, and by which attention
+        self.kept: set[Layout] = set()  # of these, the ones that the graph's inputs hold when it ends
+
+    def rows(self, arg: Any, what: str = "the operation") -> Rows:
+        """The state of a tensor argument; metadata and sizes are refused."""
+        state = self.states[arg]
+        if isinstance(state, Layout):
+            raise Refusal(f"{what} reads step metadata, which holds the layout of the batch")
+        if isinstance(state, Size):
+            raise Refusal(f"{what} takes a value computed from a token or batch count")
+        if not isinstance(state, Rows):
+            raise Refusal(f"{what} reads {arg}, which is no tensor")
+        return state
+
+
+EXTENTS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.full.default,
+    aten.repeat.default,
+)
+
+
+def require_arguments(node: fx.Node, ctx: Context) -> None:
+    """Refuse what no rule looks at: counts that are not the extents of a view, keywords out of place, writes.
+
+    A start of a slice or a scale that follows the token count leaves every axis where it is, and changes every bit.
+    """
+    counts = {arg for arg in node.all_input_nodes if isinstance(ctx.states[arg], Size)}
+    if node.target in EXTENTS:  # they come in a list
+        counts &= {*node.args, *node.kwargs.values()} if counts else set()
+    if counts and node.target is not aten.slice.Tensor:
+        raise Refusal("takes a value computed from a token or batch count")
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        if schema.is_mutable and node.target is not aten.copy_.default:
+            raise Refusal("writes into its arguments")
+        moved = [arg.name for arg in schema.arguments if arg.name in node.kwargs and not arg.kwarg_only]
+        if moved:
+            raise Refusal(f"{', '.join(moved)} by keyword, where rules read positions")
+
+
+SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+
+
+def size_arithmetic(node: fx.Node, ctx: Context) -> Size | None:
+    """The state of a node whose value is a number, None for tensors."""
+    if node.target is aten.sym_size.int:
+        return SIZE
+    if not isinstance(node.meta.get("val"), NUMBERS):
+        return None
+    if node.target not in SIZES and not all(isinstance(ctx.states[arg], Size) for arg in node.all_input_nodes):
+        raise Refusal("a number read out of a tensor")
+    return SIZE
+
+
+def place_of(node: fx.Node) -> str:
+    """File, line and function of the source that produced the node, innermost frame."""
+    frames = _frames(node)
+    return _shown(frames[-1]) if frames else "no source recorded"
+
+
+def source_of(node: fx.Node) -> str:
+    """File, line and function of the model's own source that produced the node, rather than of a module of torch's."""
+    frames = _frames(node)
+    own = [frame for frame in frames if not frame.startswith(f'File "{TORCH}/')]
+    if frames:
+        return _shown((own or frames)[-1])
+    modules = list((node.meta.get("nn_module_stack") or {}).values())  # one of torch's, which was compiled itself
+    return f"{modules[-1][0]}, a {getattr(modules[-1][1], '__name__', modules[-1][1])}" if modules else place_of(node)
+
+
+def _frames(node: fx.Node) -> list[str]:
+    trace = node.meta.get("stack_trace")
+    return [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
+
+
+def _shown(frame: str) -> str:
+    file, line, where = frame.removeprefix("File ").split(", ")[:3]
+    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')} {where}"

@@ -1,0 +1,232 @@
+"""What the templates do to rows: each sums over features alone, save attention, which has a rule of its own.
+
+A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.proof.context import Context
+from detcompile.passes.proof.provenance import (
+    Axis,
+    Layout,
+    Refusal,
+    Rows,
+    created,
+    describe,
+    is_feature,
+    join,
+    require_feature,
+    require_weight,
+    shape_of,
+    sympy_size,
+)
+from detcompile.passes.proof.template_orders import FUNCTIONALIZED
+
+__all__ = [
+    "batched_matmul",
+    "cached_attention",
+    "dense_attention",
+    "dequant_matmul",
+    "expert_matmul",
+    "gated_matmul",
+    "matmul",
+    "of_experts",
+    "paged_attention",
+    "rope_cache",
+    "row_by_row",
+    "row_reduced",
+]
+
+ours = torch.ops.detcompile
+
+
+def matmul(node: fx.Node, ctx: Context) -> Rows:
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_weight(w, "the second matrix")
+    require_feature(x, 1, "the sum of a matrix product")
+    bias = node.args[2] if len(node.args) > 2 else None
+    residual = node.args[3] if len(node.args) > 3 else None
+    if bias is not None:
+        require_weight(ctx.rows(bias), "the bias")
+    out = Rows((x.dims[0], w.dims[0]))
+    return out if residual is None else join([out, ctx.rows(residual)], 2)
+
+
+def batched_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """A matrix of the batch reads its own other matrix, whole; a row of the first operand ignores the others."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_feature(x, -1, "the sum of a matrix product")
+    require_feature(w, -1, "the sum of a matrix product")
+    if not is_feature(w.dims[-2]):
+        advice = "fix the number of tokens of a sequence: torch._dynamo.mark_static(tensor, 1)"
+        raise Refusal(f"every row of a matrix meets {describe(w.dims[-2])}; where these are its own, {advice}")
+    batch = join([Rows(x.dims[:-2]), Rows(w.dims[:-2])], len(x.dims) - 2)
+    return Rows((*batch.dims, x.dims[-2], w.dims[-2]))
+
+
+def dequant_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """matmul, of weights that are dequantised element by element."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_feature(x, 1, "the sum of a matrix product")
+    for part, what in zip(node.args[1:5], ("the weights", "their scales", "their zeros", "the bias"), strict=True):
+        if part is not None:
+            require_weight(ctx.rows(part), what)
+    out = Rows((x.dims[0], w.dims[0]))
+    return out if node.args[5] is None else join([out, ctx.rows(node.args[5])], 2)
+
+
+def gated_matmul(node: fx.Node, ctx: Context) -> Rows:
+    """Feature f of a row is of features f and F + f of the product."""
+    x, w = ctx.rows(node.args[0]), ctx.rows(node.args[1])
+    require_weight(w, "the second matrix")
+    require_feature(x, 1, "the sum of a matrix product")
+    return Rows((x.dims[0], (Axis(shape_of(node)[1]),)))
+
+
+def expert_matmul(node: fx.Node, ctx: Context) -> Rows:
+    if node.args[3] is not None:
+        require_weight(ctx.rows(node.args[3]), "the experts' bias")
+    return of_experts(node, ctx)
+
+
+def of_experts(node: fx.Node, ctx: Context) -> Rows:
+    """A row (node.args[0]) is multiplied by the weights of the experts that the same row chose (the next two)."""
+    x, ids, w = (ctx.rows(arg) for arg in node.args[:3])
+    require_weight(w, "the experts' weights")
+    require_feature(x, -1, "the sum of a matrix product")
+    own = Rows((*x.dims[:-1], *((),) * (len(ids.dims) - len(x.dims) + 1)))
+    return Rows((*join([own, ids], len(ids.dims)).dims, w.dims[1]))
+
+
+def row_by_row(node: fx.Node, ctx: Context) -> Rows:
+    """Each row, along the last dimension, gives a row."""
+    value = ctx.rows(node.args[0])
+    require_feature(value, -1, "a row reduction")
+    for weight in node.args[1:3]:
+        if isinstance(weight, fx.Node):
+            require_weight(ctx.rows(weight), "the weight of a norm")
+    return value
+
+
+def row_reduced(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
+    """Each row, along the last dimension, gives a value, or one of each of several results."""
+    result = Rows(row_by_row(node, ctx).dims[:-1])
+    return (result,) * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else result
+
+
+# What attention calls a part of the step: its field in StepInputs.
+METADATA = {
+    "slot_mapping": "slot_mappings",
+    "cu_seqlens": "cu_seqlens",
+    "seq_lens": "seq_lens",
+    "block_table": "block_tables",
+}
+
+
+def _require_step(given: Mapping[str, fx.Node], group: int | None, ctx: Context) -> None:
+    """Attention reads the parts of the step that it is meant to, and those of the group that its cache is of."""
+    for name, arg in given.items():
+        state = ctx.states[arg]
+        if not isinstance(state, Layout) or state.part != METADATA[name] or state.group not in (None, group):
+            raise Refusal(f"attention's {name} is not the step's own")
+
+
+def _written_caches(node: fx.Node, ctx: Context) -> tuple[Layout, Layout]:
+    """The caches of keys and values that a functionalized operation writes: of one layer, and written here alone."""
+    kwargs = node.kwargs
+    arguments = {arg.name for arg in node.args[0]._schema.arguments}
+    unknown = set(kwargs) - arguments - {"_all_bases", "_k_cache_base_index", "_v_cache_base_index"}
+    if unknown:
+        raise Refusal(f"writes a view of a cache ({', '.join(sorted(unknown))})")
+    bases = kwargs["_all_bases"]
+    k, v = (ctx.states[bases[kwargs[f"_{name}_base_index"]]] for name in ("k_cache", "v_cache"))
+    if not isinstance(k, Layout) or not isinstance(v, Layout) or len(bases) != 2:
+        raise Refusal("the cache that is written is not a graph input")
+    if (k.part, v.part) != ("k_caches", "v_caches") or k.index != v.index:
+        raise Refusal(f"keys are written into {k.part}[{k.index}], values into {v.part}[{v.index}]")
+    if k in ctx.caches:
+        raise Refusal(f"{k.part}[{k.index}] is written twice in a step")
+    ctx.caches |= {k: node, v: node}
+    return k, v
+
+
+def paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    """Row t reads the keys of its own sequence up to its own position: by the template's contract."""
+    kwargs = node.kwargs
+    cache, _ = _written_caches(node, ctx)
+    _require_step({name: kwargs[name] for name in METADATA}, cache.group, ctx)
+    _require_per_head(kwargs.get("sinks"), kwargs.get("alibi_slopes"), ctx=ctx)
+    heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
+    for value in heads:
+        _require_heads_of_tokens(value)
+    if kwargs.get("relative_bias") is not None:
+        _require_heads_of_tokens(ctx.rows(kwargs["relative_bias"]))
+    out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
+    return (out, *(ctx.states[base] for base in kwargs["_all_bases"]))
+
+
+def _require_heads_of_tokens(value: Rows) -> None:
+    if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
+        raise Refusal(f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]")
+
+
+def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
+    """Sinks and slopes are of the heads alone: one value for every row."""
+    for name, values in (("sinks", sinks), ("slopes", alibi_slopes)):
+        if values is not None:
+            require_weight(ctx.rows(values), f"attention's {name}")
+
+
+def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
+    """Row t of q, k and v is normed and rotated by itself; k and v go to the row's own slot."""
+    kwargs = node.kwargs
+    cache, _ = _written_caches(node, ctx)
+    _require_step({"slot_mapping": kwargs["slot_mapping"]}, cache.group, ctx)
+    _require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
+    for name in ("q", "k", "v", "cos", "sin"):
+        dims = ctx.rows(kwargs[name]).dims
+        if [axis.row for axis in dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in dims[1:]):
+            raise Refusal(f"{name} is {[describe(dim) for dim in dims]} instead of a row for each of tokens")
+    return (ctx.rows(kwargs["q"]), *(ctx.states[base] for base in kwargs["_all_bases"]))
+
+
+def cached_attention(node: fx.Node, ctx: Context) -> Rows:
+    """Row t reads the keys of its own sequence up to its own position, which the same step has written before."""
+    for cache in node.args[1:3]:
+        written = cache.args[0] if cache.target is operator.getitem else None
+        if not isinstance(written, fx.Node) or written.target is not FUNCTIONALIZED:
+            raise Refusal("attention's cache was not written in this step")
+        if written.args[0] is not ours.rope_cache.default or not isinstance(ctx.states[cache], Layout):
+            raise Refusal("attention's cache was not written by rope_cache")
+    k, v = (ctx.states[cache] for cache in node.args[1:3])
+    if (k.part, v.part) != ("k_caches", "v_caches") or k.index != v.index:
+        raise Refusal(f"keys are read from {k.part}[{k.index}], values from {v.part}[{v.index}]")
+    _require_step(dict(zip(list(METADATA)[1:], node.args[3:6], strict=True)), k.group, ctx)
+    _require_per_head(*node.args[10:12], ctx=ctx)
+    q = ctx.rows(node.args[0])
+    _require_heads_of_tokens(q)
+    if len(node.args) > 13 and node.args[13] is not None:
+        _require_heads_of_tokens(ctx.rows(node.args[13]))
+    return Rows((*q.dims[:2], created([sympy_size(node.meta["val"].shape[2])], {}).dims[0]))
+
+
+def dense_attention(node: fx.Node, ctx: Context) -> Rows:
+    """Row t of a sequence reads its rows up to t: by the template's contract, and only if t counts tokens in order."""
+    if ctx.packed:
+        raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
+    _require_per_head(*node.args[7:9], ctx=ctx)
+    q, k, v = (ctx.rows(arg) for arg in node.args[:3])
+    biases = [ctx.rows(arg) for arg in node.args[10:11] if arg is not None]
+    for value in (q, k, v, *biases):
+        if not is_feature(value.dims[1]) or not is_feature(value.dims[3]):
+            raise Refusal("attention's heads or features hold rows")
+        in_order = is_feature(value.dims[2]) or [axis.row for axis in value.dims[2]] == ["tokens"]
+        if not in_order or value.dims[0] != q.dims[0] or value.dims[2] != q.dims[2]:
+            raise Refusal("attention's batch and tokens are out of place")
+    return Rows((q.dims[0], q.dims[1], q.dims[2], v.dims[3]))

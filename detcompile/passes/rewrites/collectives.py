@@ -1,0 +1,88 @@
+"""A model's own all_reduce of a matrix product becomes the declared tree; one rank computes the whole tree.
+
+Rank r of the group is taken to hold the r-th range of K. What is no such sum stays as it is, and the certificate
+refuses it by name: a product with a bias, or one that something else reads too; other values, reductions and dtypes.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.errors import DetcompileError
+from detcompile.orders.numerics import Numerics, matmul_order
+from detcompile.parallel import process_group
+from detcompile.passes.proof.context import place_of
+from detcompile.passes.rewrites.canonicalize import VIEWS, insert
+from detcompile.passes.rewrites.matmuls import transposed_weight
+
+__all__ = ["pin_collectives"]
+
+aten, c10d, ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.detcompile
+
+
+class _Sum(NamedTuple):
+    """wait_tensor(all_reduce(product, "sum", group)), or of a view of the product."""
+
+    product: fx.Node  # mm(x, w_KN)
+    view: fx.Node | None
+    reduced: fx.Node
+    total: fx.Node
+    copy: fx.Node | None  # into the product, where all_reduce was called on it in place
+
+
+def pin_collectives(gm: fx.GraphModule, numerics: Numerics) -> fx.GraphModule:
+    """all_reduce(mm(x, w_KN), "sum")  ->  matmul_all_reduce(x, w_NK, None, None, below, above)
+
+    Of a group of one:  matmul(x, w_NK, None, None, radices).
+
+    Raises:
+        NumericsError: K does not split into equal leaves.
+        InvalidInput: there is no order for products of this dtype.
+    """
+    for reduced in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        found = _sum_of(reduced)
+        if found is not None and process_group(reduced.args[2]).size() in numerics.tp_sizes:
+            _pin(gm.graph, found, numerics)
+    return gm
+
+
+def _sum_of(reduced: fx.Node) -> _Sum | None:
+    value, operation, _ = reduced.args
+    view = value if value.target in VIEWS else None
+    product = value if view is None else value.args[0]
+    waits = [user for user in reduced.users if user.target is c10d.wait_tensor.default]
+    if operation != "sum" or product.target is not aten.mm.default or len(waits) != 1 or len(reduced.users) != 1:
+        return None
+    total = waits[0]
+    others = [user for user in value.users if user is not reduced]
+    copy = others[0] if len(others) == 1 and others[0].target is aten.copy.default else None
+    if copy is not None and (copy.args != (value, total) or len(total.users) != 1):
+        return None
+    if others != [node for node in (copy,) if node is not None] or (view is not None and len(product.users) != 1):
+        return None  # a rank's own share is read
+    return _Sum(product, view, reduced, total, copy)
+
+
+def _pin(graph: fx.Graph, found: _Sum, numerics: Numerics) -> None:
+    x, w_KN = found.product.args
+    w_NK = transposed_weight(graph, w_KN, found.product)
+    group = found.reduced.args[2]
+    size = process_group(group).size()
+    try:
+        matmul_order(size * int(w_KN.meta["val"].shape[0]), x.meta["val"].dtype, numerics.radices)
+    except DetcompileError as error:
+        raise type(error)(f"the product at {place_of(found.product)}, which all_reduce adds up: {error}") from None
+    if size == 1:
+        pinned = insert(graph, ours.matmul.default, (x, w_NK, None, None, list(numerics.radices)), found.product)
+    else:
+        above, below = map(list, numerics.split_radices(size))
+        given = (x, w_NK, None, None, below, above, group, found.product.meta["val"].dtype)
+        pinned = insert(graph, ours.matmul_all_reduce.default, given, found.product)
+    if found.view is not None:
+        pinned = insert(graph, found.view.target, (pinned, *found.view.args[1:]), found.view)
+    (found.copy or found.total).replace_all_uses_with(pinned)
+    for dead in (found.copy, found.total, found.reduced, found.view, found.product):
+        if dead is not None:
+            graph.erase_node(dead)

@@ -1,0 +1,202 @@
+"""The norms and rotations of q and k and the cache write become one operation, which attention then reads behind."""
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.proof.provenance import shape_of
+from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.templates.attention.rope_cache_gpu import MOST_FEATURES
+
+__all__ = ["fuse_rope"]
+
+aten, ours = torch.ops.aten, torch.ops.detcompile
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
+CACHES = {"_k_cache_base_index", "_v_cache_base_index", "_all_bases"}
+DEVICES = ("cuda",)  # on a CPU launches are cheap, and Inductor's loops are faster than our composition
+LATER = ("cu_seqlens", "seq_lens", "block_table", "scale", "sliding_window", "kv_chunk")
+OPTIONAL = (("softcap", 0.0), ("sinks", None), ("alibi_slopes", None), ("attention_chunk", 0), ("relative_bias", None))
+
+
+class Norm(NamedTuple):
+    weight: fx.Node | None
+    eps: float
+    round_before_weight: bool
+
+
+class Rotated(NamedTuple):
+    """x * cos + rotate_half(x) * sin, all [1, H, T, D] or broadcast to it; x is ``norm`` of ``raw``."""
+
+    raw: fx.Node
+    norm: Norm | None
+    cos: fx.Node
+    sin: fx.Node
+
+
+def fuse_rope(gm: fx.GraphModule) -> fx.GraphModule:
+    """paged_attention(rope(norm(q)), rope(norm(k)), v, caches, ...)
+    ->  cached_attention(rope_cache(q, k, v, cos, sin, ..., caches), caches, ...)
+
+    With or without norms, over all or the first features of a head of up to MOST_FEATURES. Any other rotation keeps
+    its operations. The bits are the same either way.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
+        if node.args[0] is ours.paged_attention.default and node.kwargs["q"].meta["val"].device.type in DEVICES:
+            q, k = (_match_heads(node.kwargs[name]) for name in ("q", "k"))
+            if q is not None and k is not None and _belong_together(node, q, k):
+                _fuse(gm.graph, node, q, k)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _belong_together(attention: fx.Node, q: Rotated, k: Rotated) -> bool:
+    kinds = [None if x.norm is None else (x.norm.weight is None, *x.norm[1:]) for x in (q, k)]
+    dtypes = {attention.kwargs["v"].meta["val"].dtype, *(x.meta["val"].dtype for x in (q.raw, k.raw, q.cos, q.sin))}
+    own_caches = {name for name in attention.kwargs if name.startswith("_")} == CACHES
+    fits = shape_of(q.raw)[-1] <= MOST_FEATURES
+    return kinds[0] == kinds[1] and q[2:] == k[2:] and len(dtypes) == 1 and own_caches and fits
+
+
+def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
+    given = attention.kwargs
+    heads = [_tokens_first(graph, attention, x.raw) for x in (q, k)]
+    tables = [insert(graph, aten.squeeze.dims, (table, [0, 1]), attention) for table in (q.cos, q.sin)]
+    weights = [None if x.norm is None else x.norm.weight for x in (q, k)]
+    norm = q.norm or Norm(None, 0.0, False)
+    kwargs = {
+        **dict(zip(("q", "k", "v"), (*heads, given["v"]), strict=True)),
+        **dict(zip(("cos", "sin", "q_weight", "k_weight"), (*tables, *weights), strict=True)),
+        "eps": None if q.norm is None else norm.eps,
+        "round_before_weight": norm.round_before_weight,
+        "slot_mapping": given["slot_mapping"],
+        **{name: given[name] for name in CACHES},
+    }
+    with graph.inserting_before(attention):
+        rope = graph.call_function(FUNCTIONALIZED, (ours.rope_cache.default,), kwargs)
+    rope.meta = {key: value for key, value in attention.meta.items() if key != "eager_input_vals"}
+    rope.meta["val"] = (given["q"].meta["val"], *attention.meta["val"][1:])
+    turned = _part(graph, attention, rope, 0)
+    caches = [_part(graph, attention, rope, 1 + given[f"_{name}_cache_base_index"]) for name in ("k", "v")]
+    later = [given[name] for name in LATER] + [given.get(name, default) for name, default in OPTIONAL]
+    out = insert(graph, ours.cached_attention.default, (turned, *caches, *later), attention)
+    out.meta.pop("eager_input_vals", None)
+    for user in list(attention.users):
+        place = user.args[1]
+        user.replace_all_uses_with(out if place == 0 else _part(graph, attention, rope, place))
+        graph.erase_node(user)
+    graph.erase_node(attention)
+
+
+def _part(graph: fx.Graph, origin: fx.Node, node: fx.Node, index: int) -> fx.Node:
+    """One result of ``node``; one node for each."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    with graph.inserting_before(origin):
+        part = graph.call_function(operator.getitem, (node, index))
+    part.meta = {**node.meta, "val": node.meta["val"][index]}
+    return part
+
+
+def _tokens_first(graph: fx.Graph, origin: fx.Node, x: fx.Node) -> fx.Node:
+    """[1, H, T, D] -> [T, H, D]"""
+    if _is(x, aten.permute.default) and list(x.args[1]) == SWAP:
+        rows = x.args[0]
+    else:
+        rows = insert(graph, aten.permute.default, (x, SWAP), origin)
+    return insert(graph, aten.squeeze.dim, (rows, 0), origin)
+
+
+def _match_heads(rows: fx.Node) -> Rotated | None:
+    """The rotation behind [T, H, D] = squeeze(permute(rotated [1, H, T, D]), 0)."""
+    if not _is(rows, aten.squeeze.dim) or rows.args[1] != 0:
+        return None
+    swapped: Any = rows.args[0]
+    if not _is(swapped, aten.permute.default) or list(swapped.args[1]) != SWAP:
+        return None
+    turned = swapped.args[0]
+    if _is(turned, aten.clone.default):  # of cat([rotated, nothing])
+        turned = turned.args[0]
+    found = _match_rotation(turned)
+    if found is None and _is(turned, aten.cat.default) and len(turned.args[0]) == 2 and _last(turned):
+        found = _match_partial(*turned.args[0])
+    return found and _with_norm(found)
+
+
+def _match_partial(turned: fx.Node, rest: fx.Node) -> Rotated | None:
+    """cat([rope(x[..., :E]), x[..., E:]])"""
+    found = _match_rotation(turned)
+    taken = found and _slice_of(found.raw)
+    if found is None or taken is None:
+        return None
+    whole, start, end = taken
+    return found._replace(raw=whole) if start == 0 and _slice_of(rest) == (whole, end, shape_of(whole)[-1]) else None
+
+
+def _match_rotation(add: fx.Node) -> Rotated | None:
+    """x * cos + cat([-x[..., h:], x[..., :h]]) * sin; ``raw`` is x."""
+    if not _is(add, aten.add.Tensor) or add.kwargs or not all(_is(arg, aten.mul.Tensor) for arg in add.args):
+        return None
+    for straight, crossed in (add.args, add.args[::-1]):
+        for x, cos in (straight.args, straight.args[::-1]):
+            for half, sin in (crossed.args, crossed.args[::-1]):
+                if _is_half_turn(half, x) and all(_is_table(table, x) for table in (cos, sin)):
+                    return Rotated(x, None, cos, sin)
+    return None
+
+
+def _is_half_turn(node: Any, x: Any) -> bool:
+    if not isinstance(x, fx.Node) or not _is(node, aten.cat.default) or len(node.args[0]) != 2 or not _last(node):
+        return False
+    high, low = node.args[0]
+    width = shape_of(x)[-1]
+    if width % 2:
+        return False
+    parts = (_slice_of(high.args[0]), _slice_of(low)) if _is(high, aten.neg.default) else None
+    return parts == ((x, width // 2, width), (x, 0, width // 2))
+
+
+def _is_table(table: Any, x: fx.Node) -> bool:
+    """[1, 1, T, E] for x [1, H, T, E]"""
+    if not isinstance(table, fx.Node) or not isinstance(table.meta.get("val"), torch.Tensor):
+        return False
+    sizes, wanted = shape_of(table), shape_of(x)
+    return len(wanted) == 4 and sizes == (1, 1, *wanted[2:]) and table.meta["val"].dtype == x.meta["val"].dtype
+
+
+def _slice_of(node: Any) -> tuple[fx.Node, int, int] | None:
+    """(x, start, end) of x[..., start:end]"""
+    if not _is(node, aten.slice.Tensor) or node.kwargs or len(node.args) == 5:  # a step
+        return None
+    x, dim, start = (*node.args, 0, None)[:3]
+    rank, first = len(shape_of(x)), start or 0
+    if dim % rank != rank - 1 or not isinstance(first, int):
+        return None
+    return x, first, first + int(shape_of(node)[-1])
+
+
+def _with_norm(found: Rotated) -> Rotated:
+    """``raw`` before its norm, which may stand before or after heads and tokens change places."""
+    x = found.raw
+    if _is(x, ours.rms_norm.default):
+        return found._replace(raw=x.args[0], norm=Norm(*x.args[1:4]))
+    swapped = _is(x, aten.permute.default) and list(x.args[1]) == SWAP
+    if swapped and _is(x.args[0], ours.rms_norm.default):
+        norm = x.args[0]
+        permuted = insert(x.graph, aten.permute.default, (norm.args[0], SWAP), x)
+        return found._replace(raw=permuted, norm=Norm(*norm.args[1:4]))
+    return found
+
+
+def _last(cat: fx.Node) -> bool:
+    dim = cat.args[1] if len(cat.args) > 1 else 0
+    rank = len(shape_of(cat))
+    return dim % rank == rank - 1
+
+
+def _is(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is target

@@ -1,0 +1,1 @@
+"""What a rank of a tensor-parallel group keeps of a model."""

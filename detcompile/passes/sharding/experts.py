@@ -1,0 +1,93 @@
+"""Every rank holds a range of each expert's inner features; the down products of a token's experts meet in the tree.
+
+What the ranks add is the product of one token with one expert, before it is rounded, weighted and added to the token's
+others: whatever the number of ranks, that sum over K is rounded once, as on one rank. Routers are whole on each rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from detcompile.errors import NumericsError, UnsupportedModel
+from detcompile.orders.numerics import Numerics, matmul_order
+from detcompile.parallel import TensorParallel
+from detcompile.passes.modules.experts import ExpertTree, find_experts
+
+__all__ = ["pin_expert_trees", "shard_experts"]
+
+
+def pin_expert_trees(model: PreTrainedModel, numerics: Numerics) -> int:
+    """Give the experts of ``model`` the declared tree, on one rank; says how many modules there were.
+
+    Raises:
+        NumericsError: their inner features make no equal leaves; the message names the module.
+    """
+    found = find_experts(model)
+    for name, module in found:
+        _require_leaves(name, module, numerics)
+        module.tree = ExpertTree(numerics.radices)
+    return len(found)
+
+
+def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParallel) -> None:
+    """Leave this rank its range of the inner features of the experts in ``module``, in place.
+
+    Raises:
+        NumericsError: as `pin_expert_trees`.
+        UnsupportedModel: the gate's features are not laid out as the module says.
+    """
+    features = _require_leaves(name, module, numerics)
+    share = ranks.share(features)
+    into, out_of = _projections(module)
+    own = torch.arange(share.start, share.stop)
+    if module.has_gate:
+        own = (
+            torch.cat([own, features + own])
+            if module.is_concatenated
+            else torch.arange(2 * share.start, 2 * share.stop)
+        )
+        _require_own_gate(name, module, own, share, features)
+    _keep(module, into, own, 2 if module.is_transposed else 1)
+    if module.has_bias:
+        _keep(module, f"{into}_bias", own, 1)
+    _keep(module, out_of, torch.arange(share.start, share.stop), 1 if module.is_transposed else 2)
+    above, below = numerics.split_radices(ranks.size)
+    module.tree = ExpertTree(below, above, ranks.size, ranks.group)
+
+
+def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
+    """The inner features of each expert."""
+    _, out_of = _projections(module)
+    weight: Tensor = getattr(module, out_of)
+    features = weight.shape[1 if module.is_transposed else 2]
+    try:
+        matmul_order(features, weight.dtype, numerics.radices)
+    except NumericsError as error:
+        raise NumericsError(f"{name}.{out_of}: {error}") from error
+    return features
+
+
+def _require_own_gate(name: str, module: Any, own: Tensor, share: slice, features: int) -> None:
+    """Everything else is NaN, and reaches all features but this rank's own."""
+    given = torch.full((1, 2 * features), torch.nan)
+    given[:, own] = 0.5
+    expected = torch.ones(features, dtype=torch.bool)
+    expected[share] = False
+    with torch.no_grad():
+        found, kept = module._apply_gate(given), module._apply_gate(given[:, own])
+    if found.shape != (1, features) or not torch.equal(found[0].isnan(), expected) or kept.shape[1] != len(own) // 2:
+        raise UnsupportedModel(
+            f"{name}: {type(module).__name__} gates features that a rank does not have; compile with tp=1"
+        )
+
+
+def _projections(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def _keep(module: nn.Module, name: str, own: Tensor, dim: int) -> None:
+    weight = getattr(module, name)
+    kept = weight.detach().index_select(dim, own.to(weight.device))
+    setattr(module, name, nn.Parameter(kept, requires_grad=False))

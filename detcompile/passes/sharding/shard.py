@@ -1,0 +1,226 @@
+"""Each rank keeps its share of a model's linears; row-parallel sums take the declared tree, on one rank too."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from detcompile.errors import NumericsError, UnsupportedModel
+from detcompile.orders.numerics import Numerics, matmul_order
+from detcompile.parallel import TensorParallel
+from detcompile.passes.modules.attention import AttentionCall
+from detcompile.passes.modules.experts import find_experts
+from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.passes.sharding.experts import pin_expert_trees, shard_experts
+from detcompile.passes.sharding.heads import HeadShare, features_of, head_share
+from detcompile.passes.sharding.modules import (
+    GatheredLinear,
+    NormAcrossHeads,
+    RowParallelLinear,
+    RowShardLinear,
+    ShardedEmbedding,
+    keep_features,
+)
+from detcompile.passes.sharding.plans import ROW_STYLES, style_of, tensor_parallel_plan
+
+__all__ = ["moves_after_sharding", "pin_row_parallel", "row_parallel_patterns", "shard"]
+
+OWN_SLOPES = {"bloom", "mpt"}  # ALiBi slopes that passes.adapters.forwards computes
+KNOWN_ROPES = {"default", "linear", "llama3", "yarn"}  # whose tables transformers makes when it loads the model
+PER_HEAD = ("sinks", "alibi_slopes")
+NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
+HALVES = ("gate_up_proj", "Wi")  # two projections in one weight
+# Where attention modules keep their number of query heads, key heads, and query heads for each key head.
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+NUM_GROUPS = ("num_key_value_groups",)
+WIDTHS = ("split_size", "embed_dim", "all_head_size")  # features of all query heads together
+
+
+def row_parallel_patterns(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of row-parallel modules, with * for the layer; empty where the model has no tensor-parallel plan."""
+    return tuple(pattern for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES)
+
+
+def pin_row_parallel(model: PreTrainedModel, numerics: Numerics) -> int:
+    """Give the row-parallel linears of ``model`` and its experts the tree, in place; says how many there were.
+
+    Raises:
+        NumericsError: K of a linear has no equal leaves; the message names the module and the sets that fit.
+    """
+    found = _row_parallel(model, numerics)
+    for name, module in found:
+        if isinstance(module, QuantizedLinear):
+            module.radices = list(numerics.radices)
+        else:
+            _replace(model, name, RowParallelLinear(module, numerics.radices))
+    return len(found) + (pin_expert_trees(model, numerics) if tensor_parallel_plan(model) else 0)
+
+
+def shard(
+    model: PreTrainedModel,
+    attention: Sequence[AttentionCall],
+    numerics: Numerics,
+    ranks: TensorParallel,
+    replicate_attention: bool = False,
+) -> None:
+    """Leave this rank its share of ``model``, in place and on the rank's device.
+
+    What is cut is moved on the way, part after part, so that a device never holds more of the model than its share and
+    one layer's attention.
+
+    Args:
+        attention: the calls of the whole model.
+        replicate_attention: every rank attends with all heads where they do not divide, instead of a refusal.
+
+    Raises:
+        UnsupportedModel: there is no plan for the architecture, or it holds what is not known.
+        NumericsError: heads or features do not divide; the message names the module.
+    """
+    plan = tensor_parallel_plan(model)
+    if not plan:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no tensor-parallel plan, in transformers or here: compile with tp=1"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    shares = {}
+    for call in attention:
+        if call.module not in names:
+            raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
+        share = head_share(call, ranks, names[call.module], replicate_attention)
+        shares[names[call.module]] = share
+        if share is not None:
+            _shard_heads(call.module, share, names[call.module], model.config.get_text_config().model_type, ranks)
+            call.module.to(ranks.device)
+    for name, linear in _row_parallel(model, numerics):
+        _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
+    mixtures = find_experts(model)
+    for name, module in mixtures:
+        shard_experts(name, module, numerics, ranks)
+        module.to(ranks.device)
+    for name, module in list(model.named_modules()):
+        style = "" if name.rpartition(".")[0] in shares else style_of(name, plan)
+        if style == "column":
+            if getattr(model.get_submodule(name.rpartition(".")[0]), "activation_sparsity", 0):
+                raise UnsupportedModel(
+                    f"{name}: which of its features are kept depends on all of them; compile with tp=1"
+                )
+            _keep_columns(name, module, ranks)
+            module.to(ranks.device)
+        elif style == "experts" and (name, module) not in mixtures:
+            raise UnsupportedModel(
+                f"{name}: the experts of a {type(module).__name__} over several ranks; compile with tp=1"
+            )
+    _shard_vocabulary(model, ranks)
+    model.to(ranks.device)
+
+
+def moves_after_sharding(model: PreTrainedModel) -> bool:
+    """Whether ``shard`` may get the model on another device than it shall serve on.
+
+    Not where compile() computes constants before that: one device's powers are not another's.
+    """
+    config = model.config.get_text_config()
+    kinds = [getattr(module, "rope_type", "default") for module in model.modules()]
+    ropes = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
+    return config.model_type not in OWN_SLOPES and ropes <= KNOWN_ROPES
+
+
+def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
+    """The row-parallel linears, each of which has equal leaves."""
+    plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D, QuantizedLinear)) and style_of(name, plan) == "row":
+            k = module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
+            try:
+                matmul_order(k, model.dtype, numerics.radices)
+            except NumericsError as error:
+                raise NumericsError(f"{name}: {error}") from error
+            found.append((name, module))
+    return found
+
+
+def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, ranks: TensorParallel) -> None:
+    """Leave an attention module this rank's heads: projections, norms, what each head has one of, and the counts."""
+    norms = {NORMS[leaf]: leaf for leaf, norm in attention.named_children() if leaf in NORMS and share.spans(norm)}
+    for leaf, linear in list(attention.named_children()):
+        if isinstance(linear, (nn.Linear, Conv1D)):
+            features = features_of(leaf, linear, share, model_type, name)
+            if features is None:
+                continue
+            if leaf in norms:
+                norm = getattr(attention, norms[leaf])
+                setattr(attention, norms[leaf], NormAcrossHeads(norm, features, ranks))
+            # Heads that several ranks hold do not lie side by side after a gather: such a projection stays whole.
+            if leaf not in norms or share.is_partition(leaf):
+                keep_features(linear, features)
+        elif leaf in NORMS:
+            _keep_norms(linear, share.heads(NORMS[leaf]))
+    for leaf in PER_HEAD:
+        values = getattr(attention, leaf, None)
+        if values is not None:
+            own = values[share.heads("q_proj")].detach().clone()
+            setattr(attention, leaf, nn.Parameter(own, requires_grad=False) if leaf in attention._parameters else own)
+    _count_heads(attention, share)
+
+
+def _keep_norms(norm: Any, heads: list[int]) -> None:
+    """Of weights for each head, rows of one tensor or modules of their own (stablelm), those of ``heads``."""
+    weight = getattr(norm, "weight", None)  # nanochat's has none
+    if isinstance(getattr(norm, "norms", None), nn.ModuleList):
+        norm.norms = nn.ModuleList(norm.norms[head] for head in heads)
+    elif weight is not None and weight.dim() == 2:
+        norm.weight = nn.Parameter(weight[heads].clone(), requires_grad=False)
+
+
+def _count_heads(attention: Any, share: HeadShare) -> None:
+    counts = [(NUM_HEADS, len(share.q)), (NUM_KV_HEADS, len(share.kv)), (NUM_GROUPS, len(share.q) // len(share.kv))]
+    for spellings, count in counts:
+        for attribute in spellings:
+            if hasattr(attention, attribute):
+                setattr(attention, attribute, count)
+    for attribute in WIDTHS:
+        if hasattr(attention, attribute):
+            setattr(attention, attribute, len(share.q) * share.head_dim)
+    if hasattr(attention, "config"):
+        attention.config = copy.copy(attention.config)
+        attention.config.num_attention_heads = len(share.q)
+        if hasattr(attention.config, "num_key_value_heads"):
+            attention.config.num_key_value_heads = len(share.kv)
+
+
+def _keep_columns(name: str, linear: nn.Module, ranks: TensorParallel) -> None:
+    if not isinstance(linear, (nn.Linear, Conv1D)):
+        raise UnsupportedModel(f"{name}: a {type(linear).__name__} cannot be cut into columns; compile with tp=1")
+    width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
+    parts = 2 if name.rpartition(".")[2] in HALVES else 1
+    if width % (parts * ranks.size):
+        what = f"two projections of {width // 2}" if parts == 2 else str(width)
+        raise NumericsError(f"{name}: {what} features over tp={ranks.size} ranks; choose a tp that divides them")
+    keep_features(linear, torch.arange(width).view(parts, -1)[:, ranks.share(width // parts)].flatten())
+
+
+def _shard_vocabulary(model: PreTrainedModel, ranks: TensorParallel) -> None:
+    """Rows of the embedding and of the head. An embedding whose forward is its own stays whole: its bits do too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    tied = head is not None and head.weight is embedding.weight
+    known = type(embedding) is nn.Embedding or type(embedding).__name__.endswith("TextScaledWordEmbedding")
+    rows = ShardedEmbedding(embedding, ranks) if known and embedding.max_norm is None else None
+    if rows is not None:
+        _replace(model, names[embedding], rows)
+    if isinstance(head, nn.Linear):
+        gathered = GatheredLinear(head, ranks)
+        if rows is not None and tied:
+            gathered.weight = rows.weight
+        _replace(model, names[head], gathered)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

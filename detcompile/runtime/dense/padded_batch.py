@@ -1,0 +1,195 @@
+"""From padded batches to rows and back.
+
+Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.plain_values import token_list, whole_number
+from detcompile.templates.cpu.fp_mode import float_mode
+
+__all__ = ["UnpaddedBatch", "check_batch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
+
+IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
+
+
+class UnpaddedBatch(NamedTuple):
+    """A padded batch without its padding, on the host: the tokens of one row behind those of the row before."""
+
+    token_ids: NDArray[np.int64]  # [T]
+    position_ids: NDArray[np.int64]  # [T]
+    lengths: NDArray[np.int64]  # [B], from 1 up
+    mask: NDArray[np.bool_]  # [B, C]: where the tokens stood
+
+    def rows(self) -> list[list[int]]:
+        """The token ids, a list a row."""
+        return [tokens.tolist() for tokens in np.split(self.token_ids, self.lengths.cumsum()[:-1])]
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> UnpaddedBatch:
+    """Token ids and positions of each row, without padding on the left, on the right, or on both sides.
+
+    Args:
+        input_ids: [B, C] integers.
+        attention_mask: [B, C] of zeros and ones; None is all ones.
+        position_ids: [B, C] or [1, C]; by default a token's position is the number of its row's tokens before it.
+
+    Raises:
+        InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
+    """
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+        raise InvalidInput(
+            f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
+        )
+    mask = _checked_mask(attention_mask, input_ids)
+    if position_ids is None:
+        positions = mask.cumsum(axis=1) - 1
+    else:
+        positions = _checked_positions(position_ids, mask)
+    token_ids = input_ids.cpu().numpy().astype(np.int64, copy=False)
+    return UnpaddedBatch(token_ids[mask], positions[mask], mask.sum(axis=1), mask)
+
+
+def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new_tokens: int = 0) -> None:
+    """Fail unless a model can read every row, and go on by ``max_new_tokens``.
+
+    Raises:
+        InvalidInput: a token, a length or a position out of range.
+    """
+    if batch.lengths.max() + max_new_tokens > max_context:
+        row = int(batch.lengths.argmax())
+        raise InvalidInput(
+            f"row {row} needs {batch.lengths[row] + max_new_tokens} tokens, the model was compiled for {max_context}:"
+            " shorten it, or compile with a larger max_context"
+        )
+    if batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size:
+        wrong = int(((batch.token_ids < 0) | (batch.token_ids >= vocab_size)).argmax())
+        row = int(batch.lengths.cumsum().searchsorted(wrong, side="right"))
+        raise InvalidInput(f"row {row} holds token {batch.token_ids[wrong]}; ids are 0 to {vocab_size - 1}")
+    if batch.position_ids.max() >= max_context:
+        raise InvalidInput(
+            f"position {batch.position_ids.max()}: the model was compiled for positions 0 to {max_context - 1}"
+        )
+
+
+def keep_columns(mask: NDArray[np.bool_], logits_to_keep: int | Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Hugging Face's ``logits_to_keep`` of a padded batch, said of the packed tokens.
+
+    Args:
+        mask: [B, C], from ``unpad``.
+        logits_to_keep: the last so many columns; 0 keeps all; or a tensor [K] of column indices.
+
+    Returns:
+        Packed token indices [R] whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
+    """
+    if not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0:
+        return np.arange(np.count_nonzero(mask)), mask
+    if isinstance(logits_to_keep, Tensor):
+        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()].numpy()
+    else:
+        columns = np.arange(mask.shape[1])[-logits_to_keep:]
+    packed_index = (mask.cumsum() - 1).reshape(mask.shape)
+    kept = mask[:, columns]
+    return packed_index[:, columns][kept], kept
+
+
+def repad(logits: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    """[R, V] -> [B, C, V]: rows in order to the R true places of ``mask`` [B, C], zeros elsewhere."""
+    count = np.count_nonzero(mask)
+    if count != logits.shape[0]:
+        raise InvalidInput(f"{logits.shape[0]} rows of logits for {count} tokens: give one a token")
+    if count == mask.size:
+        return logits.view(*mask.shape, logits.shape[-1])
+    padded = logits.new_zeros(*mask.shape, logits.shape[-1])
+    padded[torch.from_numpy(mask).to(logits.device)] = logits
+    return padded
+
+
+def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    """Mean cross entropy, fp32, of labels one column to the right; a sum over tokens, so it depends on the batch.
+
+    A label counts where both it and the column that predicts it are tokens, so that padding moves nothing: labels at
+    padding are as IGNORED_LABEL, and a row's first token is predicted by nobody, wherever the row begins.
+
+    Args:
+        logits: [B, C, V]. labels: [B, C], IGNORED_LABEL where none. mask: [B, C], where there are tokens.
+
+    Raises:
+        InvalidInput: no label, or one out of the vocabulary.
+    """
+    wanted = labels[:, 1:].to(logits.device)
+    counted = (wanted != IGNORED_LABEL) & torch.from_numpy(mask[:, 1:] & mask[:, :-1]).to(logits.device)
+    if not counted.any():
+        raise InvalidInput("no token has a label: every label is -100, at padding, or of a row's first token")
+    bad = wanted[counted & ((wanted < 0) | (wanted >= logits.shape[-1]))]
+    if len(bad):
+        raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none")
+    with float_mode(logits.device):
+        logprobs = torch.ops.detcompile.log_softmax(logits[:, :-1][counted], torch.float32, [])
+        chosen = logprobs.gather(1, wanted[counted].unsqueeze(1)).squeeze(1)
+        return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
+
+
+def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
+    """A seed for each row of a batch, None where it shall be drawn.
+
+    Raises:
+        InvalidInput: not as many different seeds as rows.
+    """
+    if seed is None:
+        return [None] * rows
+    many = isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0
+    seeds = token_list(seed, "seed") if many else [whole_number(seed, "seed")]
+    if len(set(seeds)) != rows or len(seeds) != rows:
+        raise InvalidInput(
+            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
+        )
+    return [*seeds]
+
+
+def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[np.bool_]:
+    """[B, C], each row one run of tokens."""
+    if attention_mask is None:
+        return np.ones(input_ids.shape, np.bool_)
+    if attention_mask.shape != input_ids.shape:
+        raise InvalidInput(
+            f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
+            " masks of another kind are the model's business, not the caller's"
+        )
+    is_token = attention_mask == 1
+    if not (is_token | (attention_mask == 0)).all():
+        raise InvalidInput("attention_mask must hold zeros (padding) and ones (tokens) only")
+    mask: NDArray[np.bool_] = is_token.cpu().numpy()
+    lengths = mask.sum(axis=1)
+    if not lengths.all():
+        raise InvalidInput(
+            f"row {int(lengths.argmin())} of attention_mask is all padding: a row needs at least one token"
+        )
+    runs = mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(axis=1)
+    if runs.max() > 1:
+        raise InvalidInput(
+            f"row {int(runs.argmax())} of attention_mask has padding between two tokens: remove those tokens from"
+            " input_ids and pad on the left or on the right"
+        )
+    return mask
+
+
+def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[B, C]."""
+    batch_size, length = mask.shape
+    if position_ids.is_floating_point() or position_ids.shape not in {(batch_size, length), (1, length)}:
+        raise InvalidInput(
+            f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
+            f" got {position_ids.dtype} {list(position_ids.shape)}"
+        )
+    positions: NDArray[np.int64] = position_ids.cpu().long().expand(batch_size, length).numpy()
+    if (positions[mask] < 0).any():
+        raise InvalidInput("position_ids of tokens must not be negative")
+    return positions

@@ -1,0 +1,40 @@
+"""The one step of a dense call: every token of a padded batch, over a KV cache made for it.
+
+Legend: as in runtime/step/builder.py.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detcompile.runtime.dense.padded_batch import UnpaddedBatch
+from detcompile.runtime.kv.block_pool import BLOCK_SIZE, NULL_BLOCK
+from detcompile.runtime.step.builder import NOT_PENDING, StepArrays, token_places
+
+__all__ = ["dense_step"]
+
+
+def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np.int64]) -> tuple[StepArrays, int]:
+    """What ``build_step`` gives for new sequences, and the blocks of BLOCK_SIZE tokens that the cache needs.
+
+    Args:
+        logits_to_keep: [R] indices of packed tokens.
+    """
+    counts = -(-batch.lengths // BLOCK_SIZE)
+    ends = counts.cumsum()
+    columns = np.arange(counts.max())
+    own = (ends - counts)[:, None] + columns + (NULL_BLOCK + 1)
+    groups = np.arange(num_groups)[:, None, None] * ends[-1]  # each group's blocks behind those of the one before
+    tables = np.where(columns < counts[:, None], own + groups, NULL_BLOCK).astype(np.int32)
+    cu_seqlens, _, slots = token_places(np.zeros_like(batch.lengths), batch.lengths, tables, BLOCK_SIZE)
+    arrays = StepArrays(
+        input_ids=batch.token_ids,
+        position_ids=batch.position_ids,
+        pending=np.full(len(batch.token_ids), NOT_PENDING, np.int64),
+        logits_to_keep=logits_to_keep,
+        slot_mappings=slots[:, None],
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        seq_lens=batch.lengths.astype(np.int32),
+        block_tables=tables,
+        state_slots=np.arange(len(batch.lengths), dtype=np.int32),
+    )
+    return arrays, int(num_groups * ends[-1]) + 1

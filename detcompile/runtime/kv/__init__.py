@@ -1,0 +1,1 @@
+"""The KV cache: blocks, prefixes and windows, and the tensors."""

@@ -1,0 +1,129 @@
+"""The tensors that hold keys and values, one block id space for all layers."""
+
+import functools
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.kv.block_pool import check_block_size
+from detcompile.step import KVGroup, StateShape
+from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
+
+__all__ = ["KVCache", "KVShape"]
+
+Kind = tuple[int, int]  # heads, head_dim
+Place = tuple[Kind, int]  # which of the tensors of a kind
+
+
+class KVShape(NamedTuple):
+    """One layer's share of a cache slot."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+class KVCache:
+    """Keys and values of every layer: ``k_caches[layer]`` is [num_blocks, block_size, kv_heads, head_dim].
+
+    Layer i of every KV group is the same tensor: a block belongs to one group at a time, so that no two layers ever
+    use one place of it.
+
+    Args:
+        shapes: one a layer.
+        groups: of layers that share a block table (``step.kv_groups``).
+        num_blocks: with the reserved block 0. block_size: tokens a block, a multiple of 16.
+        states: what the model's layers carry from token to token; ``states[i]`` is [num_state_slots, *shape].
+
+    Raises:
+        InvalidInput: a size that cannot be.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        groups: Sequence[KVGroup],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_blocks: int,
+        block_size: int,
+        states: Sequence[StateShape] = (),
+        num_state_slots: int = 0,
+    ) -> None:
+        check_block_size(block_size)
+        if num_blocks <= 0:
+            raise InvalidInput(f"a cache of {num_blocks} blocks can hold nothing: num_blocks must be positive")
+        self.groups = tuple(groups)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+
+        # What a slot holds before it is written does not matter: attention selects by position, NaN or not.
+        counts, k_places, v_places = _places(tuple(shapes), self.groups)
+        self._storages = {
+            (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
+            for (heads, dim), count in counts.items()
+        }
+        layers = {key: storage.unbind() for key, storage in self._storages.items()}
+        self.k_caches = tuple(layers[key][index] for key, index in k_places)
+        self.v_caches = tuple(layers[key][index] for key, index in v_places)
+        self.states = tuple(
+            torch.empty(num_state_slots, *state.shape, dtype=_dtype(state, dtype), device=self.device)
+            for state in states
+        )
+
+    def copy_blocks(self, block_copies: Tensor) -> None:
+        """Copy the first tokens of blocks over those of others, in every layer.
+
+        Args:
+            block_copies: [3, N] int64 where the cache is: blocks, those written to, none of which is another's source,
+                and the number of tokens; entries of 0 tokens are padding.
+        """
+        copy = copy_blocks_cuda if self.device.type == "cuda" else _copy_blocks
+        for storage in self._storages.values():
+            copy(storage, block_copies)
+
+    @staticmethod
+    def bytes_per_block(
+        shapes: Sequence[KVShape], groups: Sequence[KVGroup], dtype: torch.dtype, block_size: int
+    ) -> int:
+        """Memory that one block takes in all tensors together."""
+        widest = max(groups, key=lambda group: len(group.layers)).layers
+        elements = sum(shapes[i].kv_heads * (shapes[i].head_dim + shapes[i].v_head_dim) for i in widest)
+        return elements * block_size * dtype.itemsize
+
+    @staticmethod
+    def bytes_per_state(states: Sequence[StateShape], dtype: torch.dtype) -> int:
+        """Memory that the states of one sequence take."""
+        return sum(math.prod(state.shape) * _dtype(state, dtype).itemsize for state in states)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(shapes: tuple[KVShape, ...], groups: tuple[KVGroup, ...]) -> tuple[Counter[Kind], list[Place], list[Place]]:
+    """How many tensors of each kind there are, and which of them holds each layer's keys, and its values."""
+    place = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+    widest = max(groups, key=lambda group: len(group.layers)).layers
+    shape = [shapes[layer] for layer in widest]
+    kinds = [(s.kv_heads, s.head_dim) for s in shape] + [(s.kv_heads, s.v_head_dim) for s in shape]
+    numbers: dict[Kind, Iterator[int]] = defaultdict(itertools.count)
+    places = [(kind, next(numbers[kind])) for kind in kinds]
+    of_layer = [place[layer] for layer in range(len(shapes))]
+    return Counter(kinds), [places[i] for i in of_layer], [places[len(widest) + i] for i in of_layer]
+
+
+def _copy_blocks(storage: Tensor, block_copies: Tensor) -> None:
+    """``copy_blocks_cuda``, on a CPU."""
+    for source, target, num_tokens in block_copies.T.tolist():
+        if num_tokens:
+            storage[:, target, :num_tokens] = storage[:, source, :num_tokens]
+
+
+def _dtype(state: StateShape, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if state.float32 else dtype

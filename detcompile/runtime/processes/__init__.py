@@ -1,0 +1,1 @@
+"""Ranks in processes of their own, and what travels to them."""

@@ -1,0 +1,364 @@
+"""WorkerGroup: n processes, one a rank, that obey the same commands in the same order, and whose end is never missed.
+
+It knows nothing of models: a target is built in every process, and a command calls one of its methods there.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from detcompile.errors import DetcompileError, WorkerError
+from detcompile.runtime.processes import process as worker_process
+from detcompile.runtime.processes.process import DONE, NOTE, Channel, encode
+
+__all__ = ["WorkerGroup"]
+
+POLL_SECONDS = 0.2  # between looks at the processes and the clock, while nothing arrives
+SETTLE_SECONDS = 0.5  # a rank that raises may only feel that another one died
+REFUSAL_SECONDS = 30.0  # for the other ranks to answer a command that one rank has refused
+STOPPED_SECONDS = 0.6  # that a process may be stopped, as by a tool that looks into it
+ENDING_SECONDS = 1.0  # between asking a process to end and killing it
+
+
+class _Fault(NamedTuple):
+    """What happened to a rank. The least is told: a death explains the errors of others, an error their silence."""
+
+    severity: int  # 0: died, 1: raised, 2: late
+    rank: int
+    text: str
+
+
+class _Pending:
+    """A command that is not answered by all ranks yet."""
+
+    def __init__(self, name: str, num_ranks: int, seconds: float) -> None:
+        self.name = name
+        self.seconds = seconds
+        self.since = time.monotonic()
+        self.missing = set(range(num_ranks))
+        self.values: list[Any] = [None] * num_ranks
+        self.refusals: dict[int, DetcompileError] = {}
+
+
+class WorkerGroup:
+    """Processes that live as long as this object, or until one of them fails.
+
+    Every command goes to all ranks. Several may be under way; each rank serves them in order. A DetcompileError that a
+    command raises is raised here too, and the group goes on; any other exception, a process that ends or is stopped,
+    and a command that takes too long end all processes. Any thread may call.
+
+    Args:
+        target: "module:function"; every process calls it as function(rank, *args, note), where note(text) tells the
+            caller how it gets on, and keeps the result, whose methods are the commands.
+        step_seconds: that a command may take once its turn has come, where nothing else is said.
+        start_seconds: that building the target may take.
+        files: descriptors that the processes inherit, under the same numbers.
+
+    Raises:
+        WorkerError: from every call after a failure, with the rank and its traceback; no process is left then.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        target: str,
+        args: Sequence[Any] = (),
+        *,
+        step_seconds: float = 300.0,
+        start_seconds: float = 3600.0,
+        files: Sequence[int] = (),
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.step_seconds = step_seconds
+        self.on_note: Callable[[int, str], None] = lambda rank, text: None
+        self._lock = threading.RLock()
+        self._tickets = count()
+        self._pending: dict[int, _Pending] = {}
+        self._answered: dict[int, _Pending] = {}
+        self._last_answer = [time.monotonic()] * num_ranks
+        self._stopped_since: dict[int, float] = {}
+        self._failure: WorkerError | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._ended = weakref.finalize(self, _end, self._processes, self._channels, os.getpid(), ENDING_SECONDS)
+        self._poller = select.poll()
+        self._rank_of: dict[int, int] = {}
+        with self._ending_on_interrupt():
+            for rank in range(num_ranks):
+                self._spawn(rank, files)
+            self.started = next(self._tickets)
+            self._pending[self.started] = _Pending("start", num_ranks, start_seconds)
+            for rank in range(num_ranks):
+                self._send([rank], encode((self.started, target, (rank, *args))))
+
+    def post(self, name: str, *args: Any) -> None:
+        """Call a method in every process; nobody waits for it. If it fails, a later call here says so."""
+        self._command(None, name, args)
+
+    def submit(self, name: str, *args: Any, seconds: float | None = None) -> int:
+        """Call a method in every process; returns a ticket for ``result``, which must be asked for.
+
+        Args:
+            seconds: that it may take; default: step_seconds.
+        """
+        ticket = next(self._tickets)
+        self._command(ticket, name, args, self.step_seconds if seconds is None else seconds)
+        return ticket
+
+    def result(self, ticket: int) -> list[Any]:
+        """Wait for a command; what it returned, one entry a rank.
+
+        Raises:
+            DetcompileError: that the command raised, of the lowest rank that did.
+        """
+        with self._lock, self._ending_on_interrupt():
+            self._check()
+            assert ticket in self._pending or ticket in self._answered, "a ticket is asked for once"
+            self._wait(lambda: ticket in self._answered)
+            answer = self._answered.pop(ticket)
+        if answer.refusals:
+            raise answer.refusals[min(answer.refusals)]
+        return answer.values
+
+    def call(self, name: str, *args: Any, seconds: float | None = None) -> list[Any]:
+        """``submit`` and ``result``."""
+        return self.result(self.submit(name, *args, seconds=seconds))
+
+    def close(self) -> None:
+        """End the processes, whatever they do; again does nothing."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = WorkerError("the workers were closed: compile the model again to use it")
+            self._ended()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """One a rank."""
+        return [process.pid for process in self._processes]
+
+    def _spawn(self, rank: int, files: Sequence[int]) -> None:
+        ours, theirs = socket.socketpair()
+        given = {
+            "path": [entry for entry in sys.path if isinstance(entry, str)],
+            "socket": theirs.fileno(),
+            # Linux sends the signal when the thread that started the process ends.
+            "die_with_thread": threading.current_thread() is threading.main_thread(),
+        }
+        channel = Channel(ours)
+        self._channels.append(channel)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(worker_process.__file__)), json.dumps(given)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to the caller's results
+                pass_fds=(theirs.fileno(), *files),
+                process_group=0,  # the terminal's Ctrl-C is the parent's alone
+            )
+        self._processes.append(process)
+        self._rank_of[channel.fileno()] = rank
+        self._poller.register(channel.fileno(), select.POLLIN)
+
+    def _command(self, ticket: int | None, name: str, args: tuple[Any, ...], seconds: float = 0.0) -> None:
+        frame = encode((ticket, name, args))
+        with self._lock, self._ending_on_interrupt():
+            self._check()
+            if ticket is not None:
+                self._pending[ticket] = _Pending(name, self.num_ranks, seconds)
+            self._send(range(self.num_ranks), frame)
+
+    def _send(self, ranks: Sequence[int], frame: list[memoryview]) -> None:
+        """Answers are read meanwhile, so that no two processes wait for each other to read."""
+        unsent = {rank for rank in ranks if not self._push(rank, frame)}
+        self._ask_for_room(unsent, select.POLLIN | select.POLLOUT)
+
+        def sent() -> bool:
+            done = {rank for rank in unsent if self._push(rank, [])}
+            self._ask_for_room(done, select.POLLIN)
+            unsent.difference_update(done)
+            return not unsent
+
+        if unsent:
+            self._wait(sent, unsent)
+
+    def _ask_for_room(self, ranks: Collection[int], events: int) -> None:
+        for rank in ranks:
+            self._poller.modify(self._channels[rank].fileno(), events)
+
+    def _push(self, rank: int, frame: list[memoryview]) -> bool:
+        try:
+            return self._channels[rank].push(frame)
+        except OSError:
+            self._read(rank)  # its last words
+            self._fail(_Fault(0, rank, self._death_of(rank)))
+
+    def _wait(self, finished: Callable[[], bool], unsent: Collection[int] = ()) -> None:
+        """Serve the channels until ``finished``; ``unsent`` are ranks that have not read all of a command yet."""
+        since = looked = time.monotonic()
+        self._stopped_since.clear()  # nobody has looked meanwhile
+        while not finished():
+            for fileno, event in self._poller.poll(POLL_SECONDS * 1000):
+                if event != select.POLLOUT:
+                    self._read(self._rank_of[fileno])
+            now = time.monotonic()
+            if now - looked > POLL_SECONDS:
+                looked = now
+                self._check_processes()
+                self._check_deadlines()
+                if unsent and not self._pending and now - since > self.step_seconds:
+                    self._fail(_Fault(2, min(unsent), f"it has read no command for {self.step_seconds:g} s"))
+
+    def _read(self, rank: int) -> None:
+        try:
+            messages = self._channels[rank].pull()
+        except EOFError:
+            self._fail(_Fault(0, rank, self._death_of(rank)))
+        for message in messages:
+            self._take(rank, *message)
+
+    def _take(self, rank: int, ticket: int | None, kind: str, value: Any) -> None:
+        if kind == NOTE:
+            self.on_note(rank, value)
+            return
+        self._last_answer[rank] = time.monotonic()
+        if kind == DONE:
+            assert ticket is not None
+            self._pending[ticket].values[rank] = value
+        else:
+            error, trace = value
+            if ticket is None or not isinstance(error, DetcompileError):
+                self._fail(_Fault(1, rank, f"it raised\n{trace.rstrip()}"))
+            pending = self._pending[ticket]
+            error.add_note(f"In the worker of rank {rank}:\n{trace.rstrip()}")
+            pending.refusals[rank] = error
+            pending.seconds = min(pending.seconds, time.monotonic() - pending.since + REFUSAL_SECONDS)
+        pending = self._pending[ticket]
+        pending.missing.discard(rank)
+        if not pending.missing:
+            self._answered[ticket] = self._pending.pop(ticket)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def _check_processes(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if _ending_of(process) is not None:
+                self._read(rank)  # it may have said why
+                self._fail(_Fault(0, rank, self._death_of(rank)))
+            if not _is_stopped(process.pid):
+                self._stopped_since.pop(rank, None)
+            elif time.monotonic() - self._stopped_since.setdefault(rank, time.monotonic()) >= STOPPED_SECONDS:
+                self._fail(_Fault(0, rank, "its process is stopped (SIGSTOP) and would never answer"))
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for rank, answered in enumerate(self._last_answer):
+            pending = next((pending for pending in self._pending.values() if rank in pending.missing), None)
+            if pending is not None and now - max(pending.since, answered) > pending.seconds:
+                silent = sorted(pending.missing)
+                others = f", like ranks {silent[1:]}," if len(silent) > 1 else ""
+                refused = "".join(f"; rank {other} refused it: {error}" for other, error in pending.refusals.items())
+                self._fail(
+                    _Fault(2, rank, f"it{others} has not answered {pending.name!r} for {pending.seconds:g} s{refused}")
+                )
+
+    def _death_of(self, rank: int) -> str:
+        process = self._processes[rank]
+        deadline = time.monotonic() + ENDING_SECONDS
+        while (ended := _ending_of(process)) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if ended is None:
+            return "it closed its connection"
+        if ended.si_code == os.CLD_EXITED:
+            return f"its process ended with exit code {ended.si_status}"
+        advice = ": was the machine out of memory?" if ended.si_status == signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(ended.si_status).name}{advice}"
+
+    def _fail(self, fault: _Fault) -> NoReturn:
+        """End the group and raise what explains it best."""
+        if self._failure is None:
+            self._failure = WorkerError("the workers failed")  # for whoever comes while others are looked at
+            faults = [fault, *(self._settle() if fault.severity == 1 else [])]
+            worst = min(faults)
+            self._failure = WorkerError(
+                f"worker of rank {worst.rank} of {self.num_ranks} failed: {worst.text}\n"
+                "All workers were ended: compile the model again",
+                worst.rank,
+            )
+            self._ended()
+        raise self._failure
+
+    def _settle(self) -> list[_Fault]:
+        """Ranks that die within a moment."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            dead = [rank for rank, process in enumerate(self._processes) if _ending_of(process) is not None]
+            if dead:
+                return [_Fault(0, rank, self._death_of(rank)) for rank in dead]
+            time.sleep(0.01)
+        return []
+
+    @contextlib.contextmanager
+    def _ending_on_interrupt(self) -> Iterator[None]:
+        """An interrupt may have cut a message in two, so nothing more can be said to the workers."""
+        try:
+            yield
+        except WorkerError:
+            raise
+        except BaseException as error:
+            if self._failure is None:
+                cause = type(error).__name__
+                self._failure = WorkerError(f"the workers were ended by {cause}: compile the model again")
+            self._ended()
+            raise
+
+
+def _ending_of(process: "subprocess.Popen[bytes]") -> Any | None:
+    """How a process ended, if it has. It is not waited for, so that its id, and its group's, stay taken."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _end(processes: "list[subprocess.Popen[bytes]]", channels: list[Channel], owner: int, seconds: float) -> None:
+    """Let the processes end, kill those that do not, with all that they have started."""
+    if os.getpid() != owner:  # a fork has inherited this; the processes are not its own
+        return
+    for channel in channels:
+        channel.close()  # they end when they see it
+    for process in processes:
+        if _is_stopped(process.pid):  # it sees nothing
+            _kill(process)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and None in map(_ending_of, processes):
+        time.sleep(0.002)
+    for process in processes:
+        _kill(process)
+        process.wait()
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, which then says nothing and does nothing until another one continues it.
+
+    Asked of Linux, not of the process: one that compiles, or that two cores have no time for, is silent too.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] == ["T"]

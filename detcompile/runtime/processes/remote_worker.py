@@ -1,0 +1,194 @@
+"""RemoteWorker: a Worker whose steps run in the processes of a WorkerGroup, and what goes over the wire.
+
+A sequence's parameters and tokens go over once, with its first row; later rows name it by a number.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.sampling.sampler import SampleRow
+from detcompile.runtime.step.builder import StepArrays
+from detcompile.runtime.step.worker import StepResult, StepWork
+
+__all__ = [
+    "PackedTensor",
+    "PackedWork",
+    "RemoteRunner",
+    "RemoteWorker",
+    "WorkReader",
+    "free_abandoned",
+    "pack_tensor",
+    "unpack_tensor",
+]
+
+NO_TOKENS: tuple[int, ...] = ()
+NAMES = count(1)  # of what this process has made in its workers
+
+
+class PackedWork(NamedTuple):
+    """A StepWork without its rows, and the rows as numbers."""
+
+    work: StepWork
+    rows: NDArray[np.int64]  # [R, 4]: the sequence's number, position, num_generated, sample_index
+    new: dict[int, tuple[SamplingParams, Sequence[int]]]  # sequences that had no row before: parameters and tokens
+    forgotten: tuple[int, ...]  # sequences that will have no more rows
+
+
+class WorkReader:
+    """The other end: gives the rows back what they share."""
+
+    def __init__(self) -> None:
+        self._params: dict[int, SamplingParams] = {}
+
+    def read(self, packed: PackedWork) -> StepWork:
+        """The step as it was packed, its rows keyed by number."""
+        for number in packed.forgotten:
+            self._params.pop(number, None)
+        self._params |= {number: params for number, (params, _) in packed.new.items()}
+        rows = tuple(
+            SampleRow(
+                params=self._params[number],
+                position=position,
+                num_generated=num_generated,
+                sample_index=sample_index,
+                key=number,
+                token_ids=packed.new[number][1] if number in packed.new else NO_TOKENS,
+            )
+            for number, position, num_generated, sample_index in packed.rows.tolist()
+        )
+        return packed.work._replace(rows=rows)
+
+
+def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
+    """Let the workers drop what nobody holds here any more."""
+    while True:
+        try:
+            name = abandoned.popleft()
+        except IndexError:  # other threads free, too
+            return
+        group.post("free", name)
+
+
+class _Remote:
+    """Something that the workers keep under a name for as long as this object lives.
+
+    What nobody holds any more may be found out in the middle of anything, so it is only noted, and told to the workers
+    before the next command.
+    """
+
+    def __init__(self, group: WorkerGroup, abandoned: "deque[int]") -> None:
+        self.name = next(NAMES)
+        self._group = group
+        self._abandoned = abandoned
+        weakref.finalize(self, abandoned.append, self.name).atexit = False
+
+    def _tell_abandoned(self) -> None:
+        free_abandoned(self._group, self._abandoned)
+
+
+class RemoteWorker(_Remote):
+    """Runs steps and draws tokens in the workers, in the order of the launches.
+
+    Args:
+        group: whose target serves ``new_worker``, ``launch``, ``collect`` and ``free``.
+        abandoned: names to be freed, shared by all that belongs to the group.
+        args: of ``new_worker``. seconds: that making it may take. device: where hidden states shall be.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], seconds: float, device: torch.device
+    ) -> None:
+        super().__init__(group, abandoned)
+        self._device = device
+        self._tell_abandoned()
+        self._numbers: dict[Hashable, int] = {}
+        self._next_number = count()
+        self._forgotten: list[int] = []
+        group.call("new_worker", self.name, *args, seconds=seconds)
+
+    def launch(self, work: StepWork) -> None:
+        """Start a step; nothing waits for it."""
+        self._tell_abandoned()
+        self._group.post("launch", self.name, self._pack(work))
+
+    def collect(self, launched: None) -> StepResult:
+        """Wait for the oldest step that was not collected."""
+        result, hidden = self._group.call("collect", self.name)[0]
+        assert isinstance(result, StepResult)
+        return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
+
+    @property
+    def sampler(self) -> "RemoteWorker":
+        """Where an engine says that it can forget a sequence."""
+        return self
+
+    def forget(self, key: Hashable) -> None:
+        """A sequence will have no more rows."""
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._forgotten.append(number)
+
+    def _pack(self, work: StepWork) -> PackedWork:
+        new: dict[int, tuple[SamplingParams, Sequence[int]]] = {}
+        rows = np.empty((len(work.rows), 4), np.int64)
+        for index, row in enumerate(work.rows):
+            number = self._numbers.get(row.key)
+            if number is None:
+                number = self._numbers[row.key] = next(self._next_number)
+                new[number] = (row.params, row.token_ids if row.params.penalised else NO_TOKENS)
+            rows[index] = number, row.position, row.num_generated, row.sample_index
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return PackedWork(work._replace(rows=()), rows, new, forgotten)
+
+
+class RemoteRunner(_Remote):
+    """Runs steps over a KV cache that the workers hold.
+
+    Args:
+        args: of ``new_runner``. device: where the logits shall be.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], device: torch.device
+    ) -> None:
+        super().__init__(group, abandoned)
+        self.device = device
+        self._tell_abandoned()
+        group.call("new_runner", self.name, *args)
+
+    def run(self, arrays: StepArrays) -> Tensor:
+        """As ``Runner.run``."""
+        return unpack_tensor(self._group.call("run", self.name, arrays)[0]).to(self.device)
+
+    def fill_caches(self, value: float) -> None:
+        """As ``Runner.fill_caches``."""
+        self._group.post("fill_caches", self.name, value)
+
+
+class PackedTensor(NamedTuple):
+    """A tensor as bytes, which also holds what numpy has no dtype for."""
+
+    memory: NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def pack_tensor(tensor: Tensor) -> PackedTensor:
+    """On the host."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return PackedTensor(flat.numpy(), tensor.dtype, tuple(tensor.shape))
+
+
+def unpack_tensor(packed: PackedTensor) -> Tensor:
+    """On the CPU; it shares the memory."""
+    return torch.from_numpy(packed.memory).view(packed.dtype).view(packed.shape)

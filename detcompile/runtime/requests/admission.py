@@ -1,0 +1,170 @@
+"""What comes into an engine, checked: prompts, parameters, and the limits of the model that serves them."""
+
+import logging
+import threading
+from collections.abc import Sequence as SequenceOf
+from dataclasses import fields
+from typing import Any
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
+from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt
+from detcompile.runtime.requests.request import Request
+from detcompile.runtime.requests.sampling_params import SamplingParams
+
+__all__ = ["Admission", "Prompt"]
+
+logger = logging.getLogger(__name__)
+
+
+class Admission:
+    """Turns prompts into requests of one model.
+
+    Args:
+        tokenizer: of transformers; None for a model that takes token ids only.
+        max_context: tokens a sequence may hold. vocab_size: ids are 0 … vocab_size - 1.
+        num_logits: ids that can be drawn are 0 … num_logits - 1; default: as many as may be read.
+        eos_token_ids: end a request, unless it ignores them. Those that the model cannot draw are left out, with a
+            warning: no request can end with them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        *,
+        max_context: int,
+        vocab_size: int,
+        eos_token_ids: SequenceOf[int],
+        num_logits: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        self.num_logits = vocab_size if num_logits is None else num_logits
+        self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < self.num_logits)
+        if len(self.eos_token_ids) < len(eos_token_ids):
+            logger.warning(
+                "the model's eos_token_id %s holds ids that it cannot draw (it draws 0 to %d): they are left out",
+                list(eos_token_ids),
+                self.num_logits - 1,
+            )
+        self._tokenizing = threading.Lock()  # fast tokenizers refuse two borrowers
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        arrival: int,
+        priority: int,
+        stream_text: bool,
+    ) -> Request:
+        """A request that the model can serve.
+
+        Raises:
+            InvalidInput: what is no prompt, an empty or too long one, ids out of the vocabulary, text without a
+                tokenizer or that it cannot read, parameters that this model cannot satisfy, arguments of another type.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidInput(f"request_id {shown(request_id)} is {kind(request_id)}: give a string")
+        urgency, streams = whole_number(priority, "priority"), flag(stream_text, "stream_text")
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams")
+        params.check_vocabulary(self.num_logits)
+        text, token_ids = self._read(prompt)
+        self._check_length(token_ids, params)
+        self._check_drawable(token_ids, params)
+        if params.stop and self.tokenizer is None:
+            raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
+        return Request(
+            request_id,
+            text,
+            token_ids,
+            self._own(params),
+            self.tokenizer,
+            arrival=arrival,
+            priority=urgency,
+            max_length=self.max_context,
+            stream_text=streams,
+        )
+
+    def pairs(
+        self, prompts: Any, params: SamplingParams | SequenceOf[SamplingParams] | None
+    ) -> list[tuple[Any, SamplingParams | None]]:
+        """Each prompt with its parameters.
+
+        Raises:
+            InvalidInput: neither a prompt nor a list of them, or not one params a prompt.
+        """
+        every = prompts_of(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            return [(prompt, params) for prompt in every]
+        if not isinstance(params, SequenceOf) or isinstance(params, (str, bytes)):
+            raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams, or a list")
+        if len(params) != len(every):
+            raise InvalidInput(f"{len(every)} prompts and {len(params)} SamplingParams: give one for all, or one each")
+        return list(zip(every, params))
+
+    def refusal(self, prompt: Any, error: InvalidInput) -> RequestOutput:
+        """The output of a prompt that could not be queued."""
+        try:
+            text, token_ids = read_prompt(prompt)
+        except InvalidInput:
+            text, token_ids = None, []
+        return RequestOutput("", text, token_ids or [], None, [], finished=True, error=error)
+
+    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it has one, and its tokens."""
+        text, token_ids = read_prompt(prompt)
+        if token_ids is None:
+            assert text is not None
+            token_ids = self._tokenized(text)
+        if not token_ids:
+            raise InvalidInput("the prompt is empty: it needs at least one token, such as the model's BOS token")
+        bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise InvalidInput(f"the prompt holds token {bad}; ids are 0 to {self.vocab_size - 1}")
+        return text, token_ids
+
+    def _tokenized(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidInput("this engine has no tokenizer: give token ids, or a tokenizer to engine()")
+        try:
+            with self._tokenizing:
+                return token_list(self.tokenizer(text, verbose=False)["input_ids"], "what the tokenizer gives")
+        except Exception as error:
+            half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+            why = repr(error) if half is None else f"character {half} is half of a surrogate pair, which is no text"
+            raise InvalidInput(
+                f"the tokenizer cannot read the prompt: {why}. Give other text, or token ids"
+            ) from error
+
+    def _check_length(self, token_ids: list[int], params: SamplingParams) -> None:
+        if len(token_ids) >= self.max_context:
+            raise InvalidInput(
+                f"the prompt has {len(token_ids)} tokens, and the model was compiled for {self.max_context} with the"
+                " answer: shorten it, or compile with a larger max_context"
+            )
+        if len(token_ids) + params.min_tokens > self.max_context:
+            raise InvalidInput(
+                f"{len(token_ids)} prompt tokens and min_tokens={params.min_tokens} exceed the {self.max_context}"
+                " tokens that the model was compiled for"
+            )
+
+    def _check_drawable(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Logprobs of a prompt, and penalties, need a logit for each of its tokens; a narrow head has fewer."""
+        beyond = next((token for token in token_ids if token >= self.num_logits), None)
+        if beyond is not None and (params.prompt_logprobs is not None or params.penalised):
+            raise InvalidInput(
+                f"prompt_logprobs or penalties of a prompt with token {beyond}: the model has logits for ids below"
+                f" {self.num_logits} only"
+            )
+
+    def _own(self, params: SamplingParams) -> SamplingParams:
+        """A copy that nobody else changes while it is served, checked once more; the model's end tokens end it too."""
+        given = {own.name: getattr(params, own.name) for own in fields(SamplingParams)}
+        ends = () if params.ignore_eos else self.eos_token_ids
+        return SamplingParams(**given | {"stop_token_ids": tuple(dict.fromkeys((*params.stop_token_ids, *ends)))})

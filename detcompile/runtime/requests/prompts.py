@@ -1,0 +1,146 @@
+"""What a prompt may be, and which prompts a call gives: text, token ids, or a dict that holds them, one or many.
+
+Dicts are those of tokenizers (``input_ids``, and ``attention_mask`` that leaves padding out) and vLLM's (``prompt``,
+``prompt_token_ids``). What is none of these is refused by name: no prompt is ever guessed at.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+from tokenizers import Encoding
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.plain_values import kind, shown, token_list
+
+__all__ = ["Prompt", "ReadPrompt", "prompts_of", "read_prompt"]
+
+Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also one axis of integers of numpy or torch
+WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
+# Keys of a tokenizer's dict that say nothing beside the ids and the mask.
+BESIDE_IDS = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt as it was given: text, ids, or ids with the text that they were made of."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def read_prompt(prompt: Any) -> ReadPrompt:
+    """One prompt.
+
+    Raises:
+        InvalidInput: anything that is no prompt, with what to give instead.
+    """
+    if isinstance(prompt, str):
+        return ReadPrompt(prompt, None)
+    if isinstance(prompt, Encoding):
+        return ReadPrompt(None, _unmasked(prompt.ids, prompt.attention_mask))
+    if isinstance(prompt, Mapping):
+        return _read_dict(prompt)
+    if not _is_list(prompt):
+        what = f"{shown(prompt)} is neither text nor token ids, but {kind(prompt)}"
+        raise InvalidInput(f"the prompt {what}: give {WANTED}")
+    return ReadPrompt(None, _ids(prompt))
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """The prompts of a call that takes one or a list of them, each for ``read_prompt``.
+
+    One prompt is a string, a list of numbers, one axis of numpy's or torch's, or a dict of one. Two axes, and a dict
+    whose ids have two, are a batch.
+
+    Raises:
+        InvalidInput: neither a prompt nor a list.
+    """
+    if isinstance(prompts, (str, Encoding)):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return _batch_of(prompts)
+    if not _is_list(prompts):
+        raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give {WANTED}, or a list of such")
+    every = list(prompts)
+    return [prompts] if every and _is_number(every[0]) else every
+
+
+def _read_dict(prompt: Mapping[str, Any]) -> ReadPrompt:
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if "input_ids" in given:
+        _require_known(given, {"input_ids", "attention_mask", *BESIDE_IDS})
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        return ReadPrompt(None, _unmasked(_only_row(ids), None if mask is None else _only_row(mask)))
+    _require_known(given, {"prompt", "prompt_token_ids"})
+    text = given.get("prompt")
+    if "prompt_token_ids" in given:
+        if text is not None and not isinstance(text, str):
+            raise InvalidInput(f'the prompt\'s "prompt" {shown(text)} is {kind(text)}: give the text of the ids')
+        return ReadPrompt(text, _ids(given["prompt_token_ids"]))
+    return ReadPrompt(text, None) if isinstance(text, str) else ReadPrompt(None, _ids(text))
+
+
+def _batch_of(prompts: Mapping[str, Any]) -> list[Any]:
+    """A dict, or one for each row of its ids."""
+    ids, mask = prompts.get("input_ids"), prompts.get("attention_mask")
+    if ids is None or not _is_list(ids) or not len(ids) or _is_number(_first(ids)):
+        return [prompts]
+    rest = {key: value for key, value in prompts.items() if key not in ("input_ids", "attention_mask")}
+    if mask is not None and (not _is_list(mask) or len(mask) != len(ids)):
+        raise InvalidInput("attention_mask and input_ids have to be of one shape: give a mask a row")
+    masks = [None] * len(ids) if mask is None else list(mask)
+    return [rest | {"input_ids": own, "attention_mask": own_mask} for own, own_mask in zip(ids, masks)]
+
+
+def _unmasked(ids: Any, mask: Any) -> list[int]:
+    """The ids without padding."""
+    token_ids = token_list(ids, "the prompt's input_ids")
+    if mask is None:
+        return token_ids
+    kept = mask.tolist() if hasattr(mask, "tolist") else list(mask)
+    if len(kept) != len(token_ids) or not all(keep in (0, 1) for keep in kept):
+        raise InvalidInput(
+            f"the prompt's attention_mask must hold a 0 (padding) or a 1 for each of its {len(token_ids)} input_ids"
+        )
+    return [token for token, keep in zip(token_ids, kept) if keep]
+
+
+def _ids(values: Any) -> list[int]:
+    return token_list(_only_row(values), "the prompt is neither text nor token ids")
+
+
+def _only_row(values: Any) -> Any:
+    """One axis of values, or the only row of two."""
+    if not _is_list(values):
+        raise InvalidInput(f"the prompt's ids {shown(values)} are {kind(values)}: give a list of integers")
+    if not len(values) or not _is_list(_first(values)):
+        return values
+    if len(values) > 1:
+        raise InvalidInput(f"the prompt has {len(values)} rows: give one prompt, or all of them to generate()")
+    return _first(values)
+
+
+def _first(values: Any) -> Any:
+    return next(iter(values))
+
+
+def _require_known(given: Mapping[str, Any], known: set[str]) -> None:
+    unknown = [key for key in given if key not in known]
+    if unknown or not given:
+        chat = ": make a prompt of messages with tokenizer.apply_chat_template" if "role" in given else ""
+        raise InvalidInput(
+            f"the prompt is a dict with {shown(unknown)[1:-1] or 'nothing in it'}, which cannot be served"
+            f"{chat}: give {WANTED}"
+        )
+
+
+def _is_list(value: Any) -> bool:
+    """Values in an order: lists, and one axis or more of numpy's, torch's or pandas'."""
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        return getattr(value, "ndim", 1) > 0
+    return isinstance(value, SequenceOf) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def _is_number(value: Any) -> bool:
+    """Also one of numpy or torch; the rows of their matrices are none."""
+    return isinstance(value, (int, float)) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))

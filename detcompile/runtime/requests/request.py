@@ -1,0 +1,147 @@
+"""A request inside the engine: its samples' sequences, and the output that they add up to."""
+
+import time
+from typing import Any
+
+from detcompile.errors import DetcompileError, EngineError
+from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.requests.sequence import FinishReason, Sequence
+
+__all__ = ["Request"]
+
+
+class Request:
+    """One prompt and its n samples.
+
+    ``output`` is one object from the first token to the last, updated in place.
+
+    Args:
+        tokenizer: None for a model without one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Any | None,
+        *,
+        arrival: int,
+        priority: int,
+        max_length: int,
+        stream_text: bool,
+    ) -> None:
+        self.params = params.seeded()
+        self.sequences = [
+            Sequence(
+                list(token_ids),
+                self.params,
+                sample_index=index,
+                priority=priority,
+                arrival=arrival,
+                max_length=max_length,
+            )
+            for index in range(params.n)
+        ]
+        self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
+        with_text = tokenizer is not None
+        self._stream_text = stream_text
+        self._detokenizers = [Detokenizer(tokenizer, self.params) for _ in self.sequences] if with_text else None
+        self._num_read = [0] * params.n  # tokens whose text is in the output
+        wants_logprobs = params.logprobs is not None
+        self.output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=list(token_ids),
+            seed=self.params.seed,
+            outputs=[CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(params.n)],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            metrics=RequestMetrics(time.monotonic()),
+        )
+
+    def add_token(self, index: int, token_id: int, logprobs: Logprobs | None) -> None:
+        """Sample ``index`` has drawn a token; may finish it."""
+        sequence, output = self.sequences[index], self.output.outputs[index]
+        sequence.append(token_id)
+        output.token_ids.append(token_id)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(logprobs)
+        if index == 0:
+            self._metrics.token_times.append(time.monotonic())
+        if self.params.stop:
+            self._detokenize(index)
+        if sequence.finish_reason is not None:
+            self._close(index)
+
+    def stream(self) -> list[Sequence]:
+        """Bring text that streams up to date, which needs to hold up no step; the samples that this ended."""
+        ended: list[Sequence] = []
+        for index, sequence in enumerate(self.sequences if self._stream_text else ()):
+            if sequence.finish_reason is None:
+                self._detokenize(index)
+                if sequence.finish_reason is not None:
+                    self._close(index)
+                    ended.append(sequence)
+        return ended
+
+    def add_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
+        """Logprobs of the prompt tokens from ``start`` on; those known already are left as they are."""
+        known = self.output.prompt_logprobs
+        assert known is not None and start <= len(known), "prompt logprobs come in the order of the prompt"
+        known += entries[len(known) - start :]
+
+    def end(self, index: int, reason: FinishReason, error: DetcompileError | None = None) -> None:
+        """End a sample early."""
+        self.sequences[index].finish_reason = reason
+        self.output.error = self.output.error or error
+        self._close(index)
+
+    def fail(self, error: DetcompileError) -> None:
+        """End every sample that still runs, as it stands: nothing of it is asked that might raise once more."""
+        output, self._detokenizers = self.output, None
+        output.error = output.error or error
+        for sequence, sample in zip(self.sequences, output.outputs):
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "error"
+            if sample.finish_reason is None:
+                sample.finish_reason, sample.stop_reason = sequence.finish_reason, sequence.stop_reason
+        output.finished = True
+        if output.metrics is not None:
+            output.metrics.finished = time.monotonic()
+
+    @property
+    def _metrics(self) -> RequestMetrics:
+        assert self.output.metrics is not None
+        return self.output.metrics
+
+    def _detokenize(self, index: int, *, last: bool = False) -> None:
+        """Text of the tokens that are new, with ``last`` all of it; a token that ended the sample is not read."""
+        if self._detokenizers is None:
+            return
+        sequence, output, detokenizer = self.sequences[index], self.output.outputs[index], self._detokenizers[index]
+        ended = isinstance(sequence.stop_reason, int)
+        new = output.token_ids[self._num_read[index] : len(output.token_ids) - ended]
+        try:
+            output.text += detokenizer.finish(new) if last else detokenizer.append(new)
+        except Exception as error:  # some tokenizers raise at ids that they do not know: the others' requests go on
+            self._detokenizers = None
+            sequence.finish_reason = "error"
+            self.output.error = self.output.error or EngineError(
+                f"request {self.output.request_id}: the tokenizer cannot read what was generated: {error!r}. Forbid"
+                " the ids that it does not know with logit_bias, or serve without a tokenizer"
+            )
+            return
+        self._num_read[index] = len(output.token_ids)
+        if detokenizer.stopped_by is not None and sequence.finish_reason in (None, "length"):
+            sequence.finish_reason, sequence.stop_reason = "stop", detokenizer.stopped_by
+
+    def _close(self, index: int) -> None:
+        sequence, output = self.sequences[index], self.output.outputs[index]
+        self._detokenize(index, last=True)
+        output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
+        if all(s.finish_reason is not None for s in self.sequences):
+            self.output.finished = True
+            self._metrics.finished = time.monotonic()

@@ -1,0 +1,222 @@
+"""SamplingParams: how to draw, and when to end, the tokens of one request. Names and meanings follow vLLM."""
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.plain_values import flag, kind, number, shown, token_list, whole_number
+
+__all__ = ["SamplingParams"]
+
+MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
+MAX_PENALTY = 2.0  # of presence and frequency
+MOST_SAMPLES = 4096  # of a prompt
+LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which the sampler works
+LARGEST_INTEGER = (1 << 63) - 1  # of int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to draw the tokens of one request, and when to end it.
+
+    The logits are changed in this order: logit_bias and min_tokens, penalties, temperature, top_k, top_p on what is
+    left, min_p. Ties go to the lowest token id.
+
+    Args:
+        n: completions of one prompt; each has random numbers of its own.
+        max_tokens: generated tokens at most; None: as many as the context holds.
+        min_tokens: neither a stop token nor a stop string ends the request up to this many tokens.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        seed: 0 <= seed < 2^64; None draws a fresh one for each request. Requests that share a seed share their noise.
+        stop: a string, or several, that end the request where they appear in its text.
+        stop_token_ids: tokens that end the request; they are part of its output.
+        ignore_eos: go on after the model's end-of-sequence token.
+        include_stop_str_in_output: keep the stop string that ended the request.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: how many of the likeliest tokens to report with each token, beside itself; None: no logprobs.
+        prompt_logprobs: the same for the tokens of the prompt.
+        repetition_penalty: above 1, makes tokens of the prompt and the output less likely; below 1, more likely.
+        presence_penalty: in [-2, 2], is taken from the logits of tokens in the output.
+        frequency_penalty: in [-2, 2], is taken from a token's logit once for each time it is in the output.
+        logit_bias: is added to the logits of some tokens; -inf forbids one.
+
+    Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
+
+    Raises:
+        InvalidInput: a value of another type, or out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, rule in RULES.items():
+            value = rule.read(getattr(self, name), name)
+            _require(rule.holds(value), f"{name} {shown(value)} must be {rule.wanted}")
+            object.__setattr__(self, name, value)
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens {self.min_tokens} must be between 0 and max_tokens {self.max_tokens}",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without noise."""
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some token may be left out before drawing."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether each token is the likeliest by the model's own logits, and nothing else of them is asked."""
+        changed = self.min_tokens or self.logit_bias or self.penalised
+        return self.greedy and self.logprobs is None and not changed
+
+    def seeded(self) -> "SamplingParams":
+        """These parameters with a seed: their own, or a fresh one from the operating system."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse what a model of ``vocab_size`` tokens cannot serve.
+
+        Raises:
+            InvalidInput: an id that is no token of the model, or more logprobs than it has tokens.
+        """
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+            bad = [token for token in ids if token >= vocab_size]
+            _require(not bad, f"{name} holds token {bad[:1]}; the model's ids are 0 to {vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require((count or 0) <= vocab_size, f"{name} {count} is more than the model's {vocab_size} tokens")
+
+
+class _Rule(NamedTuple):
+    """What a field may be."""
+
+    read: Callable[[Any, str], Any]  # the value as plain Python, or InvalidInput with its name
+    holds: Callable[[Any], bool]
+    wanted: str  # the same in words
+
+
+def _or_none(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda value, name: None if value is None else read(value, name)
+
+
+def _strings(value: Any, name: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (str(value),)
+    if value is None:
+        return ()
+    _require(
+        isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (bytes, bytearray, memoryview)),
+        f"{name} {shown(value)} is {kind(value)}: give a string, or a list of them",
+    )
+    bad = [text for text in value if not isinstance(text, str)]
+    _require(not bad, f"{name} holds {shown(bad)}: give strings")
+    return tuple(map(str, value))
+
+
+def _ids(value: Any, name: str) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    _require(
+        hasattr(value, "tolist")
+        or (isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes, bytearray, memoryview))),
+        f"{name} {shown(value)} is {kind(value)}: give a list of token ids",
+    )
+    return tuple(token_list(value, name))
+
+
+def _biases(value: Any, name: str) -> dict[int, float]:
+    """JSON has strings for keys, so a token id in digits is one too."""
+    _require(isinstance(value, Mapping), f"{name} {shown(value)} is {kind(value)}: give a dict of token: bias")
+    found: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else whole_number(key, f"{name}: token")
+        _require(token not in found, f"{name} names token {token} twice")
+        found[token] = number(bias, f"{name}: the bias of token {token},")
+    return found
+
+
+def _is_penalty(value: float) -> bool:
+    return abs(value) <= MAX_PENALTY
+
+
+def _is_count(value: int | None) -> bool:
+    return value is None or 0 <= value <= LARGEST_INTEGER
+
+
+RULES: dict[str, _Rule] = {
+    "n": _Rule(whole_number, lambda n: 1 <= n <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
+    "max_tokens": _Rule(
+        _or_none(whole_number), lambda n: n is None or 1 <= n <= LARGEST_INTEGER, "None, or at least 1"
+    ),
+    "min_tokens": _Rule(whole_number, lambda n: 0 <= n <= LARGEST_INTEGER, "at least 0"),
+    "temperature": _Rule(
+        number,
+        lambda t: t == 0 or MIN_TEMPERATURE <= t <= LARGEST,
+        f"0 (greedy), or finite (in float32) and at least {MIN_TEMPERATURE}",
+    ),
+    "top_p": _Rule(number, lambda p: 0 < p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
+    "top_k": _Rule(whole_number, lambda k: -1 <= k <= LARGEST_INTEGER, "positive, or 0 or -1 to keep all tokens"),
+    "min_p": _Rule(number, lambda p: 0 <= p <= 1, "between 0 (keeps all tokens) and 1"),
+    "seed": _Rule(_or_none(whole_number), lambda s: s is None or 0 <= s < 1 << 64, "None or in [0, 2^64)"),
+    "stop": _Rule(_strings, all, "a string or several, none of them empty"),
+    "stop_token_ids": _Rule(_ids, lambda ids: all(t >= 0 for t in ids), "token ids"),
+    "ignore_eos": _Rule(flag, lambda _: True, "True or False"),
+    "include_stop_str_in_output": _Rule(flag, lambda _: True, "True or False"),
+    "skip_special_tokens": _Rule(flag, lambda _: True, "True or False"),
+    "logprobs": _Rule(_or_none(whole_number), _is_count, "None, or a number of tokens"),
+    "prompt_logprobs": _Rule(_or_none(whole_number), _is_count, "None, or a number of tokens"),
+    "repetition_penalty": _Rule(
+        number, lambda p: SMALLEST <= p <= LARGEST, "positive and finite, in float32 (1 changes nothing)"
+    ),
+    "presence_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
+    "frequency_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
+    "logit_bias": _Rule(
+        _or_none(_biases),
+        lambda found: all(t >= 0 and (b == -math.inf or abs(b) <= LARGEST) for t, b in (found or {}).items()),
+        "token ids with biases that are finite (in float32), or -inf",
+    ),
+}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidInput(message)
+
+
+if RULES.keys() != {own.name for own in fields(SamplingParams)}:
+    raise TypeError(f"RULES and the fields of SamplingParams differ: {RULES.keys() ^ set(SamplingParams.__slots__)}")

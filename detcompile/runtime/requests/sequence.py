@@ -1,0 +1,90 @@
+"""One sequence: its tokens, how many of them the cache holds, and where."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.step import NO_SLOT
+
+__all__ = ["FinishReason", "Sequence"]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt and the tokens generated after it.
+
+    The first ``num_computed`` tokens have their keys and values in the cache, or in a step that was launched; group g's
+    are in the blocks of ``block_tables[g]``. ``num_pending`` (0 or 1) tokens more than ``token_ids`` were drawn on the
+    device and not read back yet. ``sampling`` always has a seed: one is drawn here if the caller gave none, and it
+    stays readable in ``seed``, so that the request can be repeated.
+
+    Raises:
+        InvalidInput: no token.
+    """
+
+    token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sample_index: int = 0  # which of a request's n samples this is
+    priority: int = 0  # lower is more urgent
+    arrival: int = 0  # counts requests
+    max_length: int = 1 << 62  # tokens that the context has room for
+    num_computed: int = 0
+    num_pending: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    state_slot: int = NO_SLOT  # of the states that a model's layers carry from token to token
+    last_step: int = -1  # the last step that this sequence had a part in
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended it
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise InvalidInput("a sequence needs at least one token: put the model's BOS token into an empty prompt")
+        self.sampling = self.sampling.seeded()
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def seed(self) -> int:
+        """Seed of this request's random numbers."""
+        assert self.sampling.seed is not None
+        return self.sampling.seed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, also those that were not read back yet."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys are not in the cache yet."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens drawn after the prompt, pending ones included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that this sequence can ever hold."""
+        if self.sampling.max_tokens is None:
+            return self.max_length
+        return min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
+
+    @property
+    def generated_ids(self) -> list[int]:
+        """Tokens after the prompt, a final stop token included."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token. May set ``finish_reason``."""
+        assert self.finish_reason is None, f"a token for a sequence that has finished ({self.finish_reason})"
+        self.token_ids.append(token_id)
+        if token_id in self.sampling.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif len(self.token_ids) >= self.most_tokens:
+            self.finish_reason = "length"

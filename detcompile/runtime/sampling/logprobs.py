@@ -1,0 +1,59 @@
+"""Log-probabilities under the model itself: of chosen tokens, and of the likeliest.
+
+Legend: R rows, V vocabulary size, N alternatives.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.log_softmax
+
+__all__ = ["TokenLogprobs", "token_logprobs"]
+
+ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of many rows; they are independent, so it cannot change a bit
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities under the model itself, before bias, penalties, temperature and filters."""
+
+    chosen: Tensor  # [R] fp32, of the tokens drawn
+    top_ids: Tensor  # [R, N] int64, the likeliest tokens, likeliest first, the lowest id first among equals
+    top: Tensor  # [R, N] fp32, theirs
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, radices: Sequence[int] = ()) -> TokenLogprobs:
+    """Logprobs of ``tokens`` [R] int64 and of the ``num_top`` likeliest tokens, from ``logits`` [R, V].
+
+    Works on the device of ``logits`` without waiting for it.
+    """
+    rows_at_once = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    pieces = [
+        _token_logprobs(logits[start : start + rows_at_once], tokens[start : start + rows_at_once], num_top, radices)
+        for start in range(0, max(1, len(tokens)), rows_at_once)
+    ]
+    return pieces[0] if len(pieces) == 1 else TokenLogprobs(*(torch.cat(parts) for parts in zip(*pieces)))
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, radices: Sequence[int]) -> TokenLogprobs:
+    logprobs = torch.ops.detcompile.log_softmax(logits, torch.float32, list(radices))
+    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    top_ids = _likeliest(logprobs, min(num_top, logits.shape[1]))
+    return TokenLogprobs(chosen, top_ids, logprobs.gather(1, top_ids))
+
+
+def _likeliest(logprobs: Tensor, num_top: int) -> Tensor:
+    """Ids [R, N] of the highest of ``logprobs`` [R, V] fp32.
+
+    topk leaves open which of equal values it takes, so it is given int64 that differ: the value, order kept, in the
+    high half, and the id, counted down, in the low half.
+    """
+    vocab_size = logprobs.shape[1]
+    if num_top == 0:
+        return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
+    bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes +0.0
+    ascending = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    keys = ascending + torch.arange(vocab_size - 1, -1, -1, device=logprobs.device)
+    return vocab_size - 1 - (torch.topk(keys, num_top, dim=-1).values & 0xFFFFFFFF)

@@ -1,0 +1,308 @@
+"""From logits to tokens, on the device: Gumbel-max under a counter RNG, one row blind to the others.
+
+A row's token is a function of its logits, its SamplingParams, its place (sample_index and position) and, with
+penalties, its own tokens. Nothing here sums floating-point numbers across a row but the detcompile softmax
+operations, whose order is fixed; the cumulative sum of top-p runs over fixed-point integers, where every order gives
+the same sum. The host never waits for the device.
+
+Legend: R rows, V vocabulary size, Q rows of a group.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
+from detcompile.runtime.sampling.plan import PROBABILITY_UNIT, RowGroup, SampleRow, SamplingPlan, plan_rows
+from detcompile.runtime.sampling.rejection import resolve
+from detcompile.templates.cpu.fp_mode import float_mode
+from detcompile.templates.tokens.gumbel import gumbel_argmax
+from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
+
+__all__ = [
+    "SampleRow",
+    "Sampled",
+    "Sampler",
+    "SamplingParams",
+    "TokenLogprobs",
+    "likeliest",
+    "sample",
+    "token_logprobs",
+]
+
+ELEMENTS_AT_ONCE = 1 << 24  # bounds the memory of a large batch; rows are independent, so it cannot change a bit
+
+
+class Sampled(NamedTuple):
+    """What one step drew; on the device, perhaps not computed yet."""
+
+    drawn: Tensor  # [R, 2] int64, one piece of memory: ``invalid`` and ``tokens`` of each row
+    logprobs: TokenLogprobs | None  # of the rows plan.logprob_rows; None if there are none
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, ids of the vocabulary even where invalid."""
+        return self.drawn[:, 1]
+
+    @property
+    def invalid(self) -> Tensor:
+        """[R] bool: NaN or +inf among the logits, or nothing left to draw."""
+        return self.drawn[:, 0] != 0
+
+
+class Sampler:
+    """Draws the tokens of the steps of one engine worker.
+
+    ``prepare`` touches no logits and may run while the device still works on the step before. Plans are called once
+    each, in the order in which they were made. A plan that is not called leaves the counts of its rows with penalties
+    wrong: forget their keys.
+
+    Args:
+        eos_token_ids: end requests, so min_tokens forbids them too, unless a request ignores them.
+        radices: leaves of the sums over the vocabulary, as the softmax operations take them.
+        penalised_seats: sequences with penalties whose counts have their memory from the start.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        radices: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+        penalised_seats: int = 0,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.radices = tuple(radices)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._counts = TokenCounts(vocab_size, self.device, penalised_seats)
+        self._float_mode = float_mode(self.device)
+
+    def prepare(self, rows: Sequence[SampleRow], refused: dict[int, Exception] | None = None) -> SamplingPlan:
+        """Lay out a step on the host.
+
+        Args:
+            refused: gets what each row raised that cannot be planned, by its index; such a row is drawn greedily.
+                None: it is raised.
+
+        Raises:
+            InvalidInput: a row that samples has no seed, or a bias of a token without a logit.
+        """
+        at_once = max(1, ELEMENTS_AT_ONCE // self.vocab_size)
+        return plan_rows(rows, self._counts, self.device, self.eos_token_ids, at_once, refused)
+
+    def forget(self, key: Hashable) -> None:
+        """Drop what is kept of a sequence; a later row of it must bring all its tokens."""
+        self._counts.forget(key)
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None) -> Sampled:
+        """Draw from ``logits`` [R', V], of which the first R rows are the plan's.
+
+        Args:
+            drawn: [R', 2] int64, what ``likeliest`` gives for these logits, if that is known; this may be written to.
+        """
+        assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
+        with self._float_mode:
+            rows = logits[: plan.num_rows]
+            return self._sampled(rows, plan, likeliest(rows) if drawn is None else drawn[: plan.num_rows])
+
+    def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor) -> Sampled:
+        if plan.columns is None:
+            return Sampled(drawn, None)
+        columns = plan.columns.to(self.device)
+        if plan.num_slots:
+            self._counts.admit(plan.num_slots, FreshCounts(*(columns[f"fresh_{f}"] for f in FreshCounts._fields)))
+        distributions = torch.stack(plan.distributions) if plan.distributions else None
+        for group in plan.groups:
+            self._work(group, rows, columns, drawn, distributions)
+        logprobs = None
+        if plan.logprob_rows:
+            wanted = columns["logprob_rows"]
+            own = rows.index_select(0, wanted)
+            logprobs = token_logprobs(own, drawn[:, 1].index_select(0, wanted), plan.num_logprobs, self.radices)
+        return Sampled(drawn, logprobs)
+
+    @torch.no_grad()
+    def probabilities(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
+        """What each row of ``logits`` [R, V] would be drawn from, [R, V] float32; zeros of rows that are greedy."""
+        with self._float_mode:
+            return self._chances(logits, plan)
+
+    def _chances(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
+        found = torch.zeros(plan.num_rows, self.vocab_size, dtype=torch.float32, device=logits.device)
+        columns = {} if plan.columns is None else plan.columns.to(self.device)
+        for group in plan.groups:
+            if group.needs.drawn:
+                part = slice(group.start, group.stop)
+                scaled = self._scaled(self._own_logits(group, logits, columns), group.needs.filtered, columns, part)
+                chances = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
+                found.index_copy_(0, columns["rows"][part], chances)
+        return found
+
+    def _work(
+        self,
+        group: RowGroup,
+        rows: Tensor,
+        columns: dict[str, Tensor],
+        drawn: Tensor,
+        distributions: Tensor | None,
+    ) -> None:
+        """Redo the rows of one group in ``drawn``."""
+        needs, part = group.needs, slice(group.start, group.stop)
+        index = columns["rows"][part]
+        logits = self._own_logits(group, rows, columns)
+        found = likeliest(logits) if needs.biased or needs.penalised else drawn.index_select(0, index)
+        if needs.drawn:
+            scaled = self._scaled(logits, needs.filtered, columns, part)
+            chosen, bad = (
+                self._resolve(scaled, columns, part, distributions)
+                if needs.proposed
+                else self._draw(scaled, columns, part)
+            )
+            found = torch.stack([found[:, 0] | bad, chosen], dim=1)
+        drawn.index_copy_(0, index, found)
+        if needs.penalised:
+            self._counts.count(columns["slots"][part], found[:, 1])
+
+    def _own_logits(self, group: RowGroup, rows: Tensor, columns: dict[str, Tensor]) -> Tensor:
+        """Logits [Q, V] float32 of a group, after biases and penalties."""
+        needs, part = group.needs, slice(group.start, group.stop)
+        if group.first_row is None:
+            own = rows.index_select(0, columns["rows"][part])
+        else:
+            own = rows[group.first_row : group.first_row + group.stop - group.start]
+        logits = own.to(torch.float32, copy=needs.biased)
+        if needs.biased:
+            entries = slice(group.bias_start, group.bias_stop)
+            place = columns["bias_rows"][entries], columns["bias_tokens"][entries]
+            logits.index_put_(place, logits[place] + columns["bias_values"][entries])
+        if needs.penalised:
+            words = self._counts.words.index_select(0, columns["slots"][part])
+            logits = penalise(
+                logits, words, columns["repetition"][part], columns["frequency"][part], columns["presence"][part]
+            )
+        return logits
+
+    def _scaled(self, logits: Tensor, filtered: bool, columns: dict[str, Tensor], part: slice) -> Tensor:
+        """Logits [Q, V] after temperature and filters."""
+        # A tensor, not a number: CUDA turns a division by a number into a product with its reciprocal.
+        scaled = logits / columns["temperature"][part]
+        if filtered:
+            top_k, mass_limit, min_p = (columns[name][part] for name in ("top_k", "mass_limit", "min_p"))
+            scaled = _filter(scaled, top_k, mass_limit, min_p, self.radices)
+        return scaled
+
+    def _draw(self, scaled: Tensor, columns: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Gumbel-max: argmax of logprob + noise has the distribution of the softmax. Tokens [Q], and whether bad."""
+        logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(self.radices))
+        tokens = gumbel_argmax(logprobs, columns["keys"][part])
+        return tokens, _not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+    def _resolve(
+        self, scaled: Tensor, columns: dict[str, Tensor], part: slice, distributions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Accept a guess or draw from the residual. Tokens [Q], and whether bad."""
+        probabilities = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
+        keys = columns["acceptance_keys"][part], columns["residual_keys"][part]
+        tokens = resolve(probabilities, columns["guesses"][part], columns["sources"][part], distributions, keys)
+        return tokens, _not_finite(probabilities.sum(1))
+
+
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    radices: Sequence[int] = (),
+    *,
+    sample_indices: Sequence[int] | None = None,
+    num_prompt_tokens: Sequence[int] | None = None,
+    token_ids: Sequence[Sequence[int]] | None = None,
+    eos_token_ids: Sequence[int] = (),
+) -> Tensor:
+    """Draw a token a row, each alone.
+
+    Args:
+        logits: [R, V] floating point.
+        params: R of them; those that are not greedy must have a seed (``SamplingParams.seeded``).
+        positions: R of them; the index in its sequence of the token that a row draws.
+        radices: leaves of the sums over the vocabulary, as the softmax operations take them.
+        sample_indices: R of them; which of the n completions a row belongs to; default: 0.
+        num_prompt_tokens: R of them; needed with penalties and min_tokens.
+        token_ids: R of them; the tokens so far, prompt and output, needed with penalties.
+        eos_token_ids: forbidden up to min_tokens, as stop_token_ids are.
+
+    Returns:
+        [R] int64 on the device of ``logits``.
+
+    Raises:
+        InvalidInput: not one of each a row, or a seed, num_prompt_tokens or token_ids are missing.
+    """
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise InvalidInput(f"logits must be [R, V], not {list(logits.shape)}")
+    if not len(params) == len(positions) == logits.shape[0]:
+        raise InvalidInput(
+            f"{logits.shape[0]} rows of logits, {len(params)} params and {len(positions)} positions: give one of each"
+        )
+    if num_prompt_tokens is None and any(p.penalised or p.min_tokens for p in params):
+        raise InvalidInput("penalties and min_tokens need num_prompt_tokens: say where each row's output begins")
+    if any(p.penalised and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
+        raise InvalidInput("penalties need token_ids: give a row's tokens before its position, all of them")
+    sampler = Sampler(logits.shape[1], logits.device, radices, eos_token_ids)
+    rows = [
+        SampleRow(
+            own,
+            positions[r],
+            num_generated=positions[r] - num_prompt_tokens[r] if num_prompt_tokens is not None else 0,
+            sample_index=sample_indices[r] if sample_indices is not None else 0,
+            key=r,
+            token_ids=token_ids[r] if token_ids is not None else (),
+        )
+        for r, own in enumerate(params)
+    ]
+    return sampler(logits, sampler.prepare(rows)).tokens
+
+
+def likeliest(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
+    """Whether a row of ``logits`` [R, V] is bad, and the lowest id among its highest logits: [R, 2] int64.
+
+    It is what a row is drawn to that needs no columns of a plan. Argmax takes a NaN for the highest.
+
+    Args:
+        sampled: int64, contiguous, at least R: the ids are written to its beginning as well.
+    """
+    if logits.is_cuda and logits.dtype in LIKELIEST_DTYPES:
+        return likeliest_cuda(logits, sampled)
+    tokens = torch.argmax(logits, dim=-1, keepdim=True)
+    if sampled is not None:
+        sampled[: len(tokens)].copy_(tokens[:, 0])
+    return torch.cat([_not_finite(logits.gather(1, tokens)), tokens], dim=1)
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    return x - x != 0  # fewer kernels than ~isfinite
+
+
+def _filter(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, radices: Sequence[int]) -> Tensor:
+    """``scaled`` [Q, V] with -inf at the tokens that top_k, top_p and min_p, [Q, 1] each, leave out."""
+    # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
+    descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
+    keep = torch.arange(scaled.shape[1], device=scaled.device) < top_k
+    descending = descending.masked_fill(~keep, -math.inf)
+
+    # Back in the order of the vocabulary, so that the leaves of its sum are the shards'.
+    top_k_logits = torch.empty_like(scaled).scatter_(1, ids, descending)
+    probabilities = torch.ops.detcompile.softmax(top_k_logits, torch.float32, list(radices)).double().gather(1, ids)
+
+    mass = (probabilities * PROBABILITY_UNIT).long()
+    mass_before = mass.cumsum(dim=-1) - mass
+    keep &= mass_before < mass_limit
+    keep &= probabilities >= probabilities[:, :1] * min_p
+    return torch.empty_like(scaled).scatter_(1, ids, descending.masked_fill(~keep, -math.inf))

@@ -1,0 +1,1 @@
+"""Drafts: who makes them, the trees they form, and their exact verification."""

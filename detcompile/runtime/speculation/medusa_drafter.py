@@ -1,0 +1,170 @@
+"""MedusaDrafter: heads on the target's own hidden state guess several tokens ahead, without a forward of their own.
+
+The state is the one that the newest token was drawn from, which the verifying forward computed anyway. Cai et al.,
+"Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024.
+
+Legend: S sequences, K heads, C candidates of a head, H hidden size, V vocabulary size.
+"""
+
+import heapq
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.sampling.sampler import Sampler, SampleRow
+from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_shape
+from detcompile.runtime.speculation.drafters import NO_DRAFT
+from detcompile.runtime.speculation.medusa_heads import MedusaHeads
+
+__all__ = ["MedusaDrafter", "likeliest_paths"]
+
+
+class MedusaDrafter:
+    """Trees of the heads' likeliest tokens. Made by ``CompiledModel.medusa_drafter``.
+
+    A head's first candidate is what it draws with the target's noise at that position; the others are its likeliest
+    tokens. Where no ``paths`` are given, each step's tree takes the paths whose product of the heads' probabilities is
+    largest.
+
+    Args:
+        heads: on the target's device. lm_head: [V, H] of the target, for heads without one.
+        num_nodes: of a tree that grows by probability. num_candidates: of each head.
+        paths: a fixed tree; (0, 2) is the first candidate of the first head and the third of the second.
+
+    Raises:
+        InvalidInput: heads of another hidden size or vocabulary than ``lm_head``, or a tree that cannot be.
+    """
+
+    reads_states = True  # what the engine asks before it has the forward return them
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        lm_head: Tensor,
+        *,
+        num_nodes: int = 8,
+        num_candidates: int = 4,
+        paths: SequenceOf[Path] | None = None,
+    ) -> None:
+        self.vocab_size, self.hidden_size = lm_head.shape
+        _require_fitting(heads, self.vocab_size, self.hidden_size)
+        if paths is not None:
+            _require_tree(paths, heads.num_heads)
+            num_candidates = 1 + max(max(path) for path in paths)
+        if num_nodes < 1 or not 1 <= num_candidates < self.vocab_size:
+            raise InvalidInput(
+                f"MedusaDrafter: num_nodes={num_nodes} and num_candidates={num_candidates}: give at least one node, and"
+                f" 1 to {self.vocab_size - 1} candidates"
+            )
+        self.heads = heads
+        self.num_nodes, self.num_candidates, self.paths = num_nodes, num_candidates, paths
+        self._lm_head = lm_head
+        self._sampler = Sampler(self.vocab_size, lm_head.device)
+        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # tokens there were, and the state of the newest: [H]
+
+    def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
+        """Keep the states that each sequence's newest token was drawn from: rows of ``hidden`` [R, H]."""
+        index = torch.tensor(list(rows.values()), dtype=torch.int64).to(hidden.device, non_blocking=True)
+        kept = hidden.index_select(0, index)
+        for sequence, state in zip(rows, kept.unbind(), strict=True):
+            self._states[sequence] = (len(sequence.token_ids), state)
+
+    @torch.no_grad()
+    def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
+        """A tree for each sequence whose newest token's state is known.
+
+        Raises:
+            EngineError: the heads' logits are not numbers.
+        """
+        states: dict[Sequence, Tensor] = {}
+        for sequence in sequences:
+            num_tokens, state = self._states.get(sequence, (-1, self._lm_head))
+            if num_tokens == len(sequence.token_ids):
+                states[sequence] = state
+        found = self._candidates(states) if states else {}
+        return [
+            self._tree(*found[sequence], depth) if sequence in found and depth > 0 else NO_DRAFT
+            for sequence, depth in zip(sequences, max_depth, strict=True)
+        ]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop a sequence's state."""
+        self._states.pop(sequence, None)
+
+    def _candidates(self, states: dict[Sequence, Tensor]) -> dict[Sequence, tuple[list[list[int]], list[list[float]]]]:
+        """Tokens and probabilities [K, C] of each sequence."""
+        logits = self.heads(torch.stack(list(states.values())), self._lm_head)  # [K, S, V]
+        rows = [
+            SampleRow(
+                replace(sequence.sampling, logprobs=None, prompt_logprobs=None),
+                sequence.num_tokens + offset,
+                sequence.num_generated + offset,
+                sequence.sample_index,
+            )
+            for offset in range(1, self.heads.num_heads + 1)
+            for sequence in states
+        ]
+        flat = logits.flatten(0, 1)
+        sampled = self._sampler(flat, self._sampler.prepare(rows))
+        likeliest = flat.float().softmax(-1).topk(self.num_candidates, dim=-1)
+        drawn, invalid = sampled.tokens.tolist(), bool(sampled.invalid.any())
+        if invalid:
+            raise EngineError("the Medusa heads' logits are not numbers: check their weights and their dtype")
+        tokens, chances = likeliest.indices.tolist(), likeliest.values.tolist()
+        found = {}
+        for index, sequence in enumerate(states):
+            own = range(index, len(rows), len(states))  # its row of each head
+            found[sequence] = [_first(drawn[row], tokens[row]) for row in own], [chances[row] for row in own]
+        return found
+
+    def _tree(self, tokens: list[list[int]], chances: list[list[float]], max_depth: int) -> DraftTree:
+        paths = likeliest_paths(chances[:max_depth], self.num_nodes) if self.paths is None else self.paths
+        return DraftTree({path: tokens[len(path) - 1][path[-1]] for path in paths if len(path) <= max_depth})
+
+
+def likeliest_paths(chances: SequenceOf[SequenceOf[float]], num_nodes: int) -> list[Path]:
+    """The paths with the largest products, each with its parents, the likeliest first.
+
+    Args:
+        chances: [K, C], of the candidates of each level, falling; the same whatever path led there.
+    """
+    found: list[Path] = []
+    heap: list[tuple[float, Path]] = [(-chances[0][0], (0,))] if chances else []
+    while heap and len(found) < num_nodes:
+        product, path = heapq.heappop(heap)
+        found.append(path)
+        level, rank = len(path), path[-1]
+        if level < len(chances):
+            heapq.heappush(heap, (product * chances[level][0], (*path, 0)))
+        if rank + 1 < len(chances[level - 1]) and chances[level - 1][rank] > 0:
+            sibling = product / chances[level - 1][rank] * chances[level - 1][rank + 1]
+            heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
+    return found
+
+
+def _first(token: int, others: list[int]) -> list[int]:
+    """As many candidates, ``token`` before the others."""
+    return [token, *(other for other in others if other != token)][: len(others)]
+
+
+def _require_fitting(heads: MedusaHeads, vocab_size: int, hidden_size: int) -> None:
+    if heads.hidden_size != hidden_size:
+        raise InvalidInput(
+            f"these Medusa heads read states of {heads.hidden_size} values, the model's have {hidden_size}: take heads"
+            " that were trained for it"
+        )
+    if heads.vocab_size not in (None, vocab_size):
+        raise InvalidInput(
+            f"the Medusa heads' vocabulary has {heads.vocab_size} tokens, the model's {vocab_size}: take heads that"
+            " were trained for it"
+        )
+
+
+def _require_tree(paths: SequenceOf[Path], num_heads: int) -> None:
+    if max(map(len, require_shape(paths))) > num_heads:
+        raise InvalidInput(f"MedusaDrafter: paths={list(paths)}: no deeper than {num_heads} heads")

@@ -1,0 +1,132 @@
+"""MirrorDrafter: drafts the next trees while the target still verifies the last ones.
+
+It bets that the first branch of a tree is right to its end, and drafts the target's next token and what follows it. If
+the bet is won the next tree is there at once; if not, only the work is lost. On a GPU it works on a stream of its own.
+After Bhendawade et al., "Mirror Speculative Decoding: Breaking the Serial Barrier in LLM Inference", 2025.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.speculation.draft_tree import DraftTree
+from detcompile.runtime.speculation.drafters import NO_DRAFT, Drafter
+
+__all__ = ["MirrorDrafter"]
+
+
+class MirrorDrafter:
+    """Another drafter, asked a step early.
+
+    The drafter sees stand-ins of the sequences: one for each, whose tokens run ahead and are taken back. Its
+    random numbers are at the positions of the target's, so that a bet which is won gives the tree that it would have
+    given later, one level shorter.
+
+    Args:
+        inner: drafts from tokens alone. If its ``device`` is a GPU it gets a stream of its own.
+
+    Raises:
+        InvalidInput: a drafter that reads states which only the verification gives.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        if getattr(inner, "reads_states", False):
+            raise InvalidInput(
+                f"{type(inner).__name__} reads the states that the verification gives, so that it cannot draft ahead of"
+                " it: use it as it is"
+            )
+        self.inner = inner
+        self.vocab_size = getattr(inner, "vocab_size", None)
+        self.tokenizer = getattr(inner, "tokenizer", None)
+        self.num_ahead = self.num_used = 0  # trees drafted ahead; those of them that were proposed
+        self._stand_ins: dict[Sequence, Sequence] = {}
+        self._bets: dict[Sequence, tuple[list[int], int]] = {}  # tokens with the first branch, deepest tree of the last
+        self._ready: dict[Sequence, tuple[list[int], DraftTree]] = {}  # tokens without the tree, whose roots come next
+        device = getattr(inner, "device", torch.device("cpu"))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._proposed = torch.cuda.Event() if self._stream is not None else None
+
+    def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
+        """What was drafted ahead where the bet was won, the inner drafter's trees elsewhere."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        trees = {s: tree for s, most in zip(sequences, max_depth) if (tree := self._ready_tree(s, most)) is not None}
+        left = [(s, most) for s, most in zip(sequences, max_depth, strict=True) if s not in trees]
+        if left:
+            stand_ins = [self._stand_in(sequence, sequence.token_ids) for sequence, _ in left]
+            found = self.inner.propose(stand_ins, [most for _, most in left])
+            trees |= {sequence: tree for (sequence, _), tree in zip(left, found, strict=True)}
+        for sequence, most in zip(sequences, max_depth):
+            branches = trees[sequence].branches()
+            if branches:
+                self._bets[sequence] = (sequence.token_ids + trees[sequence].along(branches[0]), most)
+        self._ready.clear()
+        if self._proposed is not None:
+            self._proposed.record()
+        return [trees[sequence] for sequence in sequences]
+
+    def draft_ahead(self) -> None:
+        """Draft beyond the first branches of the trees that were proposed last. The engine calls it once they run."""
+        bets, self._bets = self._bets, {}
+        if not bets:
+            return
+        stand_ins = [self._stand_in(sequence, tokens) for sequence, (tokens, _) in bets.items()]
+        with self._own_stream():
+            trees = self.inner.propose(stand_ins, [most + 1 for _, most in bets.values()])
+        for (sequence, (tokens, _)), tree in zip(bets.items(), trees, strict=True):
+            if len(tree):
+                self.num_ahead += 1
+                self._ready[sequence] = (tokens, tree)
+
+    def give_distributions(self) -> None:
+        """Have the inner drafter tell what its guesses were drawn from, if it can."""
+        tell = getattr(self.inner, "give_distributions", None)
+        if tell is not None:
+            tell()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence, here and in the inner drafter."""
+        self._bets.pop(sequence, None)
+        self._ready.pop(sequence, None)
+        stand_in = self._stand_ins.pop(sequence, None)
+        if stand_in is not None:
+            self.inner.forget(stand_in)
+
+    def _ready_tree(self, sequence: Sequence, max_depth: int) -> DraftTree | None:
+        """What hangs below the newest token in the tree drafted ahead, if that token is one of its guesses."""
+        tokens, tree = self._ready.get(sequence, ([], NO_DRAFT))
+        if not tokens or sequence.token_ids[:-1] != tokens:
+            return None
+        root = tree.child((), sequence.token_ids[-1])
+        below = [path for path in tree.tokens if path[:1] == root and len(path) > 1]
+        if not below:
+            return None
+        self.num_used += 1
+        known = {path[1:]: tree.distributions[path] for path in below if path in tree.distributions}
+        return DraftTree({path[1:]: tree.tokens[path] for path in below}, known).pruned(len(below), max_depth)
+
+    def _stand_in(self, sequence: Sequence, tokens: list[int]) -> Sequence:
+        stand_in = self._stand_ins.get(sequence)
+        if stand_in is None:
+            stand_in = Sequence(
+                sequence.token_ids[: sequence.num_prompt_tokens],
+                sequence.sampling,
+                sample_index=sequence.sample_index,
+                max_length=sequence.max_length,
+            )
+            self._stand_ins[sequence] = stand_in
+        stand_in.token_ids = list(tokens)
+        return stand_in
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        if self._stream is None or self._proposed is None:
+            yield
+            return
+        self._stream.wait_event(self._proposed)  # what the inner drafter did last; not the verification behind it
+        with torch.cuda.stream(self._stream):
+            yield

@@ -1,0 +1,235 @@
+"""Extents of a step's arrays: the buckets that steps are padded to, and the one piece of memory that they lie in.
+
+Legend: as in runtime/step/runner.py.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
+from detcompile.step import NO_SLOT, PADDING_SLOT
+
+__all__ = [
+    "FEWEST_MIXED",
+    "MIXED_BUCKETS",
+    "StepBuffer",
+    "StepBuffers",
+    "StepLayout",
+    "TOKEN_BUCKETS",
+    "graph_layouts",
+    "host_tensors",
+    "mixed_layouts",
+    "table_widths",
+]
+
+TOKEN_BUCKETS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256))
+MIXED_BUCKETS = (16, 32, 64, 128, 256, 512)  # of steps that hold more tokens than sequences
+FEWEST_MIXED = 8  # sequences
+FEWEST_COPIES = 16  # of a token, where branches of draft trees share any
+SHORTEST_TABLE = 512  # keys; tables are never narrower, so that short sequences share their graphs
+ALIGNMENT = 128  # bytes, of each array in a step's buffer
+# What pads an array, where it is not 0; None: the array's last entry.
+PADDING = {"pending": NOT_PENDING, "slot_mappings": PADDING_SLOT, "state_slots": NO_SLOT, "cu_seqlens": None}
+UNKNOWN = (None,) * len(StepArrays._fields)
+
+
+class StepLayout(NamedTuple):
+    """Extents of a step's arrays, padding included."""
+
+    tokens: int
+    sequences: int
+    rows: int
+    blocks: int
+    groups: int
+    copies: int = 1
+
+    def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """dtype and shape of each array of StepArrays."""
+        return {
+            "input_ids": (np.int64, (self.tokens,)),
+            "position_ids": (np.int64, (self.tokens,)),
+            "pending": (np.int64, (self.tokens,)),
+            "logits_to_keep": (np.int64, (self.rows,)),
+            "slot_mappings": (np.int64, (self.groups, self.copies, self.tokens)),
+            "cu_seqlens": (np.int32, (self.sequences + 1,)),
+            "seq_lens": (np.int32, (self.sequences,)),
+            "block_tables": (np.int32, (self.groups, self.sequences, self.blocks)),
+            "state_slots": (np.int32, (self.sequences,)),
+            "block_copies": (np.int64, (3, self.groups * self.sequences if self.copies > 1 else 0)),
+        }
+
+    @classmethod
+    def of(cls, arrays: StepArrays) -> "StepLayout":
+        """Without padding."""
+        groups, sequences, blocks = arrays.block_tables.shape
+        copies = arrays.slot_mappings.shape[1]
+        return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups, copies)
+
+    def padded(self, block_size: int) -> "StepLayout":
+        """The layout of a CUDA graph that can hold such a step, or its own extents but for the tables."""
+        return _padded(self, block_size)
+
+
+@functools.lru_cache(maxsize=512)
+def _padded(exact: StepLayout, block_size: int) -> StepLayout:
+    blocks = 1 << (max(exact.blocks, SHORTEST_TABLE // block_size) - 1).bit_length()
+    copies = 1 if exact.copies == 1 else max(FEWEST_COPIES, 1 << (exact.copies - 1).bit_length())
+    if exact.tokens == exact.sequences == exact.rows:
+        bucket = _bucket(exact.tokens, TOKEN_BUCKETS)
+        return exact._replace(tokens=bucket, sequences=bucket, rows=bucket, blocks=blocks, copies=copies)
+    if exact.tokens > MIXED_BUCKETS[-1] or exact.rows > exact.tokens:
+        return exact._replace(blocks=blocks)
+    tokens = _bucket(exact.tokens, MIXED_BUCKETS)
+    sequences = min(tokens, 1 << (max(exact.sequences, exact.rows, FEWEST_MIXED) - 1).bit_length())
+    return exact._replace(tokens=tokens, sequences=sequences, rows=sequences, blocks=blocks, copies=copies)
+
+
+class StepBuffer:
+    """The arrays of a layout side by side in one piece of memory, so that one copy moves them all.
+
+    Args:
+        memory: [bytes] uint8, pinned or on a device; None allocates it on ``device``.
+    """
+
+    def __init__(self, layout: StepLayout, device: torch.device, memory: Tensor | None = None) -> None:
+        self.layout = layout
+        self._places, size = _places(layout)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
+
+    def fill(self, arrays: StepArrays, before: StepArrays | None = None) -> None:
+        """Write a step that fits, and its padding: of memory on the host.
+
+        A padding token is token 0 at position 0 and is written nowhere; a padding sequence has no tokens and no keys; a
+        padding row of logits is that of token 0.
+
+        Args:
+            before: what this memory holds, so that equal padding and the same read-only arrays are not written again.
+        """
+        all_given: tuple[NDArray[Any], ...] = arrays
+        all_known: tuple[NDArray[Any] | None, ...] = before or UNKNOWN
+        for given, known, (target, padding) in zip(all_given, all_known, self._targets):
+            if given is known and not given.flags.writeable:
+                continue
+            if given.shape != target.shape:
+                if known is None or given.shape != known.shape or padding is None:
+                    target.fill(given[-1] if padding is None else padding)
+                target = target[tuple(map(slice, given.shape))]
+            target[...] = given
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the memory, by the names of StepArrays."""
+        whole = {np.int64: (self.bytes.view(torch.int64), 8), np.int32: (self.bytes.view(torch.int32), 4)}
+        found = {}
+        for name, (start, length, dtype, shape) in self._places.items():
+            memory, size = whole[dtype]
+            found[name] = memory[start // size : (start + length) // size].view(shape)
+        return found
+
+    @functools.cached_property
+    def _targets(self) -> list[tuple[NDArray[Any], int | None]]:
+        """The arrays of memory on the host in the order of StepArrays, and what pads each: None is its last entry."""
+        memory = self.bytes.numpy()
+        return [
+            (memory[start : start + length].view(dtype).reshape(shape), PADDING.get(name, 0))
+            for name in StepArrays._fields
+            for start, length, dtype, shape in [self._places[name]]
+        ]
+
+
+def host_tensors(arrays: StepArrays) -> dict[str, Tensor]:
+    """The arrays of a step that runs on the host, by their names; memory is shared where it may be written."""
+    given: tuple[NDArray[Any], ...] = arrays
+    return {
+        name: torch.from_numpy(array.astype(dtype, order="C", copy=not array.flags.writeable))
+        for (name, dtype), array in zip(_dtypes().items(), given)
+    }
+
+
+@functools.cache
+def _dtypes() -> dict[str, type[np.generic]]:
+    return {name: dtype for name, (dtype, _) in StepLayout(0, 0, 0, 0, 0).fields().items()}
+
+
+class StepBuffers:
+    """The buffers of several steps in one piece of memory, so that one copy moves them all.
+
+    Args:
+        layouts: of the steps, in their order.
+        memory: as of StepBuffer.
+
+    Attributes:
+        steps: a StepBuffer for each layout.
+    """
+
+    def __init__(self, layouts: tuple[StepLayout, ...], device: torch.device, memory: Tensor | None = None) -> None:
+        ends = list(itertools.accumulate(_places(layout)[1] for layout in layouts))
+        self.layouts = layouts
+        self.bytes = torch.empty(ends[-1], dtype=torch.uint8, device=device) if memory is None else memory[: ends[-1]]
+        starts = (0, *ends[:-1])
+        self.steps = [StepBuffer(layout, device, self.bytes[at:]) for layout, at in zip(layouts, starts, strict=True)]
+
+    def fill(self, steps: SequenceOf[StepArrays], before: SequenceOf[StepArrays] | None = None) -> None:
+        """Each step into its own buffer, as ``StepBuffer.fill``."""
+        for buffer, arrays, known in zip(self.steps, steps, before or (None,) * len(steps), strict=True):
+            buffer.fill(arrays, known)
+
+
+@functools.lru_cache(maxsize=512)
+def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int, type[np.generic], tuple[int, ...]]], int]:
+    """First byte, length, dtype and shape of each array, and the bytes of all."""
+    places, size = {}, 0
+    for name, (dtype, shape) in layout.fields().items():
+        length = math.prod(shape) * np.dtype(dtype).itemsize
+        places[name] = (size, length, dtype, shape)
+        size += -(-length // ALIGNMENT) * ALIGNMENT
+    return places, size
+
+
+def table_widths(most_blocks: int, block_size: int) -> list[int]:
+    """Blocks of the tables whose graphs are worth their capture, up to the first that holds ``most_blocks``."""
+    widths = [1 << (max(1, SHORTEST_TABLE // block_size) - 1).bit_length()]
+    while widths[-1] < most_blocks:
+        widths.append(min(8 * widths[-1], 1 << (most_blocks - 1).bit_length()))
+    return widths
+
+
+def graph_layouts(
+    most_sequences: int, most_tokens: int, most_blocks: int, block_size: int
+) -> list[tuple[int, int, int]]:
+    """Tokens, sequences and table widths of the graphs that a warm-up captures for steps up to these sizes.
+
+    The largest come first: the memory that they share is then as large as it has to be, also for what is captured
+    later, for which the largest mixed step is among them with logits of every token. Of one size the narrowest comes
+    first, as a step takes a wider graph where there is one.
+    """
+    decodes = _bucket(min(most_sequences, most_tokens), TOKEN_BUCKETS)
+    mixed = _bucket(min(most_tokens, MIXED_BUCKETS[-1]), MIXED_BUCKETS)
+    sizes = [(size, size) for size in TOKEN_BUCKETS if size <= decodes or size == mixed]
+    sizes += [
+        (tokens, sequences)
+        for tokens, sequences in mixed_layouts()
+        if tokens <= most_tokens and sequences < 2 * most_sequences
+    ]
+    widths = table_widths(most_blocks, block_size)
+    return [(*size, width) for size in sorted(sizes, reverse=True) for width in widths]
+
+
+def mixed_layouts() -> list[tuple[int, int]]:
+    """Tokens and sequences of the buckets of mixed steps."""
+    return [
+        (tokens, FEWEST_MIXED << shift)
+        for tokens in MIXED_BUCKETS
+        for shift in range((tokens // FEWEST_MIXED).bit_length() - 1)
+    ]
+
+
+def _bucket(size: int, buckets: tuple[int, ...]) -> int:
+    return next((bucket for bucket in buckets if size <= bucket), size)

@@ -1,0 +1,1 @@
+"""Paged attention and the rotation with the cache write."""

@@ -1,0 +1,204 @@
+"""rope_cache on the GPU: one launch norms and rotates q and k, and writes k and v into the caches.
+
+Legend: T tokens, HQ HK heads, D DV head dims, E rotated features, W and WV: D and DV, padded. A tile is ROWS heads of
+consecutive tokens. Programs take tiles of q, then of k, then of v.
+
+A head's norm takes the tile, hence the `Row` tree, of the rms_norm kernel. The other half of a head, which rotation
+needs, is read a second time (from the cache) and normed alike, so that no thread has to hand it to another.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.orders.numerics import row_order
+from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.device.integers import cdiv, next_power_of_2
+from detcompile.templates.device.launcher import launcher
+from detcompile.templates.device.widening import widened
+from detcompile.templates.rows.tile_sums import row_total
+from detcompile.templates.rows.tiles import aligned, in_units, rms_scale, row_plan
+
+__all__ = ["MOST_FEATURES", "rope_cache_cuda"]
+
+MOST_FEATURES = 512  # of a head
+
+
+@triton.jit
+def _heads(x_ptr, token, head, ok, column, token_stride, head_stride, UNIT: tl.constexpr, D: tl.constexpr):
+    """The tile in fp32, 0 outside."""
+    start = token.to(tl.int64) * token_stride + head * head_stride
+    pointers = (x_ptr + start * UNIT)[:, None] + column[None, :]
+    return tl.load(pointers, mask=ok[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normed(
+    x, scale_R, weight_ptr, column, DTYPE: tl.constexpr, D: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):  # fmt: skip
+    y = x * scale_R[:, None]
+    if ROUND_FIRST:
+        y = y.to(DTYPE).to(tl.float32)
+    if HAS_WEIGHT:
+        y = y * widened(tl.load(weight_ptr + column, mask=column < D, other=0.0), DTYPE)[None, :]
+    return y.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, head, ok, token_stride, head_stride, eps, UNIT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, W] in x's dtype, every operation rounded as if it stood alone."""
+    HALF: tl.constexpr = E // 2
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    column = tl.arange(0, W)
+    other = tl.where(column < HALF, column + HALF, tl.where(column < E, column - HALF, column))
+    x = _heads(x_ptr, token, head, ok, column, token_stride, head_stride, UNIT, D)
+    half = _heads(x_ptr, token, head, ok, other, token_stride, head_stride, UNIT, D)
+    turned = ok[:, None] & (column < E)[None, :]
+    start = token.to(tl.int64)[:, None] * E
+    cos = tl.load(in_units(cos_ptr + start, column[None, :], UNIT), mask=turned, other=0.0).to(tl.float32)
+    sin = tl.load(in_units(sin_ptr + start, column[None, :], UNIT), mask=turned, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = rms_scale(row_total(x * x, ROWS, LANES, VECTOR, SHUFFLE), eps, D)
+        x = _normed(x, scale, weight_ptr, column, DTYPE, D, HAS_WEIGHT, ROUND_FIRST)
+        half = _normed(half, scale, weight_ptr, other, DTYPE, D, HAS_WEIGHT, ROUND_FIRST)
+    half = tl.where((column < HALF)[None, :], -half, half)
+    y = (x * cos).to(DTYPE).to(tl.float32) + (half * sin).to(DTYPE).to(tl.float32)
+    return tl.where((column < E)[None, :], y, x).to(DTYPE)
+
+
+@triton.jit
+def _token(place, T, COPIED: tl.constexpr):
+    """Whose key and value a place of the slot mapping takes."""
+    return place % T if COPIED else place
+
+
+@triton.jit
+def _slots(slots_ptr, cache_ptr, place, head, ok, page_stride, slot_stride, head_stride, PAGE: tl.constexpr):
+    """Pointers [ROWS] to the heads' places in the cache, and which of them there are."""
+    slot = tl.load(slots_ptr + place, mask=ok, other=-1).to(tl.int64)
+    pointers = cache_ptr + slot // PAGE * page_stride + slot % PAGE * slot_stride + head * head_stride
+    return pointers, ok & (slot >= 0)
+
+
+@triton.jit(
+    do_not_specialize=["T", "num_slots", "q_tiles", "k_tiles"]
+    + ["q_token", "q_head", "k_token", "k_head", "v_token", "v_head"]
+)
+def _rope_cache_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    T, num_slots, q_tiles, k_tiles, q_token, q_head, k_token, k_head, v_token, v_head,
+    k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head, eps,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, COPIED: tl.constexpr,
+    UNIT: tl.constexpr, V_UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    program = tl.program_id(0)
+    index = tl.arange(0, ROWS)
+    column = tl.arange(0, W)
+    if program < q_tiles:
+        q_row = program * ROWS + index
+        q_ok = q_row // HQ < T
+        q_turned = _rotated(
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_row // HQ, q_row % HQ, q_ok, q_token, q_head, eps, UNIT, D, E,
+            HAS_NORM, HAS_WEIGHT, ROUND_FIRST, ROWS, W, LANES, VECTOR, SHUFFLE,
+        )  # fmt: skip
+        q_to = out_ptr + q_row.to(tl.int64) * D
+        tl.store(in_units(q_to[:, None], column[None, :], UNIT), q_turned, mask=q_ok[:, None] & (column < D)[None, :])
+    elif program < q_tiles + k_tiles:
+        k_row = (program - q_tiles) * ROWS + index
+        k_ok = k_row // HK < num_slots
+        k_turned = _rotated(
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, _token(k_row // HK, T, COPIED), k_row % HK, k_ok, k_token, k_head,
+            eps, UNIT, D, E, HAS_NORM, HAS_WEIGHT, ROUND_FIRST, ROWS, W, LANES, VECTOR, SHUFFLE,
+        )  # fmt: skip
+        k_to, k_there = _slots(
+            slots_ptr, k_cache_ptr, k_row // HK, k_row % HK, k_ok, k_page, k_slot, k_slot_head, PAGE
+        )  # fmt: skip
+        k_mask = k_there[:, None] & (column < D)[None, :]
+        k_places = in_units(k_to[:, None], column[None, :], UNIT)
+        tl.store(k_places, k_turned.to(k_cache_ptr.dtype.element_ty), mask=k_mask)
+    else:
+        v_row = (program - q_tiles - k_tiles) * ROWS + index
+        v_ok = v_row // HK < num_slots
+        feature = tl.arange(0, WV)
+        copied = _heads(v_ptr, _token(v_row // HK, T, COPIED), v_row % HK, v_ok, feature, v_token, v_head, V_UNIT, DV)
+        v_to, v_there = _slots(
+            slots_ptr, v_cache_ptr, v_row // HK, v_row % HK, v_ok, v_page, v_slot, v_slot_head, PAGE
+        )  # fmt: skip
+        v_mask = v_there[:, None] & (feature < DV)[None, :]
+        tl.store(v_to[:, None] + feature[None, :], copied.to(v_cache_ptr.dtype.element_ty), mask=v_mask)
+
+
+def rope_cache_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float | None,
+    round_before_weight: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
+
+    Raises:
+        InvalidInput: dtypes that differ, or heads of more than MOST_FEATURES.
+    """
+    T, HQ, D = q.shape
+    HK, DV = v.shape[1:]
+    if D > MOST_FEATURES or not q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype:
+        raise InvalidInput(
+            f"detcompile::rope_cache: q, k, v, cos and sin are {q.dtype}, {k.dtype}, {v.dtype}, {cos.dtype}, "
+            f"{sin.dtype}, of {D} features a head: use one dtype, and at most {MOST_FEATURES} features"
+        )
+    out = torch.empty(T, HQ, D, dtype=q.dtype, device=q.device)
+    if T == 0:
+        return out
+    order = row_order(D, "cuda", (), q.dtype)
+    plan = row_plan(order)
+    v_unit = min(DV & -DV, 16 // v.element_size())
+    (q, *q_strides), (k, *k_strides) = (_head_strides(x, order.vector) for x in (q, k))
+    v, *v_strides = _head_strides(v, v_unit)
+    cos, sin = (_aligned_rows(table) for table in (cos, sin))
+    weights = [out if weight is None else aligned(weight) for weight in (q_weight, k_weight)]
+    num_slots = len(slot_mapping)
+    q_tiles, kv_tiles = cdiv(T * HQ, plan.rows), cdiv(num_slots * HK, plan.rows)
+    launcher(_rope_cache_kernel)[(q_tiles + 2 * kv_tiles,)](
+        q, k, v, cos, sin, *weights, out, k_cache, v_cache, slot_mapping, T, num_slots, q_tiles, kv_tiles,
+        *q_strides, *k_strides, *v_strides, *k_cache.stride()[:3], *v_cache.stride()[:3],
+        0.0 if eps is None else eps,
+        HQ=HQ, HK=HK, D=D, DV=DV, E=cos.shape[1], PAGE=k_cache.shape[1], HAS_NORM=eps is not None,
+        HAS_WEIGHT=q_weight is not None, ROUND_FIRST=round_before_weight, COPIED=num_slots > T, UNIT=order.vector,
+        V_UNIT=v_unit, ROWS=plan.rows, W=plan.width, WV=next_power_of_2(DV), LANES=order.lanes,
+        VECTOR=order.vector, SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
+        **launch_options(q.device),
+    )  # fmt: skip
+    return out
+
+
+def _head_strides(x: Tensor, unit: int) -> tuple[Tensor, int, int]:
+    """x [T, H, D] and its strides in units, copied unless heads are whole and aligned to the unit."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)]
+    if (x.stride(2) != 1 and x.shape[2] > 1) or x.data_ptr() % 16 or strides[0] % unit or strides[1] % unit:
+        x = x.clone(memory_format=torch.contiguous_format)
+        strides = list(x.stride()[:2])
+    return x, strides[0] // unit, strides[1] // unit
+
+
+def _aligned_rows(table: Tensor) -> Tensor:
+    table = table.contiguous()
+    return table if table.data_ptr() % 16 == 0 else table.clone()

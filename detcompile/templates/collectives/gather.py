@@ -1,0 +1,97 @@
+"""What ranks of a tensor-parallel group send each other whole: columns, and rows of an embedding.
+
+Legend: M tokens, n columns of each rank, v rows of a table on each rank, D features, R ranks; ``group`` names a
+torch.distributed group.
+
+    all_gather_columns(x [M, n], group, columns) -> [M, columns]: ranks' columns side by side, padding dropped
+    sharded_embedding(weight [v, D], ids, first, group) -> [..., D]: rows of a table of which rank r has those from
+        first = r v on; zeros for an id outside it
+
+GPUs that map each other's memory do this in one kernel (gather_gpu.py). Elsewhere the communication library
+does, and where it is asked to add, it adds the bytes of a row, as integers, of which all ranks but one hold zeros.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.parallel import process_group
+from detcompile.templates.collectives.gather_gpu import columns_over_peers, rows_over_peers
+from detcompile.templates.collectives.peer_memory import peer_memory
+
+__all__ = ["all_gather_columns", "gather", "sharded_embedding"]
+
+c10d = torch.ops._c10d_functional
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define("all_gather_columns(Tensor x, str group, int columns) -> Tensor", tags=_TAGS)
+_LIBRARY.define("sharded_embedding(Tensor weight, Tensor ids, int first, str group) -> Tensor", tags=_TAGS)
+
+
+def gather(x: Tensor, group: str) -> Tensor:
+    """x [...] of every rank, contiguous -> [R, ...]
+
+    Not by the functional collective: of all that are used here, it alone has gloo read a GPU's memory as the host's.
+    """
+    ranks = process_group(group)
+    gathered = x.new_empty((ranks.size(), *x.shape))
+    dist.all_gather(list(gathered.unbind()), x, group=ranks)
+    return gathered
+
+
+def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) -> Tensor:
+    """The op on any device. peers: False: by the library also where GPUs map each other's memory.
+
+    Raises:
+        InvalidInput: more columns than the ranks have.
+    """
+    held = process_group(group).size() * x.shape[1]
+    if columns > held:
+        raise InvalidInput(f"detcompile::all_gather_columns: the ranks have {held} columns together, not {columns}")
+    x = x.contiguous()
+    memory = peer_memory(group, x.device) if peers and x.is_cuda else None
+    out = None if memory is None else columns_over_peers(memory, x, columns)
+    if out is not None:
+        return out
+    return gather(x, group).permute(1, 0, 2).flatten(1)[:, :columns].contiguous()
+
+
+def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers: bool = True) -> Tensor:
+    """The op on any device. peers: False: by the library also where GPUs map each other's memory.
+
+    Raises:
+        InvalidInput: ``first`` is not where this rank's rows begin.
+    """
+    rank = process_group(group).rank()
+    if first != rank * weight.shape[0]:
+        raise InvalidInput(
+            f"detcompile::sharded_embedding: rank {rank} with {weight.shape[0]} rows begins at row"
+            f" {rank * weight.shape[0]}, not {first}: give every rank equally many rows, in the order of the ranks"
+        )
+    memory = peer_memory(group, weight.device) if peers and weight.is_cuda else None
+    out = None if memory is None else rows_over_peers(memory, weight, ids)
+    if out is not None:
+        return out
+    local = ids - first
+    own = (local >= 0) & (local < weight.shape[0])
+    rows = torch.nn.functional.embedding(torch.where(own, local, 0), weight)
+    rows = torch.where(own.unsqueeze(-1), rows, 0)
+    unit = torch.int32 if rows.shape[-1] * rows.element_size() % 4 == 0 else torch.uint8
+    return c10d.wait_tensor(c10d.all_reduce(rows.view(unit), "sum", group)).view(rows.dtype)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("all_gather_columns", all_gather_columns, _device)
+    _LIBRARY.impl("sharded_embedding", sharded_embedding, _device)
+
+
+@torch.library.register_fake("detcompile::all_gather_columns", lib=_LIBRARY)
+def _(x, group, columns):
+    return x.new_empty((x.shape[0], columns))
+
+
+@torch.library.register_fake("detcompile::sharded_embedding", lib=_LIBRARY)
+def _(weight, ids, first, group):
+    return weight.new_empty((*ids.shape, weight.shape[1]))

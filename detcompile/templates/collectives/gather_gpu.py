@@ -1,0 +1,134 @@
+"""Columns and embedding rows over memory that the GPUs of a group have opened to each other: bytes move, and no sum is
+taken.
+
+Legend: M tokens, n columns of each rank, R ranks, v rows of a table on each rank, D features.
+
+    columns  every rank sends its [M, n] to all, and lays what it has received side by side
+    rows     of a token, the rank that holds its row sends it to all, and they read that rank's box alone
+
+Boxes, flags and epochs are those of collectives_triton: sums and moves may follow each other in any order that is the
+same on all ranks. Elements travel as integers of their size.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.templates.collectives import gpu as collectives_triton
+from detcompile.templates.collectives.gpu import ReduceSchedule, enter, meet, memory_arguments, shot_schedule
+from detcompile.templates.collectives.peer_memory import PeerMemory
+
+__all__ = ["columns_over_peers", "rows_over_peers"]
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # those that fit into boxes of as many float32
+
+
+def columns_over_peers(memory: PeerMemory, x: Tensor, columns: int) -> Tensor | None:
+    """x [M, n] of every rank, contiguous -> [M, columns], their columns in the order of the ranks and no padding.
+
+    None where this way does not take so many elements, or elements so large.
+    """
+    M, n = x.shape
+    num_ranks = len(memory.boxes)
+    if not _fits(x, num_ranks * x.numel()):
+        return None
+    out = x.new_empty((M, columns))
+    schedule = shot_schedule(x.numel(), num_ranks, two_shot=False)
+    columns_kernel[(min(collectives_triton.CHANNELS, triton.cdiv(x.numel(), schedule.block)),)](
+        x_ptr=_integers(x), out_ptr=_integers(out), total=x.numel(), n=n, columns=columns,
+        **_box_arguments(memory, schedule),
+    )  # fmt: skip
+    return out
+
+
+def rows_over_peers(memory: PeerMemory, weight: Tensor, ids: Tensor) -> Tensor | None:
+    """weight [v, D] of every rank, rank r's the rows from r v on, contiguous; ids [...] int64 -> [..., D].
+
+    The row of an id outside the table is zeros. None as of ``columns_over_peers``.
+    """
+    assert weight.is_contiguous(), "what one rank alone knows must not choose the way"
+    v, D = weight.shape
+    total = ids.numel() * D
+    if not _fits(weight, total):
+        return None
+    out = weight.new_empty((*ids.shape, D))
+    schedule = shot_schedule(total, len(memory.boxes), two_shot=False)
+    rows_kernel[(min(collectives_triton.CHANNELS, triton.cdiv(total, schedule.block)),)](
+        ids_ptr=ids.contiguous(), weight_ptr=_integers(weight), out_ptr=_integers(out), total=total, v=v, D=D,
+        **_box_arguments(memory, schedule),
+    )  # fmt: skip
+    return out
+
+
+def _fits(tensor: Tensor, num_elements: int) -> bool:
+    return tensor.itemsize in INTEGERS and 0 < num_elements <= collectives_triton.MOST_ELEMENTS
+
+
+def _box_arguments(memory: PeerMemory, schedule: ReduceSchedule) -> dict[str, Any]:
+    boxes = {"boxes": memory.boxes, "BOX": collectives_triton.BOX}
+    return boxes | {"BLOCK": schedule.block, "num_warps": schedule.warps} | memory_arguments(memory)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    return tensor.view(INTEGERS[tensor.itemsize])
+
+
+@triton.jit
+def columns_kernel(
+    x_ptr, boxes, flags_ptr, addresses_ptr, epochs_ptr, out_ptr, total, n, columns,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
+    place = tl.arange(0, BLOCK)
+    for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
+        epoch += 1
+        box = (channel * 2 + (epoch & 1)) * (RANKS * BOX)
+        element = start + place
+        inside = element < total
+        own = tl.load(x_ptr + element, mask=inside)
+        for r in tl.static_range(RANKS):
+            if r != RANK:
+                tl.store((boxes[r] + (box + RANK * BOX)).to(out_ptr.dtype) + place, own, mask=inside)
+        meet(theirs, mine, epoch, LANES)
+        row, column = element // n, element % n
+        for r in tl.static_range(RANKS):
+            if r == RANK:
+                got = own
+            else:
+                got = tl.load((boxes[RANK] + (box + r * BOX)).to(out_ptr.dtype) + place, mask=inside)
+            whole = r * n + column
+            tl.store(out_ptr + row * columns + whole, got, mask=inside & (whole < columns))
+    tl.store(epochs_ptr + channel, epoch)
+
+
+@triton.jit
+def rows_kernel(
+    ids_ptr, weight_ptr, boxes, flags_ptr, addresses_ptr, epochs_ptr, out_ptr, total, v, D,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    channel, theirs, mine, epoch = enter(flags_ptr, addresses_ptr, epochs_ptr, RANK, RANKS, LANES, PDL)
+    place = tl.arange(0, BLOCK)
+    for start in range(channel * BLOCK, total, tl.num_programs(0) * BLOCK):
+        epoch += 1
+        box = (channel * 2 + (epoch & 1)) * (RANKS * BOX)
+        element = start + place
+        inside = element < total
+        row_id = tl.load(ids_ptr + element // D, mask=inside, other=-1)
+        owner = tl.where(row_id < 0, -1, row_id // v)
+        held = owner == RANK
+        row = tl.load(weight_ptr + (row_id - RANK * v) * D + element % D, mask=held, other=0)
+        for r in tl.static_range(RANKS):
+            if r != RANK:
+                tl.store((boxes[r] + (box + RANK * BOX)).to(out_ptr.dtype) + place, row, mask=held)
+        meet(theirs, mine, epoch, LANES)
+        for r in tl.static_range(RANKS):
+            if r != RANK:
+                sent = (boxes[RANK] + (box + r * BOX)).to(out_ptr.dtype) + place
+                row = tl.where(owner == r, tl.load(sent, mask=owner == r, other=0), row)
+        tl.store(out_ptr + element, row, mask=inside)
+    tl.store(epochs_ptr + channel, epoch)

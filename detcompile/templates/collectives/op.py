@@ -1,0 +1,261 @@
+"""What ranks of a tensor-parallel group add up: row-parallel products, in one tree. What they only move: gather.py.
+
+Legend: M tokens, N features, K input features over all ranks, R ranks; ``group`` names a torch.distributed group.
+
+    tree_all_reduce(partial [..., N] float32, bias, residual, radices_above, group, out_dtype) -> [..., N] everywhere:
+        acc = the ranks' partials in the levels of the tree above the ranks, float32
+        y   = round(acc + bias);   out = round(residual + y)           the epilogue of detcompile::matmul
+    matmul_all_reduce(x [M, K/R], w [N, K/R], bias, residual, radices, radices_above, group, out_dtype) -> [M, N]:
+        tree_all_reduce of each rank's x @ w.T, which is its subtree of Tree(K, radices_above + radices)
+
+So matmul_all_reduce on R ranks has the bits of matmul with the whole tree on one. The partials travel as they are and
+every sum is taken in the tree's order: in one shot (every rank gathers all and adds all) where that is little, in two
+(a rank adds its own rows of tokens, then the rounded rows are gathered) where it is much. GPUs that map
+each other's memory do this in one kernel (gpu.py), and where there is very much, while they still
+multiply (overlapped.py). No element's sum notices. No floating-point number is added by the communication
+library.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.orders.float32 import add_tree
+from detcompile.parallel import process_group
+from detcompile.templates.collectives.gather import gather
+from detcompile.templates.collectives.gpu import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
+from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
+from detcompile.templates.collectives.peer_memory import Landing, PeerMemory, landing_of, peer_memory
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.device.gate import is_for_graph
+from detcompile.templates.matmul.gpu import matmul_cuda
+from detcompile.templates.matmul.launch import sum_partials_cuda
+from detcompile.templates.matmul.op import matmul_cpu
+
+__all__ = [
+    "TWO_SHOT_BYTES",
+    "add_partials",
+    "matmul_all_reduce",
+    "partial_product",
+    "reference_tree_sum",
+    "tree_all_reduce",
+]
+
+TWO_SHOT_BYTES = 1 << 20  # of one partial; from here on moving less is worth a second step
+
+_CALL = struct.Struct("PqPqqPPqPqqqPq5i")  # struct Call of matmul_call.h
+
+c10d = torch.ops._c10d_functional
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, int[] radices_above,"
+    " str group, ScalarType out_dtype) -> Tensor",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "tree_all_reduce(Tensor partial, Tensor? bias, Tensor? residual, int[] radices, str group, ScalarType out_dtype)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+
+
+def partial_product(x: Tensor, w: Tensor, radices: Sequence[int], out: Tensor | None = None) -> Tensor:
+    """x [M, K/R], w [N, K/R] -> this rank's subtree, float32 [M, N]; on a GPU in ``out`` if it is given."""
+    if x.is_cuda:
+        return matmul_cuda(x, w, None, None, radices, torch.float32, out)
+    return matmul_cpu(x, w, None, None, radices, torch.float32)
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    radices_above: Sequence[int],
+    group: str,
+    out_dtype: torch.dtype,
+    landing: bool | None = None,
+) -> Tensor:
+    """The op on any device.
+
+    Args:
+        landing: whether partials travel while others are made, where they can; None: of many tokens and ``for_graph``,
+            as the host takes longer to launch all the parts than they save.
+
+    Raises:
+        InvalidInput: the radices above do not make the group's size.
+    """
+    _require_tree(radices_above, group)
+    M, N = x.shape[0], w.shape[0]
+    memory = peer_memory(group, x.device) if x.is_cuda else None
+    place = None if memory is None else _landing(memory, group, M, N, radices_above, landing)
+    if memory is None or place is None:
+        partial = partial_product(x, w, radices)
+        return tree_all_reduce(partial, bias, residual, radices_above, group, out_dtype)
+    partial, out = x.new_empty((M, N), dtype=torch.float32), x.new_empty((M, N), dtype=out_dtype)
+
+    def make(rows: slice) -> None:
+        partial_product(x[rows], w, radices, partial[rows])
+
+    reduction = Reduction(partial, *_epilogue(bias, residual), tuple(radices_above), out)
+    reduce_by_landing(memory, place, reduction, make)
+    return out
+
+
+def _landing(
+    memory: PeerMemory, group: str, M: int, N: int, radices: Sequence[int], wanted: bool | None
+) -> Landing | None:
+    """Where sums of this size land; None if they travel otherwise."""
+    asked = (M >= LEAST_TOKENS and is_for_graph()) if wanted is None else wanted
+    if not asked or M == 0 or _levels(radices) > LEVELS or not 0 < N <= MOST_FEATURES:
+        return None
+    return landing_of(group, memory.flags.device)
+
+
+def _require_tree(radices: Sequence[int], group: str) -> None:
+    num_ranks = process_group(group).size()
+    if math.prod(radices) != num_ranks:
+        raise InvalidInput(f"detcompile::tree_all_reduce: radices {tuple(radices)} over {num_ranks} ranks")
+
+
+def _levels(radices: Sequence[int]) -> int:
+    return sum(radix > 1 for radix in radices)
+
+
+def tree_all_reduce(
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    group: str,
+    out_dtype: torch.dtype,
+    two_shot: bool | None = None,
+    peers: bool = True,
+    landing: bool = False,
+) -> Tensor:
+    """The op on any device.
+
+    Args:
+        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. landing: by copy
+            engines where they can, which is not faster without a product beside. All give the same bits.
+
+    Raises:
+        InvalidInput: the radices do not make the group's size, or shapes do not fit.
+    """
+    _require_tree(radices, group)
+    if partial.dim() < 2 or partial.dtype is not torch.float32:
+        raise InvalidInput(
+            f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [..., N]"
+        )
+    shape = partial.shape
+    partial = partial.flatten(0, -2).contiguous()
+    residual = None if residual is None else residual.flatten(0, -2)
+    memory = peer_memory(group, partial.device) if peers and partial.is_cuda else None
+    if memory is not None and _levels(radices) <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
+        out = partial.new_empty(partial.shape, dtype=out_dtype)
+        reduction = Reduction(partial, *_epilogue(bias, residual), tuple(radices), out)
+        place = None if two_shot is not None else _landing(memory, group, out.shape[0], out.shape[1], radices, landing)
+        if place is None:
+            reduce_over_peers(memory, reduction, two_shot)
+        else:
+            reduce_by_landing(memory, place, reduction)
+        return out.view(shape)
+    if two_shot is None:
+        two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES
+    if two_shot:
+        return _reduce_thengather(partial, bias, residual, radices, group, out_dtype).view(shape)
+    return add_partials(gather(partial, group), bias, residual, radices, out_dtype).view(shape)
+
+
+def add_partials(
+    partials: Tensor, bias: Tensor | None, residual: Tensor | None, radices: Sequence[int], out_dtype: torch.dtype
+) -> Tensor:
+    """float32 partials [R, M, N] of the ranks -> [M, N], with the epilogue of the matmul template."""
+    _, M, N = partials.shape
+    bias, residual = _epilogue(bias, residual)
+    out = partials.new_empty((M, N), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    if partials.is_cuda:
+        sum_partials_cuda(partials, bias, residual, tuple(radices), out)
+        return out
+    call = _CALL.pack(
+        partials.data_ptr(),
+        N,
+        0,
+        0,
+        0,
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out.data_ptr(),
+        M,
+        N,
+        math.prod(radices),
+        cpu_library.radices_address(tuple(radices)),
+        len(radices),
+        0,
+        cpu_library.dtype_code(bias),
+        cpu_library.dtype_code(residual),
+        cpu_library.dtype_code(out),
+        cpu_library.thread_count(),
+    )
+    cpu_library.library().detcompile_add_partials(call)
+    return out
+
+
+def reference_tree_sum(partials: Tensor, radices: Sequence[int]) -> Tensor:
+    """float32 partials [R, M, N] -> their sum [M, N] in the tree's order, written out."""
+    return torch.from_numpy(add_tree(list(partials.numpy()), tuple(radices)))
+
+
+def _epilogue(bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """With unit strides."""
+    if residual is not None and residual.stride(-1) != 1:
+        residual = residual.contiguous()
+    return None if bias is None else bias.contiguous(), residual
+
+
+def _reduce_thengather(
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    group: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rank r adds the r-th share of the tokens, and the rounded shares are gathered. Missing rows are padding."""
+    M, N = partial.shape
+    ranks = process_group(group)
+    num_ranks, rank = ranks.size(), ranks.rank()
+    share = -(-M // num_ranks)
+    sent = torch.nn.functional.pad(partial, (0, 0, 0, share * num_ranks - M))
+    splits = [share] * num_ranks
+    received = c10d.wait_tensor(c10d.all_to_all_single(sent, splits, splits, group))
+    if residual is not None:
+        residual = residual[rank * share : (rank + 1) * share]
+        residual = torch.nn.functional.pad(residual, (0, 0, 0, share - len(residual)))
+    own = add_partials(received.view(num_ranks, share, N), bias, residual, radices, out_dtype)
+    return gather(own, group).view(-1, N)[:M].contiguous()
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("matmul_all_reduce", matmul_all_reduce, _device)
+    _LIBRARY.impl("tree_all_reduce", tree_all_reduce, _device)
+
+
+@torch.library.register_fake("detcompile::matmul_all_reduce", lib=_LIBRARY)
+def _(x, w, bias, residual, radices, radices_above, group, out_dtype):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
+
+
+@torch.library.register_fake("detcompile::tree_all_reduce", lib=_LIBRARY)
+def _(partial, bias, residual, radices, group, out_dtype):
+    return partial.new_empty(partial.shape, dtype=out_dtype)

@@ -1,0 +1,161 @@
+"""PeerMemory: memory on every GPU of a group into which the kernels of all its ranks write.
+
+Legend: R ranks, C channels: program c of a kernel speaks with program c of the other ranks' kernels, and with no other.
+
+    boxes [C, 2, R, BOX] float32   what rank r sent to channel c; two, so that one can be read while the next one fills
+    flags [C, LANES] int32         the epoch of the last box that rank r has sent
+    epochs [C] int32               of this rank, which nobody else reads: how many boxes it has sent
+
+    landing: partials [R, P] float32 by sender, and sums [R, P] of up to 32 bits by owner; P = LANDING / R
+
+Boxes and flags are allocated once a group, at its first use, and the landing at the first sum that is large enough for
+it, whatever the shapes: what is larger goes through piece by piece.
+"""
+
+import socket
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from detcompile.config import peer_memory_allowed, settle_symmetric_memory
+from detcompile.errors import ScheduleError
+from detcompile.parallel import process_group
+from detcompile.templates.device.gate import capturing
+
+__all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "landing_of", "peer_memory"]
+
+CHANNELS = 256
+BOX = 4096  # float32 elements
+LANDING = 1 << 25  # elements, all senders together: 134 MB, and as much for the sums
+LANES = 8  # ranks at most; a power of two
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_MEMORIES: dict[tuple[str, Callable[..., Any]], tuple[dist.ProcessGroup, Any]] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMemory:
+    """One rank's view of a group's memory.
+
+    Attributes:
+        rank: of this process in the group. boxes: of every rank, as this GPU sees them.
+        flags: of this rank. flag_addresses: [R] int64, of every rank's flags, as this GPU sees them.
+        owner: keeps the memory mapped.
+    """
+
+    rank: int
+    boxes: tuple[Tensor, ...]
+    flags: Tensor
+    flag_addresses: Tensor
+    epochs: Tensor
+    owner: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where large sums are put.
+
+    Attributes:
+        partials: [R, P] float32 of every rank, as this GPU sees them. sums: likewise, 32 bits an element.
+        owner: keeps the memory mapped.
+    """
+
+    partials: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...]
+    owner: Any = None
+
+
+def peer_memory(group: str, device: torch.device) -> PeerMemory | None:
+    """Of the group of this name; None where its GPUs cannot map each other's memory. All ranks get it, or none does.
+
+    Raises:
+        ScheduleError: the first call is made while a CUDA graph is captured.
+    """
+    memory: PeerMemory | None = _opened(group, device, _open)
+    return memory
+
+
+def landing_of(group: str, device: torch.device) -> Landing | None:
+    """Of a group that has ``peer_memory``; None where there is no room for it. As that, otherwise."""
+    landing: Landing | None = _opened(group, device, _open_landing)
+    return landing
+
+
+def _opened(group: str, device: torch.device, open_memory: Callable[[dist.ProcessGroup, torch.device], Any]) -> Any:
+    ranks = process_group(group)
+    found = _MEMORIES.get((group, open_memory))
+    if found is None or found[0] is not ranks:  # the name may be that of an earlier group
+        if capturing():
+            raise ScheduleError(
+                "detcompile's collectives: the ranks have not opened their memory to each other, which cannot happen "
+                "while a CUDA graph is captured; run the model once before capturing"
+            )
+        found = _MEMORIES[group, open_memory] = (ranks, _agreed(ranks, device, open_memory))
+    return found[1]
+
+
+def _agreed(
+    ranks: dist.ProcessGroup, device: torch.device, open_memory: Callable[[dist.ProcessGroup, torch.device], Any]
+) -> Any:
+    """What open_memory gives, if every rank of a group on one machine succeeds."""
+    if not 2 <= ranks.size() <= LANES:
+        return None
+    here = (socket.gethostname(), BOOT_ID.read_text() if BOOT_ID.exists() else "", peer_memory_allowed())
+    if any(there != here or not there[2] for there in _exchange(here, ranks)):
+        return None
+    memory, problem = None, ""
+    try:
+        memory = open_memory(ranks, device)
+    except RuntimeError as error:  # of the driver, in a hundred ways
+        problem = str(error).strip().splitlines()[0]
+    problems = {rank: text for rank, text in enumerate(_exchange(problem, ranks)) if text}
+    if problems:
+        warnings.warn(f"GPUs cannot map each other's memory, sums travel more slowly instead: {problems}", stacklevel=2)
+        return None
+    return memory
+
+
+def _open(ranks: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    settle_symmetric_memory()
+    num_ranks, rank = ranks.size(), ranks.rank()
+    num_flags, num_boxes = CHANNELS * LANES, CHANNELS * 2 * num_ranks * BOX
+    memory = symmetric_memory.empty(num_flags + num_boxes, dtype=torch.float32, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, ranks.group_name)
+    flags = [handle.get_buffer(other, (num_flags,), torch.int32) for other in range(num_ranks)]
+    return PeerMemory(
+        rank=rank,
+        boxes=tuple(handle.get_buffer(r, (num_boxes,), torch.float32, num_flags) for r in range(num_ranks)),
+        flags=flags[rank],
+        flag_addresses=torch.tensor([there.data_ptr() for there in flags], dtype=torch.int64, device=device),
+        epochs=torch.zeros(CHANNELS, dtype=torch.int32, device=device),
+        owner=(memory, handle),
+    )
+
+
+def _open_landing(ranks: dist.ProcessGroup, device: torch.device) -> Landing:
+    num_ranks = ranks.size()
+    shape = (num_ranks, LANDING // num_ranks)
+    memory = symmetric_memory.empty(2 * LANDING, dtype=torch.float32, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, ranks.group_name)
+    partials, sums = (
+        tuple(handle.get_buffer(rank, shape, torch.float32, first) for rank in range(num_ranks))
+        for first in (0, LANDING)
+    )
+    return Landing(partials, sums, (memory, handle))
+
+
+def _exchange(mine: Any, ranks: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(everyone, mine, group=ranks)
+    return everyone

@@ -1,0 +1,75 @@
+"""torch.ops.detcompile_direct: operations whose call on a CPU does not pass through Python.
+
+A call through Python takes longer than many a kernel takes for one token (docs/log/cpu.md). cpu/direct/ops.cpp is
+compiled against the torch at hand on first use. The kernels are those of cpu_library, and whatever is not plain goes to
+the operation's own implementation, so that bits and exceptions are the same.
+"""
+
+import ctypes
+import functools
+import hashlib
+import warnings
+from pathlib import Path
+
+import torch
+
+import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile import config
+from detcompile.errors import CompilerNotFound, StorageError
+from detcompile.storage import cache_folder
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.cpu.shared_objects import build, compiler_version, is_intact
+
+__all__ = ["direct_ops"]
+
+_LIBRARY = torch.library.Library("detcompile_direct", "DEF")
+
+OPS = ("matmul", "rms_norm", "layer_norm", "paged_attention")  # struct Kernels of ops.cpp
+
+_SOURCES = Path(__file__).parent / "cpu"
+_TORCH = Path(torch.__file__).parent
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{_TORCH / 'include'}")
+# A static libstdc++ must not meet torch's own: docs/export.md, "A crash and its cause"
+_LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,ALL")
+
+
+@functools.cache
+def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """Operations of torch.ops.detcompile -> those that do the same directly.
+
+    Empty, with a warning, where they cannot be compiled: what calls them is then called through Python.
+    """
+    try:
+        loaded = _load()
+    except (CompilerNotFound, StorageError, OSError) as error:
+        warnings.warn(f"a CPU's operations are called through Python, which is slower: {error}", stacklevel=2)
+        return {}
+    kernels = (getattr(cpu_library.library(), f"detcompile_{name}") for name in OPS)
+    addresses = [ctypes.cast(kernel, ctypes.c_void_p) for kernel in kernels]
+    loaded.detcompile_bind((ctypes.c_void_p * len(OPS))(*addresses))
+    return {_overload("detcompile", name): _define(name) for name in OPS}
+
+
+def _load() -> ctypes.CDLL:
+    names = (str(torch.__version__), str(torch.version.git_version), config.cxx_compiler(), compiler_version(), *_FLAGS)
+    digest = hashlib.sha256(" ".join((*names, *_LIBRARIES)).encode())
+    source = _SOURCES / "direct" / "ops.cpp"
+    for path in (source, _SOURCES / "kernels.h", _SOURCES / "matmul_call.h"):
+        digest.update(path.read_bytes())
+    path = cache_folder("cpu") / f"direct-{digest.hexdigest()[:24]}.so"
+    if not is_intact(path):
+        build(path, [source], _FLAGS, _LIBRARIES)
+    return ctypes.CDLL(str(path))
+
+
+def _define(name: str) -> torch._ops.OpOverload:
+    original = _overload("detcompile", name)
+    schema = str(original._schema).removeprefix("detcompile::")
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"detcompile_direct::{name}", original, lib=_LIBRARY)
+    return _overload("detcompile_direct", name)
+
+
+def _overload(namespace: str, name: str) -> torch._ops.OpOverload:
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
+    return overload

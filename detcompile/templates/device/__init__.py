@@ -1,0 +1,1 @@
+"""What families share on a GPU: the bitwise gate, launches, integers, exponentials."""

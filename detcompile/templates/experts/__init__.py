@@ -1,0 +1,1 @@
+"""The products of tokens with their experts."""

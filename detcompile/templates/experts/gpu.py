@@ -1,0 +1,300 @@
+"""expert_matmul on the GPU: picks a schedule for the number of rows at launch, among those whose bits passed the gate.
+
+Legend: M rows (a token's choice of an expert), C choices of a token, E experts, N output features, K summed features.
+The gate compares with the matmul template's reference schedule, expert by expert: the order is
+matmul_order(K, dtype, radices).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from detcompile.errors import ScheduleError
+from detcompile.templates.device import dependent_launch
+from detcompile.templates.device.dependent_launch import launch_options
+from detcompile.templates.device.gate import Tuner, capturing, multiprocessors, template_tuner
+from detcompile.templates.experts import kernels as experts_kernels
+from detcompile.templates.experts.schedules import REFERENCE, ExpertsProblem, expert_candidates
+from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import kernels as matmul_kernels
+from detcompile.templates.matmul import launch as matmul_launch
+from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
+
+__all__ = ["expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts", "tune_experts", "tuner"]
+
+_LARGEST_BUCKET = 1 << 16
+_CHUNK = 4096  # rows that a program sorts at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    x: Tensor  # [M / C, K]
+    ids: Tensor  # [M] int64
+    w: Tensor  # [E, N, K], unit stride along N or K
+    bias: Tensor | None  # [E, N] contiguous
+    out: Tensor  # [M, N] contiguous
+    choices: int
+    radices: tuple[int, ...] = ()
+
+    @property
+    def leaf_k(self) -> int:
+        return self.x.shape[1] // math.prod(self.radices)
+
+
+def expert_matmul_cuda(
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    radices: Sequence[int] = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K], bias [E, N] -> [T, C, N] in out_dtype (default x.dtype).
+
+    Raises:
+        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+    """
+    o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
+    if o.out.numel():
+        problem = experts_problem(o.ids.numel(), o.x, o.w, o.bias, o.radices)
+        schedule = _recall(problem, x.device) if capturing() else _choose(problem, x.device)
+        _run(schedule, o)
+    return o.out.view(*ids.shape, w.shape[1])
+
+
+def run_experts(
+    schedule: GemmSchedule,
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    radices: Sequence[int] = (),
+) -> Tensor:
+    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
+    _run(schedule, o)
+    return o.out.view(*ids.shape, w.shape[1])
+
+
+def tune_experts(
+    problem: ExpertsProblem, device: torch.device, seconds: Callable[[GemmSchedule], float]
+) -> GemmSchedule:
+    """Times every admitted schedule; later launches of the problem take the winner."""
+    winner = tuner(device).tune(
+        str(problem),
+        REFERENCE,
+        expert_candidates(problem),
+        probe_experts(problem, device),
+        seconds,
+    )
+    _choose.cache_clear()
+    return winner
+
+
+def experts_problem(
+    rows: int, x: Tensor, w: Tensor, bias: Tensor | None, radices: tuple[int, ...] = ()
+) -> ExpertsProblem:
+    """What a launch's schedule may depend on; the rows only through their power-of-two bucket."""
+    E, N, K = w.shape
+    whole = w.stride(2) == 1 and w.stride(0) == N * w.stride(1)
+    return ExpertsProblem(
+        dtype=matmul_triton.dtype_name(x.dtype),
+        experts=E,
+        n=N,
+        k=K,
+        radices=radices,
+        order=matmul_triton.order_name(K, x.dtype, radices),
+        w_nk=w.stride(2) == 1,
+        aligned=whole and w.data_ptr() % 16 == 0 and w.stride(1) * w.element_size() % 16 == 0,
+        bias=None if bias is None else matmul_triton.dtype_name(bias.dtype),
+        bucket=min(max(16, triton.next_power_of_2(rows)), _LARGEST_BUCKET),
+    )
+
+
+def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
+    """The gate's probe: bytes of the unrounded sums and of the op under a schedule, which must be matmul's own.
+
+    Heavy-tailed data over the problem's own K and layout, a few experts of uneven rows, one row without any; M and N
+    end inside a tile, so that masks are probed too. N keeps its remainder by 16, for which the compiler specialises.
+    """
+    generator = torch.Generator(device).manual_seed(21)
+    M, N, E = min(problem.bucket, 256) - 3, min(problem.n, 336 + problem.n % 16), min(problem.experts, 5)
+    dtype = getattr(torch, problem.dtype)
+
+    def draw(*shape: int) -> Tensor:
+        normal, spread = (torch.randn(*shape, generator=generator, device=device) for _ in range(2))
+        return (normal * torch.exp(spread)).to(dtype)
+
+    x, w = draw(M, problem.k), draw(E, N, problem.k)
+    if not problem.w_nk:
+        w = w.transpose(1, 2).contiguous().transpose(1, 2)
+    elif not problem.aligned:
+        w = torch.nn.functional.pad(w, (0, 1))[..., : problem.k]
+    bias = None if problem.bias is None else draw(E, N).to(getattr(torch, problem.bias))
+    ids = (torch.rand(M, generator=generator, device=device).square() * E).long()
+    ids[M // 2] = E
+    radices = problem.radices
+    expected = _by_matmul(x, ids, w, None, torch.float32, radices), _by_matmul(x, ids, w, bias, dtype, radices)
+
+    def bits(schedule: GemmSchedule) -> bytes:
+        found = (
+            run_experts(schedule, x, ids, w, None, torch.float32, radices),
+            run_experts(schedule, x, ids, w, bias, dtype, radices),
+        )
+        if _bytes(found) != _bytes(expected):
+            raise ScheduleError("its bits differ from those of matmul's reference schedule")
+        return _bytes(found)
+
+    return bits
+
+
+def tuner(device: torch.device) -> Tuner:
+    """The gate and the decisions of experts' schedules on this device."""
+    sources = (experts_kernels, matmul_kernels, matmul_launch, dependent_launch)
+    return template_tuner("experts", (*(module.__file__ for module in sources), __file__), device)
+
+
+def _by_matmul(
+    x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, radices: tuple[int, ...]
+) -> Tensor:
+    out = x.new_zeros(len(x), w.shape[1], dtype=out_dtype)
+    for expert in range(len(w)):
+        rows = (ids == expert).nonzero()[:, 0]
+        if len(rows):
+            of_expert = None if bias is None else bias[expert]
+            problem = matmul_triton.gemm_problem(x, w[expert], of_expert, None, radices, out)
+            schedule = reference_schedule(problem)
+            out[rows] = matmul_launch.run_schedule(schedule, x[rows], w[expert], of_expert, None, radices, out_dtype)
+    return out
+
+
+@functools.cache
+def _choose(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
+    bits = functools.cache(lambda: probe_experts(problem, device))  # drawn only if the gate has to run
+    return tuner(device).choose(
+        str(problem),
+        REFERENCE,
+        expert_candidates(problem),
+        lambda schedule: bits()(schedule),
+    )
+
+
+def _recall(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
+    """Without a decision for this bucket, one that serves any number of rows: a larger bucket's, then a smaller's."""
+    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
+    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
+    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
+    schedules = {
+        str(schedule): schedule
+        for p in alternatives
+        for schedule in (*expert_candidates(p), REFERENCE)
+        if schedule.kind != "few" or schedule.block_m >= problem.bucket
+    }
+    return tuner(device).recall([str(p) for p in alternatives], schedules)
+
+
+def _operands(
+    x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, radices: Sequence[int]
+) -> _Operands:
+    x = x.reshape(-1, x.shape[-1])
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if w.stride(2) != 1 and w.stride(1) != 1:
+        w = w.contiguous()
+    ids = ids.reshape(-1).contiguous()
+    choices = len(ids) // len(x) if len(x) else 1
+    out = x.new_empty((len(ids), w.shape[1]), dtype=out_dtype)
+    radices = tuple(radix for radix in radices if radix > 1)
+    return _Operands(x, ids, w, None if bias is None else bias.contiguous(), out, choices, radices)
+
+
+def _run(schedule: GemmSchedule, o: _Operands) -> None:
+    M, K = len(o.ids), o.x.shape[1]
+    E, N, _ = o.w.shape
+    blocked = o.x.dtype is torch.float32
+    leaf_k, leaves = o.leaf_k, math.prod(o.radices)
+    if len(o.radices) > matmul_launch.LEVELS:
+        raise ScheduleError(f"expert_matmul: a tree of {matmul_launch.LEVELS} levels at most, not {o.radices}")
+    options = {
+        "E": E,
+        "CHOICES": o.choices,
+        "HAS_BIAS": o.bias is not None,
+        "BM": schedule.block_m,
+        "BN": schedule.block_n,
+        "BK": schedule.block_k,
+        "SWAP": schedule.swapped,
+        "BLOCKED": blocked,
+        "EVEN_K": leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "enable_fp_fusion": False,
+        **matmul_launch.tree_options(o.radices),
+        **launch_options(o.x.device),
+    }
+    strides = (*o.x.stride(), *o.w.stride())
+    bias = o.out if o.bias is None else o.bias
+    tiles_n = triton.cdiv(N, schedule.block_n)
+    if schedule.kind == "few":
+        if schedule.block_m < M:
+            raise ScheduleError(f"expert_matmul: {schedule} holds {schedule.block_m} rows, not {M}")
+        experts_kernels.few_rows_kernel[(M, tiles_n)](
+            o.x, o.ids, o.w, o.out, bias, M, N, leaf_k, leaves, *strides, **options
+        )
+        return
+    order, tiles = _grouped_rows(o, schedule.block_m)
+    num_tiles = len(tiles) - 1
+    w = o.w
+    if schedule.kind != "pointers":
+        if blocked and matmul_kernels.FP32_BLOCK.value < leaf_k:
+            raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
+        if o.radices and leaf_k % schedule.block_k:
+            raise ScheduleError(f"expert_matmul: {schedule} takes whole k-groups, not leaves of {leaf_k}")
+        w = TensorDescriptor.from_tensor(w.view(E * N, K), [schedule.block_n, schedule.block_k])
+    if schedule.kind == "sorted":
+        for unused in ("CHOICES", "SWAP", "BLOCKED", "EVEN_K"):
+            del options[unused]
+        x = TensorDescriptor.from_tensor(_sorted_rows(o, order), [schedule.block_m, schedule.block_k])
+        programs = min(num_tiles * tiles_n, multiprocessors(o.x.device) * schedule.ctas)
+        experts_kernels.sorted_kernel[(programs,)](
+            x, order, tiles, w, o.out, bias, M, N, leaf_k, leaves, num_tiles, GROUP=schedule.group, **options
+        )
+        return
+    experts_kernels.grouped_kernel[(num_tiles * tiles_n,)](
+        o.x, order, tiles, w, o.out, bias, M, N, leaf_k, leaves, num_tiles, *strides,
+        GROUP=schedule.group, TMA=schedule.kind == "tma", **options,
+    )  # fmt: skip
+
+
+def _grouped_rows(o: _Operands, block_m: int) -> tuple[Tensor, Tensor]:
+    """Rows in order of their expert [M], and tiles of them [worst case + 1, 3], as group_rows_kernel writes them."""
+    M, groups = len(o.ids), o.w.shape[0] + 1
+    num_tiles = min(M, M // block_m + groups)
+    order, tiles = (torch.empty(shape, dtype=torch.int32, device=o.x.device) for shape in ((M,), (num_tiles + 1, 3)))
+    experts_kernels.group_rows_kernel[(groups,)](
+        o.ids, order, tiles, M, num_tiles, E=groups - 1, BINS=max(64, triton.next_power_of_2(groups + 1)), BM=block_m,
+        CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(M))), num_warps=8 if M >= 2048 else 4,
+        **launch_options(o.x.device),
+    )  # fmt: skip
+    return order, tiles
+
+
+def _sorted_rows(o: _Operands, order: Tensor) -> Tensor:
+    """x [M, K] in that order, a copy."""
+    K = o.x.shape[1]
+    out = o.x.new_empty((len(order), K))
+    block = min(2048, triton.next_power_of_2(K))
+    experts_kernels.gather_rows_kernel[(len(order), triton.cdiv(K, block))](
+        o.x, order, out, K, o.x.stride(0), CHOICES=o.choices, BLOCK=block, num_warps=4, **launch_options(o.x.device)
+    )
+    return out
+
+
+def _bytes(tensors: tuple[Tensor, ...]) -> bytes:
+    return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in tensors)

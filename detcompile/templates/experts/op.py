@@ -1,0 +1,136 @@
+"""expert_matmul: out[t, c] = x[t] @ w[ids[t, c]]^T (+ bias[ids[t, c]]), every element summed as matmul sums it.
+
+Legend: T tokens, C experts chosen by each, E experts, N output features, K input features; M = T * C rows.
+
+    expert_matmul_partial(x, ids, w, radices, tp) -> float32: one rank's subtree of Tree(K, ...), without a bias
+
+Rows are taken expert by expert, ids ascending; none is dropped. The order of a product, with its tree where there are
+radices, knows nothing of its rows (templates/matmul/op.py), so a row's bits depend on itself and on its expert's
+weights alone. The id E stands for no expert: such a row is zeros. On a GPU so does every id outside [0, E), since the
+host never reads them (gpu.py).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.orders.numerics import matmul_order
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.experts.gpu import expert_matmul_cuda
+from detcompile.templates.matmul.op import pack_call
+
+__all__ = ["expert_matmul_cpu", "reference_expert_matmul"]
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define("expert_matmul(Tensor x, Tensor ids, Tensor w, Tensor? bias, int[] radices=[]) -> Tensor", tags=_TAGS)
+_LIBRARY.define("expert_matmul_partial(Tensor x, Tensor ids, Tensor w, int[] radices, int tp) -> Tensor", tags=_TAGS)
+
+
+def expert_matmul_cpu(
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    radices: Sequence[int] | None = (),
+    out_dtype: torch.dtype | None = None,
+    isa: str | None = None,
+) -> Tensor:
+    """The op on the CPU, x [T, K] or [T, C, K], ids [T, C] int64, w [E, N, K] of unit stride along N or K, bias [E, N].
+
+    Returns [T, C, N] in out_dtype (default x.dtype). The choices of a token share its row of x, or have one each; C may
+    be left out.
+
+    Raises:
+        InvalidInput: shapes or dtypes that do not fit together, or an id outside [0, E].
+        NumericsError: K does not split into prod(radices) leaves.
+    """
+    radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
+    _check(x, ids, w, bias, radices)
+    num_experts, N = w.shape[:2]
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= num_experts:
+        raise InvalidInput(
+            f"detcompile::expert_matmul: ids from {int(ids.min())} to {int(ids.max())} for {num_experts} experts. The "
+            "router has to choose among the experts (or give their number, for none)."
+        )
+    if w.stride(2) != 1 and w.stride(1) != 1:
+        w = w.contiguous()
+    flat = ids.flatten()
+    rows_of = torch.argsort(flat, stable=True)
+    choices = max(1, ids.numel() * x.shape[-1] // max(1, x.numel()))
+    rows = x.reshape(-1, x.shape[-1])[rows_of // choices]
+    counts = torch.bincount(flat, minlength=num_experts + 1)
+    products = rows.new_empty((len(flat), N), dtype=out_dtype or x.dtype)
+    products[len(flat) - int(counts[num_experts]) :] = 0
+    bias = None if bias is None else bias.contiguous()
+    if num_experts:
+        call = pack_call(rows, w[0], None if bias is None else bias[0], None, products, radices)
+        cpu_library.library(isa).detcompile_expert_matmul(call, counts.data_ptr(), num_experts, w.stride(0))
+    return torch.empty_like(products).index_copy_(0, rows_of, products).view(*ids.shape, N)
+
+
+def _expert_matmul_cuda(
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    radices: Sequence[int] | None = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    radices = tuple(radices or ())
+    _check(x, ids, w, bias, radices)
+    return expert_matmul_cuda(x, ids, w, bias, radices, out_dtype)
+
+
+def _partial_cpu(x: Tensor, ids: Tensor, w: Tensor, radices: Sequence[int] | None, tp: int) -> Tensor:
+    return expert_matmul_cpu(x, ids, w, None, radices, torch.float32)
+
+
+def _partial_cuda(x: Tensor, ids: Tensor, w: Tensor, radices: Sequence[int] | None, tp: int) -> Tensor:
+    return _expert_matmul_cuda(x, ids, w, None, radices, torch.float32)
+
+
+_LIBRARY.impl("expert_matmul", expert_matmul_cpu, "CPU")
+_LIBRARY.impl("expert_matmul", _expert_matmul_cuda, "CUDA")
+_LIBRARY.impl("expert_matmul_partial", _partial_cpu, "CPU")
+_LIBRARY.impl("expert_matmul_partial", _partial_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::expert_matmul", lib=_LIBRARY)
+def _(x, ids, w, bias, radices=()):
+    return x.new_empty((*ids.shape, w.shape[1]))
+
+
+@torch.library.register_fake("detcompile::expert_matmul_partial", lib=_LIBRARY)
+def _(x, ids, w, radices, tp):
+    return x.new_empty((*ids.shape, w.shape[1]), dtype=torch.float32)
+
+
+def reference_expert_matmul(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The op's value in float64, unrounded."""
+    rows = x.double() if x.dim() > ids.dim() else x.double()[:, None].expand(*ids.shape, -1)
+    y = (w.double()[ids] @ rows[..., None])[..., 0]
+    return y if bias is None else y + bias.double()[ids]
+
+
+def _check(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None, radices: tuple[int, ...]) -> None:
+    if w.dim() != 3 or x.shape[-1] != w.shape[2] or x.shape[:-1] not in (ids.shape, ids.shape[:1]):
+        raise InvalidInput(
+            f"detcompile::expert_matmul: x {tuple(x.shape)}, ids {tuple(ids.shape)} and w {tuple(w.shape)} must be "
+            "[T, K] or [T, C, K], [T, C] and [E, N, K]. Flatten the tokens."
+        )
+    if x.dtype != w.dtype or ids.dtype != torch.int64:
+        raise InvalidInput(
+            f"detcompile::expert_matmul: x is {x.dtype}, w is {w.dtype} and ids are {ids.dtype}. The op multiplies "
+            "equal dtypes and takes int64 ids: convert one."
+        )
+    if bias is not None and bias.shape != w.shape[:2]:
+        raise InvalidInput(
+            f"detcompile::expert_matmul: bias {tuple(bias.shape)} must be [E, N] = {tuple(w.shape[:2])}. Reshape it."
+        )
+    cpu_library.radices_array(radices)  # refuses a radix below 1
+    if x.shape[-1] % math.prod(radices):
+        matmul_order(x.shape[-1], x.dtype, radices)  # raises, and names the tp_sizes that fit

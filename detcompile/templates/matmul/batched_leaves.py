@@ -1,0 +1,86 @@
+"""The GEMM of kernels.py for few tokens and trees of radix 2: all leaves of a tile at once. Same bits.
+
+Legend: M tokens, N output features, K summed features; a tree of LEVELS levels has 2**LEVELS leaves.
+
+A leaf is an entry of a batch of products, so that its k-groups wait for nothing but the groups before them in the leaf:
+one token and few features are a chain of additions, which is that many times shorter.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.templates.device.dependent_launch import (
+    fetch_rows_ahead,
+    launch_options,
+    let_next_start,
+    wait_for_earlier,
+)
+from detcompile.templates.device.integers import cdiv
+from detcompile.templates.device.launcher import launcher
+from detcompile.templates.matmul.kernels import store_tile
+from detcompile.templates.matmul.schedules import GemmSchedule
+
+__all__ = ["launch", "together_kernel"]
+
+
+@triton.jit(do_not_specialize=["M"])
+def together_kernel(
+    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k,
+    x_stride_m, x_stride_k, w_stride_n, w_stride_k, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of BN features (axis 0) and BM tokens (axis 1). AHEAD: its weights are fetched into the L2 cache while the
+    kernel before ends."""
+    LEAVES: tl.constexpr = 1 << LEVELS
+    let_next_start(PDL)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if AHEAD:
+        fetch_rows_ahead(w_ptr, tl.program_id(0) * BN, BN, N, w_stride_n, leaf_k * LEAVES, PDL)
+    wait_for_earlier(PDL)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    first = tl.arange(0, LEAVES) * leaf_k
+    x_M = x_ptr + m.to(tl.int64) * x_stride_m
+    w_N = w_ptr + n.to(tl.int64) * w_stride_n
+    acc = tl.zeros((LEAVES, BN, BM), tl.float32)
+    for k in range(0, leaf_k, BK):
+        kk = k + tl.arange(0, BK)
+        x_ok = (m < M)[None, None, :]
+        w_ok = (n < N)[None, :, None]
+        if not EVEN_K:
+            x_ok = x_ok & (kk < leaf_k)[None, :, None]
+            w_ok = w_ok & (kk < leaf_k)[None, None, :]
+        column = first[:, None] + kk[None, :]
+        w = tl.load(w_N[None, :, None] + (column * w_stride_k)[:, None, :], mask=w_ok, other=0.0)
+        x = tl.load(x_M[None, None, :] + (column * x_stride_k)[:, :, None], mask=x_ok, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    node = tl.permute(acc, (1, 2, 0))
+    for level in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(node, (BN, BM, LEAVES >> (level + 1), 2)))
+        node = left + right
+    total = tl.reshape(node, (BN, BM))
+    store_tile(
+        total, out_ptr, bias_ptr, residual_ptr, m[None, :], n[:, None], M, N, residual_stride, HAS_BIAS, HAS_RESIDUAL
+    )
+
+
+def launch(
+    x: Tensor,  # [M, K]
+    w: Tensor,  # [N, K], unit stride along one of them
+    bias: Tensor | None,  # [N]
+    residual: Tensor | None,  # [M, N], unit stride along N
+    out: Tensor,  # [M, N], contiguous
+    levels: int,
+    schedule: GemmSchedule,
+) -> None:
+    """Run the kernel. Leaves of float32 are one block of 128 at most."""
+    (M, N), leaf_k = out.shape, x.shape[1] >> levels
+    launcher(together_kernel)[cdiv(N, schedule.block_n), cdiv(M, schedule.block_m)](
+        x, w, out, out if bias is None else bias, out if residual is None else residual, M, N, leaf_k,
+        *x.stride(), *w.stride(), 0 if residual is None else residual.stride(0),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, LEVELS=levels, BM=schedule.block_m,
+        BN=schedule.block_n, BK=schedule.block_k, EVEN_K=leaf_k % schedule.block_k == 0,
+        AHEAD=schedule.ahead and w.stride(1) == 1, num_warps=schedule.warps, num_stages=schedule.stages,
+        enable_fp_fusion=False, **launch_options(x.device),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Weights of four and eight bits, and products over them."""

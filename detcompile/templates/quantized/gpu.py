@@ -1,0 +1,313 @@
+"""dequant_matmul on the GPU: picks a schedule for the token count at launch, among those whose bits passed the gate.
+
+Legend: M tokens, N output features, K summed features. The reference is the definition itself: the weights dequantised
+into memory (`expand`), then the matmul template. A fused schedule is admitted only with its bytes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from detcompile.errors import ScheduleError
+from detcompile.templates.device import barrier as gluon_barrier
+from detcompile.templates.device import dependent_launch
+from detcompile.templates.device.dependent_launch import launch_options
+from detcompile.templates.device.gate import Tuner, capturing, template_tuner
+from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import kernels as matmul_kernels
+from detcompile.templates.matmul import launch as matmul_launch
+from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
+from detcompile.templates.quantized import int4_decode as dequant_warps
+from detcompile.templates.quantized import kernels as dequant_kernels
+from detcompile.templates.quantized.schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates, fits_warps
+from detcompile.templates.quantized.weights import KINDS, NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
+
+__all__ = [
+    "dequant_matmul_cuda",
+    "dequant_problem",
+    "expanded",
+    "probe_dequant",
+    "run_dequant",
+    "tune_dequant",
+    "tuner",
+]
+
+_LARGEST_BUCKET = 4096
+
+
+def dequant_matmul_cuda(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: Sequence[int],
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N], residual [M, N] -> [M, N] in out_dtype (default x.dtype).
+
+    Raises:
+        NumericsError: K does not split into prod(radices) leaves.
+        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+    """
+    radices = tuple(radix for radix in radices if radix > 1)
+    if len(x) == 0 or len(weight.w) == 0:
+        return x.new_empty((len(x), len(weight.w)), dtype=out_dtype or x.dtype)
+    problem = dequant_problem(x, weight, bias, residual, radices, out_dtype or x.dtype)
+    schedule = _recall(problem, x.device) if capturing() else _choose(problem, x.device)
+    return run_dequant(schedule, x, weight, bias, residual, radices, out_dtype)
+
+
+def run_dequant(
+    schedule: GemmSchedule,
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    radices: Sequence[int] = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks.
+
+    Raises:
+        ScheduleError: the schedule does not take this weight, dtype or tree.
+    """
+    if schedule == EXPAND:
+        w = expanded(weight, x.dtype)
+        return matmul_triton.matmul_cuda(x, w, bias, residual, radices, out_dtype)
+    radices = tuple(radix for radix in radices if radix > 1)
+    _require_fit(schedule, x, weight, radices)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty((len(x), len(weight.w)), dtype=out_dtype or x.dtype)
+    if schedule.leaves == "split" and radices:
+        partials = out.new_empty((math.prod(radices), *out.shape), dtype=torch.float32)
+        _launch(schedule, x, weight, None, None, radices, partials)
+        matmul_launch.sum_partials_cuda(partials, bias, residual, radices, out)
+    else:
+        _launch(schedule, x, weight, bias, residual, radices, out)
+    return out
+
+
+def expanded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """dequantized(weight, dtype), the same bytes, by one kernel."""
+    w, scales, zeros = _contiguous(weight)
+    N, K = len(w), weight.k
+    out = torch.empty((N, K), dtype=dtype, device=w.device)
+    block_n = 32
+    dequant_kernels.expand_kernel[(triton.cdiv(K, NIBBLE_BLOCK), triton.cdiv(N, block_n))](
+        w, scales, scales if zeros is None else zeros, out, N, K, w.stride(0), scales.stride(0),
+        BN=block_n, num_warps=4, enable_fp_fusion=False, **_format(weight), **launch_options(w.device),
+    )  # fmt: skip
+    return out
+
+
+def tune_dequant(
+    problem: DequantProblem, device: torch.device, seconds: Callable[[GemmSchedule], float]
+) -> GemmSchedule:
+    """Times every admitted schedule; later launches of the problem take the winner."""
+    winner = tuner(device).tune(
+        str(problem), EXPAND, dequant_candidates(problem), probe_dequant(problem, device), seconds
+    )
+    _choose.cache_clear()
+    return winner
+
+
+def dequant_problem(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out_dtype: torch.dtype,
+) -> DequantProblem:
+    """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
+    M, K = x.shape
+    return DequantProblem(
+        dtype=matmul_triton.dtype_name(x.dtype),
+        w_dtype=matmul_triton.dtype_name(weight.w.dtype),
+        s_dtype=matmul_triton.dtype_name(weight.scales.dtype),
+        zeros=weight.zeros is not None,
+        n=len(weight.w),
+        k=K,
+        group=weight.group,
+        rows=weight.rows,
+        radices=radices,
+        order=matmul_triton.order_name(K, x.dtype, radices),
+        epilogue=(
+            matmul_triton.dtype_name(out_dtype),
+            matmul_triton.dtype_name_of(bias),
+            matmul_triton.dtype_name_of(residual),
+        ),
+        bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
+        narrow=_is_narrow(weight, x.dtype),
+    )
+
+
+def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
+    """The gate's probe: bytes of the unrounded sums and of the epilogue's output under a schedule.
+
+    Over the problem's own K and groups; M and N end inside a tile, so that masks are probed too: M with one token in a
+    tile of eight, which int4_decode.py copies in another way. N keeps its remainder by 16, for which the compiler
+    specialises.
+    """
+    generator = torch.Generator(device).manual_seed(22)
+    M, N = min(problem.bucket, 128) + 9, min(problem.n, 336 + problem.n % 16)
+    rows = min(problem.rows, N)
+
+    def draw(*shape: int) -> Tensor:
+        normal, spread = (torch.randn(*shape, generator=generator, device=device) for _ in range(2))
+        return normal * torch.exp(spread)
+
+    def whole(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device)
+
+    shape = (-(-problem.k // problem.group), -(-N // rows))
+    if problem.w_dtype == "uint8":
+        w = pack_nibbles(whole(0, 16, N, problem.k))
+    elif problem.w_dtype == "int8":
+        w = whole(-128, 128, N, problem.k).to(torch.int8)
+    else:
+        w = draw(N, problem.k).clamp(-448, 448).to(torch.float8_e4m3fn)
+    zeros = whole(0, 16, *shape).to(torch.int16) if problem.zeros else None
+    scales = (0.02 * draw(*shape)).to(getattr(torch, problem.s_dtype))
+    weight = QuantizedWeight(w, scales, zeros, problem.k, problem.group, rows)
+    dtype = getattr(torch, problem.dtype)
+    x = draw(M, problem.k).to(dtype)
+    out, *added = problem.epilogue
+    bias, residual = (
+        None if name is None else draw(*size).to(getattr(torch, name)) for name, size in zip(added, ((N,), (M, N)))
+    )
+
+    def bits(schedule: GemmSchedule) -> bytes:
+        run = functools.partial(_run_probed, schedule, x, weight, problem.radices)
+        found = run(None, None, torch.float32), run(bias, residual, getattr(torch, out))
+        return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in found)
+
+    return bits
+
+
+def tuner(device: torch.device) -> Tuner:
+    """The gate and the decisions of dequant_matmul's schedules on this device."""
+    sources = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
+    return template_tuner("dequant", (*(module.__file__ for module in sources), __file__), device)
+
+
+def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
+    leaf_k = weight.k // math.prod(radices)
+    if schedule.kind == "warps":
+        fits = _is_narrow(weight, x.dtype) and fits_warps(schedule, weight.group, weight.rows, len(weight.w), leaf_k)
+        if not fits or (radices and schedule.leaves != "split"):
+            raise ScheduleError(
+                f"dequant_matmul: {schedule} takes nibbles on a GPU with a scale of x's dtype for groups of "
+                f"{NIBBLE_BLOCK} k, 16 features and {schedule.block_k} k at a time, and no tree within a program"
+            )
+        return
+    step = _step(schedule, x.dtype)
+    several = weight.bits == 4 and step > NIBBLE_BLOCK
+    if len(radices) > LEVELS or ((radices or several) and leaf_k % step):
+        raise ScheduleError(f"dequant_matmul: {schedule} takes whole steps of {step} k and {LEVELS} levels")
+    if several and weight.group % NIBBLE_BLOCK:
+        raise ScheduleError(f"dequant_matmul: {schedule} takes groups of {NIBBLE_BLOCK} k, not {weight.group}")
+    if x.dtype is torch.float32 and x.is_cuda:
+        # Triton adds to the sum inside a product there, and so leaves the order of blocks
+        raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
+
+
+def _step(schedule: GemmSchedule, dtype: torch.dtype) -> int:
+    return NIBBLE_BLOCK if dtype is torch.float32 else schedule.block_k
+
+
+def _launch(
+    schedule: GemmSchedule,
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    radices: tuple[int, ...],
+    out: Tensor,  # [M, N], or one float32 partial a leaf before them
+) -> None:
+    M, N = out.shape[-2:]
+    leaves = math.prod(radices)
+    leaf_k, step = weight.k // leaves, _step(schedule, x.dtype)
+    split = out.dim() == 3
+    w, scales, zeros = _contiguous(weight)
+    if schedule.kind == "warps":
+        dequant_warps.launch(
+            x, w, scales, zeros, bias, residual, out, weight.group, leaf_k, split, block_m=schedule.block_m,
+            block_n=schedule.block_n, block_k=step, warps=schedule.warps, stages=schedule.stages,
+        )  # fmt: skip
+        return
+    tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
+    dequant_kernels.dequant_kernel[(tiles, leaves if split else 1)](
+        x, w, scales, scales if zeros is None else zeros, out, out if bias is None else bias,
+        out if residual is None else residual, M, N, leaf_k, leaves, *x.stride(), w.stride(0),
+        scales.stride(0), 0 if residual is None else residual.stride(0),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SPLIT=split,
+        **matmul_launch.tree_options(() if split else radices),
+        BM=schedule.block_m, BN=schedule.block_n, BK=step, GROUP=schedule.group, BLOCKED=x.dtype is torch.float32,
+        EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype), num_warps=schedule.warps,
+        num_stages=schedule.stages, enable_fp_fusion=False, **_format(weight), **launch_options(x.device),
+    )  # fmt: skip
+
+
+def _run_probed(
+    schedule: GemmSchedule,
+    x: Tensor,
+    weight: QuantizedWeight,
+    radices: tuple[int, ...],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if schedule != EXPAND:
+        return run_dequant(schedule, x, weight, bias, residual, radices, out_dtype)
+    w = expanded(weight, x.dtype)
+    at = matmul_triton.gemm_problem(x, w, bias, residual, radices, x.new_empty(1, len(w), dtype=out_dtype))
+    return matmul_launch.run_schedule(reference_schedule(at), x, w, bias, residual, radices, out_dtype)
+
+
+@functools.cache
+def _choose(problem: DequantProblem, device: torch.device) -> GemmSchedule:
+    candidates = dequant_candidates(problem)
+    if candidates == (EXPAND,):
+        return EXPAND
+    bits = functools.cache(lambda: probe_dequant(problem, device))  # drawn only if the gate has to run
+    return tuner(device).choose(str(problem), EXPAND, candidates, lambda schedule: bits()(schedule))
+
+
+def _recall(problem: DequantProblem, device: torch.device) -> GemmSchedule:
+    """Any schedule serves any M: without a decision for this bucket, the next larger one's, then smaller ones'."""
+    if dequant_candidates(problem) == (EXPAND,):
+        return EXPAND
+    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
+    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
+    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
+    schedules = {str(s): s for p in alternatives for s in dequant_candidates(p)}
+    return tuner(device).recall([str(p) for p in alternatives], schedules)
+
+
+def _contiguous(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    zeros = None if weight.zeros is None else weight.zeros.contiguous()
+    return weight.w.contiguous(), weight.scales.contiguous(), zeros
+
+
+def _format(weight: QuantizedWeight) -> dict[str, int | bool]:
+    return {
+        "KIND": KINDS[weight.w.dtype],
+        "GROUP_K": weight.group,
+        "ROWS": weight.rows,
+        "HAS_ZEROS": weight.zeros is not None,
+        "ON_GPU": weight.w.is_cuda,
+    }
+
+
+def _is_narrow(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether one 16-bit product is the definition's; a scale serves 64 k, since it is loaded by the row."""
+    halves = weight.w.is_cuda and weight.bits == 4 and weight.group % 64 == 0
+    return halves and dtype in (torch.float16, torch.bfloat16) and weight.scales.dtype is dtype

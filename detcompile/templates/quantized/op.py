@@ -1,0 +1,127 @@
+"""dequant_matmul: matmul of templates/matmul/op.py with weights of four or eight bits, dequantised on the way.
+
+Legend: M tokens, N output features, K input features, G groups of K.
+
+    w    = dequantized(weight, x.dtype)      templates/quantized/weights.py: one defined rounding an element
+    out  = matmul(x, w, bias, residual, radices)
+
+The bytes are those of the two in turn, so the order is matmul's. On a CPU a tile of features is dequantised at a time;
+on a GPU the tensor cores' operands are (kernels.py), or a whole copy where many tokens share its price.
+"""
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.matmul.op import matmul_cpu, reference_matmul
+from detcompile.templates.quantized.gpu import dequant_matmul_cuda
+from detcompile.templates.quantized.weights import KINDS, QuantizedWeight, dequantized, require_quantized
+
+__all__ = ["dequant_matmul_cpu", "dequantized_cpu", "reference_dequant_matmul"]
+
+_CALL = struct.Struct("PqPPqPqqqqq4i")  # struct Call of dequantize.cpp
+_TILE_BYTES = 1 << 21  # of dequantised weights: they stay in a core's cache until they are multiplied
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_LIBRARY.define(
+    "dequant_matmul(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, int group, "
+    "int rows, int[] radices, ScalarType? out_dtype=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def dequant_matmul_cpu(
+    x: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group: int,
+    rows: int,
+    radices: Sequence[int] | None,
+    out_dtype: torch.dtype | None = None,
+    isa: str | None = None,
+) -> Tensor:
+    """The op on the CPU: x [M, K], w, scales and zeros as weights.py has them, bias [N], residual [M, N] -> [M, N].
+
+    Raises:
+        InvalidInput: shapes or dtypes that do not fit together.
+        NumericsError: K is not a multiple of the product of the radices.
+    """
+    weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
+    require_quantized(x, weight)
+    N, K = len(w), x.shape[1]
+    out = torch.empty((len(x), N), dtype=out_dtype or x.dtype)
+    features = max(64, _TILE_BYTES // max(1, K * x.element_size()))
+    for first in range(0, N, features):
+        own = slice(first, min(N, first + features))
+        tile = dequantized_cpu(weight, x.dtype, own.start, own.stop - own.start, isa)
+        parts = (None if bias is None else bias[own], None if residual is None else residual[:, own])
+        out[:, own] = matmul_cpu(x, tile, *parts, radices, out_dtype, isa=isa)
+    return out
+
+
+def dequantized_cpu(
+    weight: QuantizedWeight, dtype: torch.dtype, first: int = 0, count: int | None = None, isa: str | None = None
+) -> Tensor:
+    """Rows [first, first + count) of dequantized(weight, dtype), the same bytes."""
+    w, scales = weight.w.contiguous(), weight.scales.contiguous()
+    zeros = None if weight.zeros is None else weight.zeros.contiguous()
+    count = len(w) - first if count is None else count
+    out = torch.empty((count, weight.k), dtype=dtype)
+    call = _CALL.pack(
+        w.data_ptr(),
+        w.stride(0),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        scales.stride(0),
+        out.data_ptr(),
+        first,
+        count,
+        weight.k,
+        weight.group,
+        weight.rows,
+        KINDS[w.dtype],
+        cpu_library.dtype_code(scales),
+        cpu_library.dtype_code(out),
+        cpu_library.thread_count(),
+    )
+    cpu_library.library(isa).detcompile_dequantize(call)
+    return out
+
+
+def _dequant_matmul_cuda(
+    x: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group: int,
+    rows: int,
+    radices: Sequence[int] | None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
+    require_quantized(x, weight)
+    return dequant_matmul_cuda(x, weight, bias, residual, radices or (), out_dtype)
+
+
+_LIBRARY.impl("dequant_matmul", dequant_matmul_cpu, "CPU")
+_LIBRARY.impl("dequant_matmul", _dequant_matmul_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::dequant_matmul", lib=_LIBRARY)
+def _(x, w, scales, zeros, bias, residual, group, rows, radices, out_dtype=None):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def reference_dequant_matmul(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """The op's value in float64 over the weights as they are rounded to x.dtype."""
+    return reference_matmul(x, dequantized(weight, x.dtype), bias, residual)

@@ -1,0 +1,150 @@
+"""Schedules of dequant_matmul on the GPU: which exist for a problem, the likely fastest first.
+
+Legend: M tokens, N output features, K summed features. Bits are the same under all; `templates.device.gate` sees to
+that.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.quantized.weights import NIBBLE_BLOCK
+
+__all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates", "fits_warps"]
+
+EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
+LEVELS = 4  # of a tree that one kernel can hold
+# block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few features many
+# programs have to be made, and of few tokens the arithmetic of a weight is most of the work: more warps for a tile.
+_FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
+    16: [
+        (16, 64, 128, 4, 4),
+        (16, 128, 128, 8, 4),
+        (16, 128, 128, 4, 4),
+        (16, 64, 128, 4, 6),
+        (16, 32, 128, 4, 5),
+        (16, 16, 128, 2, 6),
+    ],
+    32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 5), (32, 128, 128, 8, 4), (32, 128, 128, 4, 4), (16, 64, 128, 4, 5)],
+    64: [
+        (64, 64, 128, 4, 4),
+        (64, 128, 128, 8, 3),
+        (64, 64, 128, 4, 3),
+        (32, 64, 128, 4, 4),
+        (64, 32, 128, 4, 4),
+        (64, 32, 128, 2, 5),
+        (32, 32, 128, 2, 5),
+    ],
+    128: [(128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (64, 128, 128, 8, 3)],
+    512: [(128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (256, 64, 128, 4, 2)],
+}
+# The same for nibbles, several blocks of 128 k a step: of up to eight tokens no product is made for more, and a warp
+# has 16 features of its own, so that none is made twice. One token takes 0.5 to 0.9 of the best time of those above
+# (docs/quantization.md).
+_BLOCKS: dict[int, list[tuple[int, int, int, int, int]]] = {
+    16: [(8, 32, 512, 2, 3), (8, 16, 512, 1, 3), (16, 16, 512, 1, 3)],
+}
+# Of a tree, for leaves that are programs of their own: so many programs hide each other's waits, and one walks K over
+# the number of leaves, at the price of a second launch that adds them. A leaf of one step fetches nothing ahead, and
+# wants many programs beside it instead.
+_SPLIT: dict[int, list[tuple[int, int, int, int, int]]] = {
+    16: [(8, 16, 512, 1, 3), (8, 16, 512, 1, 2), (8, 32, 512, 2, 2), (16, 16, 512, 1, 2), (16, 64, 128, 4, 4)],
+    32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 4)],
+    64: [(64, 64, 128, 4, 4), (32, 64, 128, 4, 4)],
+}
+# Kind "warps" (int4_decode.py). A warp of 8 features has one chain of products, and with few features every part of a
+# multiprocessor has one or two such warps; with many a warp takes 16, so that all programs run at once. Of a tree,
+# leaves are programs' own.
+_WARPS: list[tuple[int, int, int, int, int]] = [
+    (8, 32, 1024, 4, 3),
+    (8, 64, 512, 4, 3),
+    (8, 32, 512, 4, 4),
+    (16, 32, 512, 4, 3),
+    (16, 64, 512, 4, 3),
+]
+_WARPS_SPLIT: list[tuple[int, int, int, int, int]] = [
+    (8, 64, 256, 4, 4),
+    (8, 32, 256, 4, 3),
+    (8, 64, 512, 4, 2),
+    (16, 64, 256, 4, 3),
+]
+_MANY_FEATURES = 8192  # of one walk over K: above, 16 a warp
+_MANY_TOKENS = 128  # above, they share the price of a dequantised copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DequantProblem:
+    """All that a choice of schedule may depend on.
+
+    Attributes:
+        dtype: of the activations.
+        w_dtype, s_dtype: of the quantised weights and of their scales.
+        zeros: whether they have zero points.
+        narrow: a product of 16 bits is the definition's weight, on a GPU: what int4_decode.py takes.
+        order: the SumOrder, as text.
+        epilogue: dtype names of out, bias and residual (None: absent).
+        bucket: the token count, rounded up to a power of two.
+    """
+
+    dtype: str
+    w_dtype: str
+    s_dtype: str
+    zeros: bool
+    n: int
+    k: int
+    group: int
+    rows: int
+    radices: tuple[int, ...]
+    order: str
+    epilogue: tuple[str, str | None, str | None]
+    bucket: int
+    narrow: bool = False
+
+    @property
+    def leaf_k(self) -> int:
+        return self.k // math.prod(self.radices)
+
+    def __str__(self) -> str:
+        out, bias, residual = self.epilogue
+        weights = f"{self.w_dtype} x {self.s_dtype} by {self.group}x{self.rows}{' zeros' * self.zeros}"
+        epilogue = f"-> {out} bias={bias} residual={residual}"
+        return f"{self.dtype} {weights} n={self.n} {self.order} {epilogue} m<={self.bucket}"
+
+
+@functools.cache
+def dequant_candidates(problem: DequantProblem) -> tuple[GemmSchedule, ...]:
+    """Schedules for this problem, the likely fastest first; EXPAND is always among them."""
+    whole = not problem.radices or problem.leaf_k % NIBBLE_BLOCK == 0
+    bucket = next((largest for largest in _FUSED if problem.bucket <= largest), None)
+    if bucket is None or not whole or problem.dtype == "float32" or len(problem.radices) > LEVELS:
+        return (EXPAND,)
+    fused = _fitting(problem, [*_BLOCKS.get(bucket, []), *_FUSED[bucket]])
+    if problem.w_dtype != "uint8":
+        fused += [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in fused[:3]]
+    if problem.radices:
+        split = _fitting(problem, _SPLIT.get(bucket, []))
+        fused = [replace(schedule, leaves="split") for schedule in split] + fused
+    if problem.narrow and bucket == min(_FUSED):
+        fused = _warps(problem) + fused
+    return (EXPAND, *fused) if problem.bucket > _MANY_TOKENS else (*fused, EXPAND)
+
+
+def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]) -> list[GemmSchedule]:
+    """A step of several blocks takes nibbles, one scale a block and whole steps."""
+    several = problem.w_dtype == "uint8" and problem.group % NIBBLE_BLOCK == 0
+    found = [GemmSchedule("fused", *sizes, swapped=True) for sizes in rows]
+    return [s for s in found if s.block_k == NIBBLE_BLOCK or (several and problem.leaf_k % s.block_k == 0)]
+
+
+def _warps(problem: DequantProblem) -> list[GemmSchedule]:
+    leaves, rows = ("split", _WARPS_SPLIT) if problem.radices else ("register", _WARPS)
+    found = [GemmSchedule("warps", *sizes, leaves=leaves) for sizes in rows]
+    fitting = [s for s in found if fits_warps(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
+    wide = bool(problem.radices) or problem.n > _MANY_FEATURES
+    return sorted(fitting, key=lambda s: (s.block_m, (s.block_n >= 16 * s.warps) != wide))
+
+
+def fits_warps(schedule: GemmSchedule, group: int, rows: int, n: int, leaf_k: int) -> bool:
+    """Whether int4_decode.py takes it: one scale for 128 k of a feature, whole steps, vectors of 16 features."""
+    return group % NIBBLE_BLOCK == 0 and rows == 1 and n % 16 == 0 and leaf_k % schedule.block_k == 0

@@ -1,0 +1,1 @@
+"""Layers that carry a state: convolutions, scans, linear attention, RWKV, xLSTM."""

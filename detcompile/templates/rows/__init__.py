@@ -1,0 +1,1 @@
+"""Sums, norms and softmax over the last dimension."""

@@ -1,0 +1,125 @@
+"""rms_norm and layer_norm over the last dim: float32 inside, sums in Row order.
+
+Legend: R row length.
+
+    rms_norm:   n = h * (1 / sqrt(sum of h*h / R + eps)), h = float32(x)
+                round_before_weight: out = round(round(n) * weight)     (Llama: the cast precedes the weight)
+                otherwise:           out = round(n * weight)            (Gemma: the weight precedes the cast)
+    layer_norm: out = round((h - mean) * (1 / sqrt(sum of (h - mean)^2 / R + eps)) * weight + bias)
+
+Each round is to x.dtype; the square root and the division are IEEE's. weight and bias [R] may be absent, and of any of
+the three dtypes. The order is row_order(R, device type, (), x.dtype): a function of R, and on a
+GPU of the dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.rows.sums import rows_of
+from detcompile.templates.rows.sums_and_norms_gpu import layer_norm_cuda, rms_norm_cuda
+
+__all__ = ["layer_norm_cpu", "reference_layer_norm", "reference_rms_norm", "rms_norm_cpu"]
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_LIBRARY.define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, bool round_before_weight) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+def rms_norm_cpu(
+    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, isa: str | None = None
+) -> Tensor:
+    """The op on the CPU, x [..., R] -> [..., R].
+
+    Raises:
+        InvalidInput: rows without elements, a weight that is not [R], or a dtype without an order.
+    """
+    rows, M, R = rows_of("rms_norm", x)
+    weight = _row_parameter("rms_norm", "weight", weight, R)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    cpu_library.library(isa).detcompile_rms_norm(
+        rows.data_ptr(),
+        rows.stride(0),
+        None if weight is None else weight.data_ptr(),
+        out.data_ptr(),
+        eps,
+        round_before_weight,
+        M,
+        R,
+        cpu_library.dtype_code(x),
+        cpu_library.dtype_code(weight),
+        cpu_library.thread_count(),
+    )
+    return out
+
+
+def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, isa: str | None = None) -> Tensor:
+    """The op on the CPU, x [..., R] -> [..., R].
+
+    Raises:
+        InvalidInput: rows without elements, a weight or bias that is not [R], or a dtype without an order.
+    """
+    rows, M, R = rows_of("layer_norm", x)
+    weight = _row_parameter("layer_norm", "weight", weight, R)
+    bias = _row_parameter("layer_norm", "bias", bias, R)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    cpu_library.library(isa).detcompile_layer_norm(
+        rows.data_ptr(),
+        rows.stride(0),
+        None if weight is None else weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        eps,
+        M,
+        R,
+        cpu_library.dtype_code(x),
+        cpu_library.dtype_code(weight),
+        cpu_library.dtype_code(bias),
+        cpu_library.thread_count(),
+    )
+    return out
+
+
+_LIBRARY.impl("rms_norm", rms_norm_cpu, "CPU")
+_LIBRARY.impl("rms_norm", rms_norm_cuda, "CUDA")
+_LIBRARY.impl("layer_norm", layer_norm_cpu, "CPU")
+_LIBRARY.impl("layer_norm", layer_norm_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::rms_norm", lib=_LIBRARY)
+def _(x, weight, eps, round_before_weight):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("detcompile::layer_norm", lib=_LIBRARY)
+def _(x, weight, bias, eps):
+    return x.new_empty(x.shape)
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The op's value in float64, unrounded."""
+    h = x.double()
+    n = h * torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
+    return n if weight is None else n * weight.double()
+
+
+def reference_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The op's value in float64, unrounded."""
+    h = x.double()
+    n = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, correction=0, keepdim=True) + eps)
+    n = n if weight is None else n * weight.double()
+    return n if bias is None else n + bias.double()
+
+
+def _row_parameter(op: str, name: str, parameter: Tensor | None, R: int) -> Tensor | None:
+    if parameter is None:
+        return None
+    if parameter.shape != (R,):
+        raise InvalidInput(f"detcompile::{op}: {name} {tuple(parameter.shape)} must be [R] = ({R},). Reshape it.")
+    return parameter.contiguous()

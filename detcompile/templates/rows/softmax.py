@@ -1,0 +1,131 @@
+"""softmax, log_softmax and logsumexp over the last dim: float32 inside, the sum of exponentials in Row order.
+
+Legend: R row length, m the row's maximum, s = sum of exp(x - m) in row_order(R, device type, radices, x.dtype).
+
+    softmax     = round(exp(x - m) / s)
+    log_softmax = round((x - m) - log(s))
+    logsumexp   = m + log(s), float32
+
+The exponential and the logarithm are the template's own. For a softmax of 16 bits a GPU takes its own approximations
+of 2^x and of 1 / s: relative errors of 2^-22, of (m - x) 2^-23 from the rounded exponent of 2, and of 2^-23 are small
+beside the rounding; an exponential below 2^-126 is 0. Entries may be -inf. A row of -inf alone gives NaN, and logsumexp
+-inf, as in torch. Radices give a row its leaves (ceil(R / leaves) elements each), for a vocabulary sharded over ranks.
+On a GPU a leaf or chunk is summed against its own maximum, and the sums are then brought to the row's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.rows.softmax_gpu import log_softmax_cuda, logsumexp_cuda, softmax_cuda
+from detcompile.templates.rows.sums import rows_of
+
+__all__ = [
+    "log_softmax_cpu",
+    "logsumexp_cpu",
+    "reference_log_softmax",
+    "reference_logsumexp",
+    "reference_softmax",
+    "softmax_cpu",
+]
+
+_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # enum Kind of softmax.cpp
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_LIBRARY.define(
+    "softmax(Tensor x, ScalarType? out_dtype, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.define(
+    "log_softmax(Tensor x, ScalarType? out_dtype, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.define("logsumexp(Tensor x, int[] radices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def softmax_cpu(
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
+) -> Tensor:
+    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype).
+
+    Raises:
+        InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
+    """
+    return _launch("softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype), radices, isa)
+
+
+def log_softmax_cpu(
+    x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, isa: str | None = None
+) -> Tensor:
+    """The op on the CPU, x [..., R] -> [..., R] of out_dtype (default x.dtype).
+
+    Raises:
+        InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
+    """
+    return _launch("log_softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype), radices, isa)
+
+
+def logsumexp_cpu(x: Tensor, radices: Sequence[int] | None, isa: str | None = None) -> Tensor:
+    """The op on the CPU, x [..., R] -> [...] float32.
+
+    Raises:
+        InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
+    """
+    return _launch("logsumexp", x, torch.empty(x.shape[:-1], dtype=torch.float32), radices, isa)
+
+
+_LIBRARY.impl("softmax", softmax_cpu, "CPU")
+_LIBRARY.impl("softmax", softmax_cuda, "CUDA")
+_LIBRARY.impl("log_softmax", log_softmax_cpu, "CPU")
+_LIBRARY.impl("log_softmax", log_softmax_cuda, "CUDA")
+_LIBRARY.impl("logsumexp", logsumexp_cpu, "CPU")
+_LIBRARY.impl("logsumexp", logsumexp_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::softmax", lib=_LIBRARY)
+def _(x, out_dtype, radices):
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+
+
+@torch.library.register_fake("detcompile::log_softmax", lib=_LIBRARY)
+def _(x, out_dtype, radices):
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+
+
+@torch.library.register_fake("detcompile::logsumexp", lib=_LIBRARY)
+def _(x, radices):
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def reference_softmax(x: Tensor) -> Tensor:
+    """The op's value in float64, unrounded."""
+    return torch.softmax(x.double(), -1)
+
+
+def reference_log_softmax(x: Tensor) -> Tensor:
+    """The op's value in float64, unrounded."""
+    return torch.log_softmax(x.double(), -1)
+
+
+def reference_logsumexp(x: Tensor) -> Tensor:
+    """The op's value in float64, unrounded."""
+    return torch.logsumexp(x.double(), -1)
+
+
+def _launch(kind: str, x: Tensor, out: Tensor, radices: Sequence[int] | None, isa: str | None) -> Tensor:
+    rows, M, R = rows_of(kind, x)
+    radices = radices or ()  # AOTInductor hands None where the graph has an empty list
+    cpu_library.library(isa).detcompile_softmax(
+        _KINDS[kind],
+        rows.data_ptr(),
+        rows.stride(0),
+        out.data_ptr(),
+        M,
+        R,
+        cpu_library.radices_array(tuple(radices)),
+        len(radices),
+        cpu_library.dtype_code(x),
+        cpu_library.dtype_code(out),
+        cpu_library.thread_count(),
+    )
+    return out

@@ -1,0 +1,108 @@
+"""row_sum and row_var_mean: sums and moments over the last dim, in Row order, float32 inside.
+
+Legend: R row length.
+
+    row_sum(x)                  = round(sum of x)
+    row_var_mean(x, correction) = (var, mean), both float32, in two passes:
+                                  mean = sum of x / R; var = sum of (x - mean)^2 / max(R - correction, 0)
+
+The order is row_order(R, device type, (), x.dtype): a function of R, and on a GPU of the dtype. Leading dims are any;
+rows may be strided.
+"""
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda, row_var_mean_cuda
+
+__all__ = ["reference_row_sum", "reference_row_var_mean", "row_sum_cpu", "row_var_mean_cpu", "rows_of"]
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_LIBRARY.define("row_sum(Tensor x, ScalarType? out_dtype=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define("row_var_mean(Tensor x, float correction) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None = None) -> Tensor:
+    """The op on the CPU, x [..., R] -> [...].
+
+    Raises:
+        InvalidInput: rows without elements, or a dtype without an order.
+    """
+    rows, M, R = rows_of("row_sum", x)
+    out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype)
+    cpu_library.library(isa).detcompile_row_sum(
+        rows.data_ptr(),
+        rows.stride(0),
+        out.data_ptr(),
+        M,
+        R,
+        cpu_library.dtype_code(x),
+        cpu_library.dtype_code(out),
+        cpu_library.thread_count(),
+    )
+    return out
+
+
+def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tuple[Tensor, Tensor]:
+    """The op on the CPU, x [..., R] -> (var, mean), each [...] float32.
+
+    Raises:
+        InvalidInput: rows without elements, or a dtype without an order.
+    """
+    rows, M, R = rows_of("row_var_mean", x)
+    var = torch.empty(x.shape[:-1], dtype=torch.float32)
+    mean = torch.empty_like(var)
+    cpu_library.library(isa).detcompile_row_var_mean(
+        rows.data_ptr(),
+        rows.stride(0),
+        var.data_ptr(),
+        mean.data_ptr(),
+        max(R - correction, 0.0),
+        M,
+        R,
+        cpu_library.dtype_code(x),
+        cpu_library.thread_count(),
+    )
+    return var, mean
+
+
+_LIBRARY.impl("row_sum", row_sum_cpu, "CPU")
+_LIBRARY.impl("row_sum", row_sum_cuda, "CUDA")
+_LIBRARY.impl("row_var_mean", row_var_mean_cpu, "CPU")
+_LIBRARY.impl("row_var_mean", row_var_mean_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::row_sum", lib=_LIBRARY)
+def _(x, out_dtype=None):
+    return x.new_empty(x.shape[:-1], dtype=out_dtype or x.dtype)
+
+
+@torch.library.register_fake("detcompile::row_var_mean", lib=_LIBRARY)
+def _(x, correction):
+    return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def reference_row_sum(x: Tensor) -> Tensor:
+    """The op's value in float64, unrounded."""
+    return x.double().sum(-1)
+
+
+def reference_row_var_mean(x: Tensor, correction: float) -> tuple[Tensor, Tensor]:
+    """The op's values in float64, unrounded."""
+    return torch.var_mean(x.double(), -1, correction=correction)
+
+
+def rows_of(op: str, x: Tensor) -> tuple[Tensor, int, int]:
+    """x [..., R] as [M, R] of unit last stride (a view where the strides allow it), M, and R.
+
+    Raises:
+        InvalidInput: no last dim, or an empty one.
+    """
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise InvalidInput(f"detcompile::{op}: x {tuple(x.shape)} has no elements in its last dim. Pass [..., R > 0].")
+    R = x.shape[-1]
+    M = x.numel() // R
+    rows = x if x.dim() == 2 else x.reshape(M, R)
+    return (rows if rows.stride(1) == 1 else rows.contiguous()), M, R

@@ -1,0 +1,243 @@
+"""Tiles of rows on the GPU: how they are laid out, loaded and stored. tile_sums adds them up, in the order of `Row`.
+
+Legend: T rows, R row length, W columns that a program holds, F folds, C = W // F. A tile is ROWS rows x W slots; slot c
+belongs to step c // (LANES * VECTOR), lane c // VECTOR % LANES, place c % VECTOR. It is laid out as [ROWS, F, C]: where
+a row is one step, a thread can hold F of its lanes, C slots apart, which meet first in the lanes' tree and so in
+registers. Fewer threads share the row then, and what each of them does once a row is spread over more elements.
+
+Triton lays a tile out by what it knows of strides and alignment, and the lanes' tree can follow the layout: hence R,
+the tile and the alignment are compile-time, functions of the row length and dtype alone, and no argument that a caller
+can change is specialised on.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.orders.numerics import Row
+from detcompile.templates.device.integers import cdiv, next_power_of_2
+from detcompile.templates.device.widening import widened
+
+__all__ = [
+    "CALLERS",
+    "RowLayout",
+    "RowPlan",
+    "ShortTile",
+    "aligned",
+    "in_units",
+    "load_columns",
+    "load_rows",
+    "rms_scale",
+    "row_layout",
+    "row_mean",
+    "row_plan",
+    "row_starts",
+    "rows_at",
+    "store_rows",
+]
+
+CALLERS = ["T", "heads", "outer", "inner"]  # arguments that depend on the call
+
+
+@triton.jit
+def rows_at(CHUNKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr = 1):
+    """Rows [ROWS] and columns [F, C] of this program."""
+    C: tl.constexpr = W // FOLDS
+    program = tl.program_id(0)
+    row = program // CHUNKS * ROWS + tl.arange(0, ROWS)
+    return row, program % CHUNKS * W + tl.arange(0, FOLDS)[:, None] * C + tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def row_starts(row, T, heads, outer, inner, UNIT: tl.constexpr):
+    """Where rows start, in units. Most callers' rows have one stride, which spares a tile of several the divisions.
+
+    Not where a thread loads so little of a row that it holds many: both ways of finding them cost it registers.
+    """
+    if row.shape[0] == 1 or UNIT < 4:
+        start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
+    elif heads >= T:
+        start = row.to(tl.int64) * inner
+    else:
+        start = (row // heads).to(tl.int64) * outer + (row % heads).to(tl.int64) * inner
+    return start
+
+
+@triton.jit
+def _inside(row, column, T, R: tl.constexpr, W: tl.constexpr):
+    """Which places of a tile there are; W columns cover a row."""
+    if W == R:
+        ok = (row < T)[:, None, None]
+    else:
+        ok = (row < T)[:, None, None] & (column < R)[None, :, :]
+    return ok
+
+
+@triton.jit
+def load_rows(
+    x_ptr, row, column, T, heads, outer, inner, other, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr,
+    EVICT_FIRST: tl.constexpr = True,
+):  # fmt: skip
+    """The tile in fp32; ``other`` past the last row or column. Row r starts at UNIT * (r // heads, r % heads)'s.
+
+    EVICT_FIRST: of short rows, which are many, the cache is better kept for what is written.
+    """
+    W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
+    start = row_starts(row, T, heads, outer, inner, UNIT)
+    pointers = (x_ptr + start * UNIT)[:, None, None] + column[None, :, :]
+    if row.shape[0] == 1 and W == R:
+        x = tl.load(pointers)
+    elif row.shape[0] == 1:
+        x = tl.load(pointers, mask=(column < R)[None, :, :], other=other)
+    elif EVICT_FIRST:
+        x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other, eviction_policy="evict_first")
+    else:
+        x = tl.load(pointers, mask=_inside(row, column, T, R, W), other=other)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_columns(pointer, row, column, R: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """A vector [R] to go with every row of a tile of DTYPE, in fp32, [ROWS or 1, F, C].
+
+    Loaded as a tile it is where it is needed at once. But a tile is laid out for the widest load of its shape, which
+    must remain that of the rows: a vector that could be loaded in wider pieces is loaded once, and handed around.
+    """
+    WIDEST: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
+    if WIDEST <= VECTOR:
+        pointers = pointer + column[None, :, :] + tl.zeros_like(row)[:, None, None]
+        x = tl.load(pointers, mask=(column < R)[None, :, :], other=0.0)
+    else:
+        x = tl.load(pointer + column, mask=column < R, other=0.0)[None, :, :]
+    return widened(x, DTYPE)
+
+
+@triton.jit
+def in_units(start, column, UNIT: tl.constexpr):
+    """Pointers start + column of a tile [ROWS, W] or [ROWS, F, C], to be read or written UNIT elements at a time.
+
+    A tile is laid out for the widest access of its shape, which must remain the load of the rows. Whatever else there
+    is could be wider: of 16 bits a thread could store more elements than it loads of fp32.
+    """
+    pointers = start + column
+    if len(pointers.shape) == 2:
+        pointers = tl.max_contiguous(pointers, [1, UNIT])
+    else:
+        pointers = tl.max_contiguous(pointers, [1, 1, UNIT])
+    return pointers
+
+
+@triton.jit
+def store_rows(out_ptr, row, column, T, y, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr):
+    """The tile, rounded to out's dtype, into contiguous rows."""
+    W: tl.constexpr = column.shape[0] * column.shape[1] * CHUNKS
+    start = (out_ptr + row.to(tl.int64) * R)[:, None, None]
+    if UNIT == 1:  # where this tile is summed R is odd then, and no wider piece of a row is aligned
+        pointers = start + column[None, :, :]
+    else:
+        pointers = in_units(start, column[None, :, :], UNIT)
+    tl.store(pointers, y.to(out_ptr.dtype.element_ty), mask=_inside(row, column, T, R, W))
+
+
+@triton.jit
+def row_mean(total_R, R: tl.constexpr):
+    if R & (R - 1) == 0:
+        mean = total_R * (1.0 / R)  # a power of two, so it is the quotient
+    else:
+        mean = tl.div_rn(total_R, tl.zeros(total_R.shape, tl.float32) + R)
+    return mean
+
+
+@triton.jit
+def rms_scale(squares_R, eps, R: tl.constexpr):
+    """1 / sqrt(mean square + eps)."""
+    return tl.rsqrt(row_mean(squares_R, R) + eps)
+
+
+class RowLayout(NamedTuple):
+    """Rows of R elements: row r starts at element unit * (r // heads * outer + r % heads * inner) of ``start``."""
+
+    start: Tensor
+    T: int
+    heads: int
+    outer: int
+    inner: int
+    unit: int
+
+
+def row_layout(x: Tensor, vector: int) -> RowLayout:
+    """Where the rows of x [..., R], R > 0, are: in place if they sit at two strides, each aligned to ``vector``.
+
+    Other rows are copied, so that a kernel is always told the same of them and its tile has one layout.
+    """
+    dims = _merged(x)
+    in_place = len(dims) <= 2 and (x.shape[-1] == 1 or x.stride(-1) == 1) and x.data_ptr() % 16 == 0
+    if not in_place or any(stride % vector for _, stride in dims):
+        pitch = cdiv(x.shape[-1], vector) * vector
+        x = x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)
+        dims = _merged(x)
+    (outer_size, outer), (heads, inner) = [*[(1, 0)] * (2 - len(dims)), *dims]
+    return RowLayout(x, outer_size * heads, heads, outer // vector, inner // vector, vector)
+
+
+def _merged(x: Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides of the leading dims of x, those that one stride walks joined."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return dims
+
+
+def aligned(vector: Tensor | None) -> Tensor | None:
+    """A weight that starts at 16 bytes, with a unit stride."""
+    if vector is None or (vector.stride(0) == 1 and vector.data_ptr() % 16 == 0):
+        return vector
+    return vector.clone(memory_format=torch.contiguous_format)
+
+
+class ShortTile(NamedTuple):
+    """Of rows that share a program. elements: of the program; warps: of it; folds: lanes of a row in one thread."""
+
+    elements: int = 2048
+    warps: int = 4
+    folds: int = 1
+
+
+class RowPlan(NamedTuple):
+    """How a kernel covers rows; a function of the order alone. programs: of each row; warps: of each program."""
+
+    order: Row
+    rows: int
+    width: int
+    programs: int
+    warps: int
+    folds: int = 1
+
+
+@functools.cache
+def row_plan(order: Row, rows: int | None = None, short: ShortTile | None = None) -> RowPlan:
+    """The tile of an order: short rows come several to a program, each within one warp or two.
+
+    Args:
+        short: the tile of rows of up to 512 columns; default: ShortTile().
+    """
+    step = order.lanes * order.vector
+    width = order.chunk or step * next_power_of_2(cdiv(order.length, step))
+    short = short or ShortTile()
+    if rows is None and width <= 512:
+        # A thread holds whole lanes of a row, and one of them or `folds`: hence threads enough, and elements for all.
+        folds = min(short.folds, order.lanes) if width == step and order.lanes <= 32 else 1
+        warps = max(short.warps, order.lanes // 32)
+        elements = max(short.elements, 32 * warps * order.vector * folds)
+        return RowPlan(order, elements // width or 1, width, 1, warps, folds)
+    warps = max(4, min(order.lanes // 32, 32))
+    return RowPlan(order, rows or 1, width, cdiv(order.length, width), warps)

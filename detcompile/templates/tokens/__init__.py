@@ -1,0 +1,1 @@
+"""Embedding, Gumbel noise with argmax, next tokens, copies of cache blocks."""

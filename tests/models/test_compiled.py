@@ -1,0 +1,197 @@
+"""CompiledModel: generate(), the loss, bad input, the fingerprint."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import detcompile
+from detcompile import CompiledModel, InvalidInput, Numerics
+from tests.bits import assert_bitwise_equal
+from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
+
+PROMPT = torch.tensor([[5, 17, 3, 99, 42, 7, 7, 31, 64, 2]])
+
+
+def test_greedy_generation_is_the_likeliest_token_of_the_plain_forward(device: str) -> None:
+    model = compiled("qwen3", torch.float32, device)
+    ids = PROMPT.to(device)
+    out = model.generate(ids, max_new_tokens=70, eos_token_id=())
+    logits = model(out).logits[0, ids.shape[1] - 1 : -1]
+    assert torch.equal(logits.argmax(-1), out[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 7}])
+def test_a_request_gets_the_same_tokens_alone_and_in_a_batch(sampling: dict, device: str) -> None:
+    model = compiled("qwen3", torch.bfloat16, device)
+    alone = model.generate(PROMPT.to(device), max_new_tokens=20, eos_token_id=(), **sampling)[0, PROMPT.shape[1] :]
+    batch = torch.randint(0, VOCAB_SIZE, (5, 33), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(batch)
+    batch[3, -PROMPT.shape[1] :], mask[3, : -PROMPT.shape[1]] = PROMPT[0], 0
+    seeds = {"seed": [1, 2, 3, 7, 5]} if "seed" in sampling else {}
+    together = model.generate(
+        batch.to(device), mask.to(device), max_new_tokens=20, eos_token_id=(), **(sampling | seeds)
+    )
+    assert torch.equal(together[3, batch.shape[1] :], alone)
+
+
+def test_sampling_without_a_seed_differs_and_with_one_repeats() -> None:
+    model = compiled("qwen3", torch.float32)
+    draw = lambda **kwargs: model.generate(PROMPT, max_new_tokens=30, do_sample=True, eos_token_id=(), **kwargs)  # noqa: E731
+    assert not torch.equal(draw(), draw())
+    assert torch.equal(draw(seed=3), draw(seed=3))
+
+
+def test_a_row_that_ends_early_is_padded() -> None:
+    model = compiled("qwen3", torch.float32)
+    plain = model.generate(PROMPT, max_new_tokens=6, eos_token_id=())
+    end = int(plain[0, PROMPT.shape[1]])
+    both = torch.cat([PROMPT, PROMPT.flip(1)])
+    out = model.generate(both, max_new_tokens=6, eos_token_id=end, pad_token_id=VOCAB_SIZE - 1)
+    assert out[0, PROMPT.shape[1]] == end
+    assert (out[0, PROMPT.shape[1] + 1 :] == VOCAB_SIZE - 1).all()
+
+
+BAD_CALLS = {
+    "ids must be integers": lambda m: m(torch.zeros(1, 4)),
+    "ids are 0 to": lambda m: m(torch.full((1, 4), VOCAB_SIZE)),
+    "all padding": lambda m: m(PROMPT, torch.zeros_like(PROMPT)),
+    "padding between two tokens": lambda m: m(PROMPT, (PROMPT != 99).long()),
+    "compiled for": lambda m: m(torch.zeros(1, 2049, dtype=torch.long)),
+    "give one a row": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=1),
+    "labels need": lambda m: m(PROMPT, labels=PROMPT[:, 1:]),
+    "no token has a label": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, -100)),
+    "position 2048": lambda m: m(PROMPT, position_ids=torch.arange(2039, 2049)[None]),
+    "label 1000000": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, 10**6)),
+    "1 different seeds": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=[5, 5]),
+    "needs 2058 tokens": lambda m: m.generate(PROMPT, max_new_tokens=2048),
+}
+
+
+@pytest.mark.parametrize(("said", "call"), BAD_CALLS.items(), ids=BAD_CALLS.keys())
+def test_bad_input_is_refused_with_what_to_do(said: str, call) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        call(compiled("qwen3", torch.float32))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
+    """Every label at padding and of a row's first token is left out; what is left is Hugging Face's loss."""
+    model = compiled("qwen3", torch.float32)
+    rows = [PROMPT[0].tolist(), PROMPT[0, :4].tolist(), PROMPT[0, 2:5].tolist()]
+    width = max(map(len, rows))
+    pads = [[0] * (width - len(row)) for row in rows]
+    ids, mask = (
+        torch.tensor([pad + own if left else own + pad for own, pad in zip(values, pads)])
+        for values in (rows, [[1] * len(row) for row in rows])
+    )
+    ignored = torch.where(mask == 1, ids, -100)
+    found = [model(ids, mask, labels=labels).loss for labels in (ignored, ids, torch.where(mask == 1, ids, 7))]
+    for loss in found:
+        assert_bitwise_equal(loss, found[0])
+    alone = [model(torch.tensor([row]), labels=torch.tensor([row])).loss.double() * (len(row) - 1) for row in rows]
+    torch.testing.assert_close(found[0].double(), sum(alone) / sum(len(row) - 1 for row in rows))
+    if not left:
+        plain = random_model("qwen3", torch.float32)
+        with torch.no_grad():
+            torch.testing.assert_close(found[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
+
+
+def test_compile_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(detcompile.NumericsError, match="tp=3 is not one of"):
+        detcompile.compile("tiny", tp=3)
+    with pytest.raises(InvalidInput, match="no such folder"):
+        detcompile.compile("somewhere/else")
+    with pytest.raises(InvalidInput, match="give cpu or cuda"):
+        detcompile.load_model("tiny", device="somewhere")
+    with pytest.raises(InvalidInput, match="cannot be loaded as a causal LM"):
+        detcompile.load_model(__import__("pathlib").Path(__file__).parent)
+    with pytest.raises(InvalidInput, match="at least one token"):
+        detcompile.compile(random_model("llama", torch.float32), max_context=0)
+    with pytest.raises(InvalidInput, match="wpe has 2048 rows"):
+        detcompile.compile(random_model("gpt2", torch.float32), max_context=4096)
+    with pytest.raises(InvalidInput, match="embed_positions has 2048 rows"):
+        detcompile.compile(random_model("gptj", torch.float32), max_context=4096)
+    model = random_model("gpt2", torch.float32, n_layer=1)
+    certified(model)
+    with pytest.raises(InvalidInput, match="load it again"):
+        detcompile.compile(model, numerics=Numerics(tp_sizes=(1,)))
+    with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
+        detcompile.compile(random_model("llama", torch.float32), numerics=Numerics(tp_sizes=(1, 3)))
+
+
+def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:
+    model = certified(random_model("qwen3", torch.float32, num_hidden_layers=1))
+    up = model.model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        up.mul_(2)  # in place, before the fingerprint is read: seen
+    up.data = up.data.clone()
+    with pytest.raises(InvalidInput, match=r"layers\.0\.mlp\.up_proj\.weight was given another storage"):
+        _ = model.fingerprint
+
+
+def test_the_fingerprint_holds_what_the_contract_fixes() -> None:
+    base, again, changed, same = (random_model("gpt2", torch.float32, n_layer=1) for _ in range(4))
+    base = certified(base)
+    assert certified(again).fingerprint == base.fingerprint
+    with torch.no_grad():
+        changed.transformer.h[0].mlp.c_fc.weight[3, 5] += 1e-3
+    others = {
+        "one weight": certified(changed),
+        "numerics": certified(same, numerics=Numerics(tp_sizes=(1, 2))),
+        "dtype": certified(random_model("gpt2", torch.bfloat16, n_layer=1)),
+        "context": certified(random_model("gpt2", torch.float32, n_layer=1), max_context=512),
+    }
+    prints = {base.fingerprint, *(model.fingerprint for model in others.values())}
+    assert len(prints) == 1 + len(others)
+
+
+def test_one_graph_serves_every_token_count_and_many_models() -> None:
+    """Dynamo keeps few graphs for a code object: more models in one process than it would keep each have their own."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        models = [certified(random_model("gpt2", torch.bfloat16, n_layer=1)) for _ in range(3)]
+    for model in (models[0], models[-1]):
+        for length in (1, 2, 70):
+            assert model(torch.zeros(1, length, dtype=torch.long)).logits.shape == (1, length, VOCAB_SIZE)
+
+
+@contextlib.contextmanager
+def generation_config(model: CompiledModel, **settings: object) -> Iterator[None]:
+    before = copy.deepcopy(model.model.generation_config)
+    model.model.generation_config.update(**settings)
+    try:
+        yield
+    finally:
+        model.model.generation_config = before
+
+
+@pytest.mark.parametrize("config", [{}, {"repetition_penalty": 1.7}, {"max_new_tokens": 9}, {"max_length": 23}])
+def test_what_generate_is_not_told_is_in_the_generation_config(config: dict) -> None:
+    """The penalty counts the prompt too; with one of 1.7 plain transformers' greedy tokens are others than without."""
+    model = compiled("qwen3", torch.float32)
+    plain = random_model("qwen3", torch.float32)
+    plain.generation_config.update(**config)
+    with generation_config(model, **config):
+        found = model.generate(PROMPT, eos_token_id=())
+    assert torch.equal(found, plain.generate(PROMPT, do_sample=False))
+    assert torch.equal(found, model.generate(PROMPT, eos_token_id=())) == (not config)
+
+
+def test_sampling_that_the_generation_config_asks_for_is_done_and_can_be_overruled() -> None:
+    model = compiled("qwen3", torch.float32)
+    greedy = model.generate(PROMPT, eos_token_id=())
+    drawn = model.generate(PROMPT, do_sample=True, temperature=0.9, top_p=0.8, seed=3, eos_token_id=())
+    with generation_config(model, do_sample=True, temperature=0.9, top_p=0.8):
+        assert torch.equal(model.generate(PROMPT, seed=3, eos_token_id=()), drawn)
+        assert torch.equal(model.generate(PROMPT, do_sample=False, eos_token_id=()), greedy)
+    assert not torch.equal(drawn, greedy)
+
+
+@pytest.mark.parametrize("config", [{"num_beams": 4}, {"no_repeat_ngram_size": 3}, {"max_length": 10}])
+def test_a_generation_config_that_cannot_be_served_is_refused_by_name(config: dict) -> None:
+    model = compiled("qwen3", torch.float32)
+    (name,) = config
+    with generation_config(model, **config), pytest.raises(InvalidInput, match=f"generation_config.{name}"):
+        model.generate(PROMPT)

@@ -1,0 +1,113 @@
+"""Attention classes with a softmax of their own, and masks that models make in other ways: the meaning stays."""
+
+import pytest
+import torch
+
+from detcompile import UnsupportedModel
+from detcompile.passes.adapters.attention_classes import OWN_ATTENTION
+from detcompile.passes.capture import freeze_rope, probe_attention
+from detcompile.passes.modules.positions import give_positions
+from tests.model_cases import VOCAB_SIZE, random_model
+
+IDS = torch.randint(4, VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_seed(5))
+POSITIONS = {"max_position_embeddings": 128}
+BART = {"d_model": 80, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4} | POSITIONS
+GPT = {"n_embd": 80, "n_layer": 2, "n_head": 4, "n_positions": 128}
+XLM = {"emb_dim": 80, "n_layers": 2, "n_heads": 4, "pad_token_id": 2} | POSITIONS
+TYPES = ["sliding_attention", "full_attention"]
+CASES = {
+    "codegen": (GPT | {"rotary_dim": 12}, [0, 0]),
+    "codegen turned whole": (GPT | {"rotary_dim": 20}, [0, 0]),
+    "gpt_neo": (
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 33} | POSITIONS,
+        [0, 33],
+    ),
+    "gpt_neox_japanese": (POSITIONS, [0, 0]),
+    "llama4_text": (
+        {"head_dim": 20, "intermediate_size_mlp": 96, "no_rope_layers": [1, 0, 1], "num_hidden_layers": 3}
+        | {"attention_chunk_size": 33, "floor_scale": 16, "num_local_experts": 4},
+        [33, 0, 33],
+    ),
+    "mpt": ({"d_model": 80, "n_heads": 5, "n_layers": 2, "max_seq_len": 128}, [0, 0]),
+    "mvp": (BART, [0, 0]),
+    "openai-gpt": (GPT, [0, 0]),
+    "trocr": (BART, [0, 0]),
+    "xlm": (XLM | {"causal": True}, [0, 0]),
+    "xlm with languages": (XLM | {"causal": True, "n_langs": 2, "sinusoidal_embeddings": True}, [0, 0]),
+    "gemma3": (
+        {
+            "text_config": {"hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 2}
+            | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20}
+            | {"layer_types": TYPES, "sliding_window": 33, "vocab_size": 160},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+            | {"num_attention_heads": 2, "patch_size": 4},
+        },
+        [33, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_windows_are_the_models_own(case: str) -> None:
+    changes, windows = CASES[case]
+    name = case.partition(" ")[0]
+    with torch.no_grad():
+        plain = random_model(name, torch.float32, **changes)
+        if plain._can_set_attn_implementation():
+            plain.set_attn_implementation("eager")
+        expected = plain(IDS, use_cache=False).logits
+        model = random_model(name, torch.float32, **changes)
+        give_positions(model)
+        freeze_rope(model, 128)
+        calls, _ = probe_attention(model, 64)
+        assert [call.window for call in calls] == windows
+        positions = torch.arange(90).repeat(2, 1)
+        logits = model(input_ids=IDS, position_ids=positions, use_cache=False).logits
+    assert (logits - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_angles_of_float32_turn_states_of_bfloat16() -> None:
+    """A checkpoint of codegen is loaded in a dtype that its table of angles does not take."""
+    model = random_model("codegen", torch.bfloat16, **CASES["codegen"][0])
+    for block in model.transformer.h:
+        block.attn.embed_positions = block.attn.embed_positions.float()
+    with torch.no_grad():
+        give_positions(model)
+        probe_attention(model, 64)
+        logits = model(input_ids=IDS, position_ids=torch.arange(90).repeat(2, 1), use_cache=False).logits
+    assert logits.dtype == torch.bfloat16 and bool(logits.isfinite().all())
+
+
+def test_a_class_of_the_same_name_from_elsewhere_is_left_alone() -> None:
+    assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_ATTENTION)
+    model = random_model("mvp", torch.float32, **BART)
+    for layer in model.model.decoder.layers:
+        own = type(layer.self_attn)
+        layer.self_attn.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+    give_positions(model)
+    with pytest.raises(UnsupportedModel, match=r"called the attention interface for layers \[\]"):
+        probe_attention(model, 64)
+
+
+def test_a_model_that_makes_no_causal_mask_is_refused() -> None:
+    """moshi attends both ways unless it is given a mask."""
+    with pytest.raises(UnsupportedModel, match="sees both ways"):
+        probe_attention(random_model("moshi", torch.float32, ffn_dim=96, head_dim=20), 64)
+
+
+@pytest.mark.parametrize(("changes", "message"), [({}, "causal=False"), ({"causal": True, "asm": True}, "asm=True")])
+def test_xlm_that_is_not_causal_or_has_another_head_is_refused(changes: dict[str, bool], message: str) -> None:
+    if "asm" in changes:
+        changes = changes | {"asm_cutoffs": [80], "asm_div_value": 4.0}
+    with pytest.raises(UnsupportedModel, match=message):
+        probe_attention(random_model("xlm", torch.float32, **XLM, **changes), 64)
+
+
+def test_chunks_that_the_layers_are_not_told_are_refused() -> None:
+    """As of code that is not transformers' own, which asks for the mask and hands its attention no chunk."""
+    model = random_model("llama4_text", torch.float32, head_dim=20, intermediate_size_mlp=96, num_local_experts=4)
+    for module in [model.model.rotary_emb, *(layer.self_attn for layer in model.model.layers)]:
+        own = type(module)
+        module.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+    with pytest.raises(UnsupportedModel, match=r"for layers \[0, 1\] but tells layers \[\] their chunks"):
+        probe_attention(model, 64)

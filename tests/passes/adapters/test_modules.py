@@ -1,0 +1,39 @@
+"""Modules that are given another forward compute what theirs did: positions, adapters, experts, attention."""
+
+import pytest
+import torch
+
+from detcompile.passes.adapters.expert_classes import OWN_EXPERTS, replace_experts
+from detcompile.passes.adapters.modules import OWN_MODULES
+from detcompile.passes.capture import freeze_rope, probe_attention
+from detcompile.passes.modules.positions import give_positions
+from tools.model_checks import LENGTH, MEANING_LIMIT, relative_error
+from tools.model_configs import MAX_CONTEXT, VOCAB_SIZE, tiny_model
+
+IDS = torch.randint(3, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+OWN = ("bigbird_pegasus", "ctrl", "deepseek_v2", "diffllama", "git", "hrm_text", "xglm", "xmod")
+OF_EXPERTS = ("aria_text", "dbrx", "jetmoe", "longcat_flash")
+
+
+@pytest.mark.parametrize("name", OWN + OF_EXPERTS)
+def test_logits_are_the_models_own(name: str) -> None:
+    with torch.no_grad():
+        expected = tiny_model(name, "eager")(input_ids=IDS, use_cache=False).logits
+        model = tiny_model(name)
+        give_positions(model)
+        freeze_rope(model, MAX_CONTEXT)
+        assert bool(replace_experts(model)) == (name in OF_EXPERTS)
+        probe_attention(model, 64)
+        positions = torch.arange(LENGTH).repeat(2, 1)
+        logits = model(input_ids=IDS, position_ids=positions, use_cache=False).logits
+    assert relative_error(logits, expected) < MEANING_LIMIT
+
+
+def test_a_class_is_known_by_where_transformers_defines_it() -> None:
+    assert all(name.count(".") == 2 and "modeling_" in name for name in OWN_EXPERTS | OWN_MODULES)
+    model = tiny_model("jetmoe")
+    for module in list(model.modules()):
+        if type(module).__name__.startswith("JetMoeMo"):
+            own = type(module)
+            module.__class__ = type(own.__name__, (own,), {"__module__": __name__})
+    assert replace_experts(model) == 0

@@ -1,0 +1,206 @@
+"""torch.compile(module, backend=Backend(...)) certifies a module over its batch, or refuses it."""
+
+import copy
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from detcompile import Backend, DetcompileError, InvalidInput, Numerics, UncertifiedOp, UnsupportedModel
+from detcompile.passes import calls
+from detcompile.passes.backend import cause
+from tests.bits import assert_bitwise_equal
+from tests.passes.proof.planted_modules import CERTIFIED, REFUSED, D, Held, rows
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(module: Any, **options: Any) -> tuple[Callable[..., Any], Backend]:
+    backend = Backend(Numerics(), certify_only=True)
+    run = torch.compile(module, backend=backend, **options)
+    return torch.no_grad()(run), backend
+
+
+def refusal(call: Callable[[], Any]) -> DetcompileError:
+    with pytest.raises(Exception) as raised, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of builtins that it does not trace
+        call()
+    found = cause(raised.value)
+    assert found is not None, raised.value
+    return found
+
+
+def first(count: int, given: Any) -> Any:
+    """The first rows of every tensor of four."""
+    return tree_map(lambda t: t[:count].clone() if isinstance(t, Tensor) and t.shape[:1] == (4,) else t, given)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_let_rows_meet_is_refused(name: str) -> None:
+    said, module, args = REFUSED[name]
+    run, _ = compiled(module)
+    found = refusal(lambda: run(*copy.deepcopy(args)))
+    assert said in str(found)
+    assert isinstance(found, (UncertifiedOp, UnsupportedModel))
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+def test_what_keeps_rows_apart_is_certified(name: str) -> None:
+    """By one graph, from whichever number of rows it was traced, and a row has its bits alone."""
+    module, args = CERTIFIED[name]
+    run, _ = compiled(module)
+    outputs = tree_leaves(run(*args))
+    for count in (1, 3):
+        for part, whole in zip(tree_leaves(run(*first(count, args))), outputs, strict=True):
+            if isinstance(whole, Tensor) and whole.shape[:1] == (4,):
+                assert_bitwise_equal(part, whole[:count])
+    torch._dynamo.reset()
+    for alone, whole in zip(tree_leaves(run(*first(1, args))), outputs, strict=True):
+        if isinstance(whole, Tensor) and whole.shape[:1] == (4,):
+            assert_bitwise_equal(alone, whole[:1])
+
+
+MARKS: dict[str, tuple[Callable[[Tensor], None], dict[str, Any]]] = {
+    "unmarked": (lambda x: None, {}),
+    "mark_dynamic": (functools.partial(torch._dynamo.mark_dynamic, index=0), {}),
+    "mark_unbacked": (functools.partial(torch._dynamo.decorators.mark_unbacked, index=0), {}),
+    "mark_static": (functools.partial(torch._dynamo.mark_static, index=0), {}),
+    "dynamic": (lambda x: None, {"dynamic": True}),
+    "static": (lambda x: None, {"dynamic": False}),
+    "fullgraph": (lambda x: None, {"fullgraph": True}),
+}
+
+
+@pytest.mark.parametrize("order", [(4, 1, 2), (1, 4, 2)])
+@pytest.mark.parametrize("name", MARKS)
+def test_one_row_works_as_four_do(name: str, order: tuple[int, ...]) -> None:
+    mark, options = MARKS[name]
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 5), nn.Softmax(-1)).eval()
+    x, found = torch.randn(4, 24), {}
+    run, backend = compiled(module, **options)
+    for count in order:
+        given = x[:count].clone()
+        mark(given)
+        found[count] = run(given)
+    assert_bitwise_equal(found[1], found[4][:1])
+    assert_bitwise_equal(found[2], found[4][:2])
+    assert len(backend.certificates) == 1
+
+
+def test_one_row_is_compiled_as_four_are() -> None:
+    """By Inductor, and the marks of the call are gone from what was given."""
+    module, x = Held(lambda m, x: nn.functional.gelu(m.lin(x)) * m.scale).eval(), rows()
+    found = []
+    for count in (1, 4):
+        torch._dynamo.reset()
+        given = x[:count].clone()
+        with torch.no_grad():
+            found.append(torch.compile(module, backend="detcompile")(given))
+        assert not given.__dict__
+    assert_bitwise_equal(found[0], found[1][:1])
+
+
+def test_a_guard_is_named_by_its_line() -> None:
+    _, module, args = REFUSED["more_than_four"]
+    found = refusal(lambda: compiled(module)[0](*args))
+    assert "<= 4 at planted_modules.py:" in str(found)
+
+
+def test_equal_lines_are_one_line_with_their_count() -> None:
+    def beside(x: Tensor) -> Tensor:
+        return x + sum((x + i).amax(0) for i in range(12))
+
+    found = refusal(lambda: compiled(beside)[0](rows()))
+    assert "12 × aten.amax.default at test_planted_modules.py:" in str(found)
+    assert len(found.offenders) == 12
+
+
+def broken(m: Held, x: Tensor) -> Tensor:
+    y = m.lin(x)
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def test_a_broken_graph_warns_where_that_was_asked_for() -> None:
+    module, x = Held(broken).eval(), rows()
+    for backend in (Backend(Numerics(), graph_breaks="warn"), "detcompile"):
+        torch._dynamo.reset()
+        options = {"graph_breaks": "warn"} if backend == "detcompile" else None
+        run = torch.compile(module, backend=backend, options=options)
+        with torch.no_grad(), pytest.warns(RuntimeWarning, match="several graphs"):
+            assert_bitwise_equal(run(x[:2].clone()), run(x)[:2])
+
+
+def test_a_call_without_a_graph_warns_where_that_was_asked_for() -> None:
+    module, x = nn.LSTM(D, D), rows(3, D)
+    run = torch.compile(module, backend="detcompile", options={"graph_breaks": "warn"})
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="no graph"):
+        assert_bitwise_equal(run(x)[0], module(x)[0])
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(InvalidInput, match="'raise', 'warn'"):
+        Backend(Numerics(), graph_breaks="ignore")
+    with pytest.raises(InvalidInput, match="none of numerics, graph_breaks"):
+        torch.compile(nn.Linear(D, D), backend="detcompile", options={"graph_break": "warn"})
+
+
+def test_a_call_that_torch_leaves_to_python_is_refused() -> None:
+    """Forced, by errors that torch was told to suppress, after too many graphs, and while another error is handled."""
+    run, _ = compiled(Held(lambda m, x: m.lin(x)).eval())
+    with torch.compiler.set_stance("force_eager"):
+        assert "no graph of this call" in str(refusal(lambda: run(rows())))
+    with torch._dynamo.config.patch(suppress_errors=True):
+        mean, _ = compiled(Held(lambda m, x: x - x.mean(0)))
+        assert "no rule" in str(refusal(lambda: mean(rows())))
+    scaled, _ = compiled(Held(lambda m, x, n: x * n))
+    limited = torch._dynamo.config._make_closure_patcher(recompile_limit=2, automatic_dynamic_shapes=False)
+    with mock.patch.object(calls, "ONE_GRAPH_A_SHAPE", limited):
+        for n in (1, 2):
+            scaled(rows(), n)
+        assert "for each extent and number" in str(refusal(lambda: scaled(rows(), 3)))
+    try:
+        raise ValueError
+    except ValueError:
+        assert "does not make one graph" in str(refusal(lambda: compiled(nn.LSTM(D, D))[0](rows(3, D))))
+
+
+def test_threads_share_a_compiled_module() -> None:
+    run, _ = compiled(Held(lambda m, x: m.lin(x) * 3).eval())
+    found: list[Any] = []
+
+    def call(count: int) -> None:
+        try:
+            found.append(run(x[:count])[0])
+        except BaseException as error:
+            found.append(error)
+
+    x = rows()
+    threads = [threading.Thread(target=call, args=(count,)) for count in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row in found:
+        assert_bitwise_equal(row, found[0])
+
+
+def test_arguments_of_as_many_rows_hold_one_batch() -> None:
+    """A mask is seen to have the rows of its tokens, though no operation says so; others have a graph of their own."""
+    run, backend = compiled(Held(lambda m, x, y: (x * 2, y * 3)))
+    for counts in ((4, 4), (3, 3), (1, 1)):
+        run(*(rows()[:count] for count in counts))
+    assert len(backend.certificates) == 1
+    run(rows(), rows()[:3])
+    assert len(backend.certificates) == 2

@@ -1,0 +1,67 @@
+"""The bar of ranks that start: it adds up what they have read, and is not drawn where nothing takes long."""
+
+import io
+import time
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from detcompile.runtime.processes.start_progress import StartProgress, reading
+from detcompile.weights import named_weights, weight_digests
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=100)
+
+
+def drawn(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def await_drawn(console: Console, *texts: str) -> bool:
+    """Whether all of them are drawn within a while."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if all(text in drawn(console) for text in texts):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_bytes_of_all_ranks_are_added_up() -> None:
+    console = terminal()
+    with StartProgress(2, console, quiet_seconds=0.0) as progress:
+        progress.on_note(0, "loading")
+        assert progress.bytes_read == (0, None)
+        progress.on_note(0, reading(3_000_000, 5_000_000))
+        assert progress.bytes_read == (3_000_000, None)
+        progress.on_note(1, reading(1_000_000, 5_000_000))
+        progress.on_note(0, reading(4_000_000, 5_000_000))
+        assert progress.bytes_read == (5_000_000, 10_000_000)
+        assert await_drawn(console, "reading weights", "5.0/10.0 MB")
+        progress.on_note(1, "compiling")
+        assert await_drawn(console, "rank 1 of 2: compiling")
+
+
+def test_a_quick_start_draws_nothing() -> None:
+    console = terminal()
+    with StartProgress(2, console, quiet_seconds=600.0) as progress:
+        progress.on_note(0, reading(1, 2))
+    assert not drawn(console)
+
+
+def test_the_digest_tells_how_far_it_is_and_is_the_same() -> None:
+    model = nn.Sequential(*(nn.Linear(7, 5) for _ in range(3)), nn.Embedding(400_000, 70))
+    assert sum(t.nbytes for t in model.parameters()) > 1 << 20  # a block
+    told: list[tuple[int, int]] = []
+    with_ticks = weight_digests(named_weights(model), lambda done, total: told.append((done, total)))
+    assert with_ticks == weight_digests(named_weights(model))
+    total = sum(t.nbytes for t in model.parameters())
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert {of for _, of in told} == {total} and told[-1][0] == total and 2 < len(told) <= 1001
+    told.clear()
+    many = nn.ParameterList(nn.Parameter(torch.zeros(9)) for _ in range(5000))
+    weight_digests(named_weights(many), lambda *how: told.append(how))
+    assert 500 <= len(told) <= 1001

@@ -1,0 +1,79 @@
+"""The attention kernels for Hopper GPUs, compiled and assembled without one: their products stay asynchronous.
+
+ptxas makes every product wait for the one before where it finds a register that a product in flight writes in another
+instruction, and says so in its log; the bits are the same, the speed is not. This is the ptxas of the Triton that is
+installed: 12.8 in Triton 3.6 and 3.7.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.templates.triton_interpreter import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+# A process of its own: Triton asks for a driver, and a target is given instead.
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from detcompile.templates.attention.hopper import REGISTERS, hopper_attention_kernel
+from detcompile.templates.attention.hopper_decode import registers, turned_attention_kernel
+
+TYPES = {name: "*i32" for name in ("cu_ptr", "lens_ptr", "table_ptr")} | {"stat_ptr": "*fp32", "c": "fp32"}
+STRIDES = ("q_batch", "q_token", "q_head", "page_rows", "batch_rows", "head_columns", "out_batch", "out_token")
+
+
+def prefill(*block, CONSUMERS, **constants):
+    assemble(hopper_attention_kernel, REGISTERS[CONSUMERS], *block, HEADS=4, CONSUMERS=CONSUMERS, **constants)
+
+
+def turned(*block, STAGES, D, **constants):
+    assemble(turned_attention_kernel, registers(STAGES, D), *block, BM=8, STAGES=STAGES, D=D, **constants)
+
+
+def assemble(kernel, maxnreg, *block, **constants):
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    described = f"tensordesc<bf16{list(block)},{layout!r}>"
+    types = TYPES | {"k_desc": described, "v_desc": described}
+    types["out_ptr"] = "*fp32" if constants["SPLIT"] else "*bf16"
+    constants |= {"G": 4, "CHUNK": 512, "KV_HEADS": 8, "PDL": True}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name in STRIDES]
+    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": False}
+    compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print("=====")
+
+
+whole, split = {"WINDOWED": False, "SPLIT": False}, {"WINDOWED": False, "SPLIT": True}
+windowed = {"WINDOWED": True, "SPLIT": False}
+prefill(64, 64, D=128, PAGE=0, CONSUMERS=2, STAGES=3, **whole)
+prefill(64, 64, D=128, PAGE=64, CONSUMERS=2, STAGES=3, **windowed)
+prefill(16, 64, D=64, PAGE=16, CONSUMERS=2, STAGES=3, **windowed)
+prefill(64, 64, D=128, PAGE=64, CONSUMERS=1, STAGES=2, **split)
+turned(2, 64, 64, D=128, PAGE=64, STAGES=3, **split)
+turned(2, 64, 64, D=128, PAGE=64, STAGES=4, **whole)
+turned(2, 64, 64, D=128, PAGE=64, STAGES=2, **whole)
+turned(16, 64, D=128, PAGE=16, STAGES=3, **windowed)
+turned(1, 64, 64, D=64, PAGE=64, STAGES=2, WINDOWED=True, SPLIT=True)
+"""
+
+
+def test_products_of_the_tensor_core_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    *logs, _ = run.stdout.split("=====")
+    assert len(logs) == 9
+    for log in logs:
+        assert "registers" in log and "wgmma" not in log, log[-2000:]

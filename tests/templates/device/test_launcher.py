@@ -1,0 +1,128 @@
+"""A kernel that is launched again by what Triton compiled for it gives what a launch by Triton gives."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from detcompile.templates.device import launcher as launching
+from detcompile.templates.device.launcher import launcher
+from tests.bits import assert_bitwise_equal
+from tests.templates.triton_interpreter import INTERPRETED, NEEDS_GPU
+
+
+@triton.jit
+def _shifted_kernel(x_ptr, y_ptr, n, step, shift, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (place < n) | WHOLE
+    x = tl.load(x_ptr + place.to(tl.int64) * step, mask=mask).to(tl.float32)  # or a sum with an integer is of 16 bits
+    tl.store(y_ptr + place, x + shift, mask=mask)
+
+
+class _Compiled:
+    """Stands for what Triton compiled: notes its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.launches.append((grid, *args))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
+def test_only_launches_of_one_specialisation_share_what_was_compiled() -> None:
+    kernel = triton.jit(_shifted_kernel.fn)
+    made: list[_Compiled] = []
+
+    def run(*_: object, **__: object) -> _Compiled:
+        made.append(_Compiled())
+        return made[-1]
+
+    device = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.now), now=0)
+    memory = torch.zeros(64)
+    x, y, odd, half = memory, memory[16:], memory[1:], memory.half()
+    flags = {"BLOCK": 32, "WHOLE": True}
+    bf16, rows = torch.bfloat16, torch.zeros(64, 64, dtype=torch.bfloat16)
+    layouts = [NVMMASharedLayout(swizzle_byte_width=bytes, element_bitwidth=16, rank=2) for bytes in (128, 64)]
+
+    def described(block: int, dtype: torch.dtype, other: bool = False) -> GluonDescriptor:
+        return GluonDescriptor(rows.to(dtype), [64, 64], [64, 1], [block, 64], layouts[other])
+
+    others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((odd, y, 24, 2, 0.5), flags),
+        ((half, y, 24, 2, 0.5), flags),
+        ((x, y, 1, 2, 0.5), flags),
+        ((x, y, 32, 2, 0.5), flags),
+        ((x, y, 24, 16, 0.5), flags),
+        ((x, y, 2**31 + 8, 2, 0.5), flags),
+        ((x, y, 2**31, 2, 0.5), flags),
+        ((x, y, 24, 2, 1), flags),
+        ((x, y, 24, 2, 0.5), flags | {"BLOCK": 64}),
+        ((x, y, 24, 2, 0.5), flags | {"WHOLE": 1}),
+        ((x, y, 24, 2, 0.5), flags | {"num_warps": 8}),
+        ((x, y, 24, 2), {"shift": 0.5, **flags}),
+        ((x, y, 24), {"shift": 2, "step": 0.5, **flags}),  # the same values under other names
+        ((x, y, 24, 2, None), flags),
+        ((x, y, 24, 2, True), flags),
+        ((x, y, 2**63, 2, 0.5), flags),
+        ((x, described(64, bf16), 24, 2, 0.5), flags),
+        ((x, described(32, bf16), 24, 2, 0.5), flags),
+        ((x, described(64, torch.float16), 24, 2, 0.5), flags),
+        ((x, described(64, bf16, other=True), 24, 2, 0.5), flags),
+        ((x, TensorDescriptor(rows, [64, 64], [64, 1], [64, 64]), 24, 2, 0.5), flags),
+    ]
+    with mock.patch.object(kernel, "run", run), mock.patch.object(launching, "driver", device):
+        launch = launcher(kernel)
+        assert launcher(kernel) is launch
+        launch[(3,)](x, y, 24, 2, 0.5, **flags)
+        launch[(7, 2)](x[32:], x, 40, 10, -3.0, **flags)
+        launch[(1,)](y, x, 7, 3, 2.5, WHOLE=True, BLOCK=32)  # another order of names is another call
+        assert len(made) == 2
+        assert made[0].launches == [((7, 2, 1, 1), mock.ANY, mock.ANY, 40, 10, -3.0, 32, True)]
+        for count, (args, named) in enumerate(others, start=3):
+            launch[(1,)](*args, **named)
+            assert len(made) == count, (args, named)
+            launch[(1,)](*args, **named)
+            assert len(made) == count and len(made[-1].launches) == 1, (args, named)
+        device.now = 1
+        launch[(3,)](x, y, 24, 2, 0.5, **flags)
+        assert len(made) == 3 + len(others)
+        kernel.pre_run_hooks.append(print)  # which Triton runs, where it launches
+        launch[(3,)](x, y, 24, 2, 0.5, **flags)
+        assert len(made) == 4 + len(others)
+        with pytest.raises(AssertionError, match="WHOLE"):
+            launch[(3,)](x, y, 24, 2, 0.5, BLOCK=32)
+        with pytest.raises(AssertionError, match="tuple"):
+            launch[(3,)]((x, y), y, 24, 2, 0.5, **flags)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
+def test_other_callables_are_launched_as_they_are() -> None:
+    stub = mock.MagicMock()
+    assert launcher(stub) is stub
+
+
+class TestOnTheGpu:
+    pytestmark = NEEDS_GPU
+
+    def test_relaunched_kernels_read_and_write_what_they_are_given(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        memory = torch.randn(1 << 14, generator=generator).cuda()
+        for _ in range(300):
+            start, step, n, shift = (int(torch.randint(0, most, (), generator=generator)) for most in (9, 5, 1500, 4))
+            x, step, n = memory[start * 4 // 3 :], max(1, 4 * step // 3), max(1, n // 16 * 16 if n % 3 else n)
+            if start % 2:
+                x = x.half()
+            y = torch.full((n + 40,), torch.nan, device="cuda")[start % 3 :]
+            launcher(_shifted_kernel)[(triton.cdiv(n, 128),)](
+                x, y, n, step, shift if start < 4 else float(shift), BLOCK=128, WHOLE=False
+            )
+            assert_bitwise_equal(y[:n], x[: n * step : step].float() + shift, f"{start} {step} {n} {shift}")
+            assert y[n:].isnan().all()

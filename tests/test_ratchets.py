@@ -1,0 +1,180 @@
+"""Lengths that may only shrink: of files, functions, kernels, parameter lists and folders; and structure.md's list.
+
+An exception names what is longer, how long it may be, and why. It has to go as soon as it is not needed, and its number
+follows when the code gets shorter.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "detcompile"
+
+MAX_FILE = 300
+MAX_FUNCTION = 40  # lines of the code: a docstring may say as much as it needs
+MAX_KERNEL = 90
+MAX_FOLDER = 15
+
+LONG_FILES: dict[str, int] = {
+    "commands/cli.py": 401,
+    "models/compiled.py": 395,
+    "models/exported.py": 311,
+    "models/remote.py": 377,
+    "orders/kinds.py": 349,
+    "passes/lowering.py": 395,
+    "passes/proof/aten_rules.py": 383,
+    "passes/proof/certificate.py": 311,
+    "passes/rewrites/reductions.py": 307,
+    "runtime/engine.py": 347,
+    "runtime/pipeline.py": 400,
+    "runtime/processes/group.py": 364,
+    "runtime/sampling/plan.py": 304,
+    "runtime/sampling/sampler.py": 308,
+    "runtime/scheduler.py": 339,
+    "runtime/step/builder.py": 304,
+    "templates/attention/gpu.py": 388,
+    "templates/attention/hopper.py": 353,
+    "templates/attention/kernels.py": 351,
+    "templates/attention/op.py": 313,
+    "templates/cpu/attention_tile.h": 327,
+    "templates/device/gate.py": 365,
+    "templates/matmul/hopper.py": 368,
+    "templates/matmul/kernels.py": 306,
+    "templates/quantized/gpu.py": 313,
+    "templates/quantized/kernels.py": 352,
+}
+LONG_FUNCTIONS: dict[str, int] = {
+    "commands/cli.py:verify_command": 41,
+    "commands/cli.py:generate": 68,
+    "commands/cli.py:tune_speculation_command": 46,
+    "passes/backend.py:__call__": 44,
+    "passes/lowering.py:lower": 48,
+    "passes/modules/attention.py:register_attention": 44,
+    "passes/programs/example_step.py:example_step": 47,
+    "passes/proof/certificate.py:certify": 42,
+    "passes/rewrites/composites.py:_encoder_layer": 45,
+    "passes/rewrites/composites.py:encoder_layer": 41,
+    "passes/sharding/shard.py:shard": 43,
+    "runtime/engine.py:__init__": 41,
+    "runtime/speculation/model_drafter.py:__init__": 41,
+    "templates/attention/gpu.py:probe_bits": 59,
+    "templates/attention/gpu.py:_attend": 66,
+    "templates/attention/op.py:paged_attention_cpu": 65,
+    "templates/attention/op.py:dense_attention_cpu": 53,
+    "templates/attention/rope_cache_gpu.py:rope_cache_cuda": 44,
+    "templates/experts/gpu.py:_run": 55,
+    "templates/matmul/launch.py:_launch_tiles": 41,
+}
+LONG_KERNELS: dict[str, int] = {
+    "templates/attention/hopper_decode.py:turned_attention_kernel": 97,
+    "templates/attention/kernels.py:attention_kernel": 115,
+}
+
+
+class Function(NamedTuple):
+    """A function of a module: its lines without its docstring, and whether a GPU runs it."""
+
+    name: str
+    lines: int
+    kernel: bool
+
+
+def functions(name: str, source: str) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        lines = (node.end_lineno or 0) - node.lineno + 1
+        if ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+        kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        yield Function(f"{name}:{node.name}", lines, kernel)
+
+
+def sources() -> dict[str, str]:
+    """Text of every file of code by its path in the package."""
+    files = (path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".cpp", ".h"})
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(files)}
+
+
+def all_functions() -> list[Function]:
+    return [
+        function for name, text in sources().items() if name.endswith(".py") for function in functions(name, text)
+    ]
+
+
+def beyond(found: dict[str, int], most: int, exceptions: dict[str, int]) -> list[str]:
+    """What is longer than it may be, and exceptions that are larger than what they except."""
+    long = [f"{name} has {lines} lines" for name, lines in found.items() if lines > exceptions.get(name, most)]
+    idle = [
+        f"{name}: the exception of {lines} lines should be {now if now > most else 'gone'}"
+        for name, lines in exceptions.items()
+        if (now := found.get(name, 0)) < lines or lines <= most
+    ]
+    return long + idle
+
+
+def longest(kernels: bool) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for function in all_functions():
+        if function.kernel == kernels:
+            found[function.name] = max(function.lines, found.get(function.name, 0))
+    return found
+
+
+def test_files_are_short():
+    lengths = {name: len(text.splitlines()) for name, text in sources().items()}
+    assert not beyond(lengths, MAX_FILE, LONG_FILES)
+
+
+def test_functions_are_short():
+    assert not beyond(longest(kernels=False), MAX_FUNCTION, LONG_FUNCTIONS)
+
+
+def test_kernels_are_short():
+    assert not beyond(longest(kernels=True), MAX_KERNEL, LONG_KERNELS)
+
+
+def test_no_folder_is_full():
+    modules = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    assert not {str(folder): number for folder, number in modules.items() if number > MAX_FOLDER}
+
+
+def test_structure_names_every_module_and_no_other():
+    page = (ROOT / "docs" / "structure.md").read_text()
+    table = page[page.index("## Modules") :]
+    named = Counter(re.findall(r"^\| `([a-z_0-9./]+)`", table, flags=re.MULTILINE))
+    there = {
+        path.relative_to(PACKAGE).with_suffix("").as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.stem != "__init__"
+    }
+    assert named.keys() == there
+    assert set(named.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("found", "exceptions", "said"),
+    [
+        ({"a": 301}, {}, ["a has 301 lines"]),
+        ({"a": 300}, {}, []),
+        ({"a": 320}, {"a": 320}, []),
+        ({"a": 321}, {"a": 320}, ["a has 321 lines"]),
+        ({"a": 310}, {"a": 320}, ["a: the exception of 320 lines should be 310"]),
+        ({"a": 290}, {"a": 320}, ["a: the exception of 320 lines should be gone"]),
+        ({}, {"a": 320}, ["a: the exception of 320 lines should be gone"]),
+    ],
+)
+def test_an_exception_only_shrinks(found: dict[str, int], exceptions: dict[str, int], said: list[str]) -> None:
+    assert beyond(found, MAX_FILE, exceptions) == said
+
+
+def test_a_function_is_measured_without_its_docstring():
+    source = 'def f():\n    """One\n    two."""\n    return 1\n\n@triton.jit\ndef k(): ...\n'
+    assert list(functions("m", source)) == [Function("m:f", 2, False), Function("m:k", 1, True)]

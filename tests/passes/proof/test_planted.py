@@ -13,9 +13,14 @@ from detcompile.passes.pipeline import rewrite
 from tests.passes.proof.planted_rows import ANYWHERE, NEUTRAL, REWRITTEN, UNPINNED
 from tests.passes.proof.planted_steps import OF_GROUPS, OF_RANKS, REWIRED
 from tests.passes.proof.planting import MODELS, Planter, candidates, capture, copied, offenders_of
+from tests.torch_versions import skip_before_torch_2_13
 
 MOST_MODELS = 3  # of MODELS, for each mutation
 BEHIND = ANYWHERE | UNPINNED | REWRITTEN
+
+UNTRACED = dict.fromkeys(
+    ("count_as_power", "random_numbers", "dropout"), "cannot plant it: its trace guards on one row"
+)
 
 
 def some_models(name: str) -> list[str]:
@@ -46,12 +51,14 @@ def test_the_graph_itself_is_certified(model: str) -> None:
 
 @pytest.mark.parametrize("name", BEHIND)
 def test_what_lets_rows_meet_is_refused_by_name(name: str) -> None:
+    skip_before_torch_2_13(name, UNTRACED)
     for model in some_models(name):
         assert_named(planted(name, BEHIND[name], model, before=False), name, model)
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_no_pass_hides_what_lets_rows_meet(name: str) -> None:
+    skip_before_torch_2_13(name, UNTRACED)
     model = some_models(name)[0]
     assert_named(planted(name, ANYWHERE[name], model, before=True), name, model)
 

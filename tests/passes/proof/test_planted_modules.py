@@ -18,6 +18,7 @@ from detcompile.passes import calls
 from detcompile.passes.backend import cause
 from tests.bits import assert_bitwise_equal
 from tests.passes.proof.planted_modules import CERTIFIED, REFUSED, D, Held, rows
+from tests.torch_versions import skip_before_torch_2_13
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ def first(count: int, given: Any) -> Any:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_let_rows_meet_is_refused(name: str) -> None:
+    skip_before_torch_2_13(name, {"a table of this batch": "makes another graph of it, refused for its slice"})
     said, module, args = REFUSED[name]
     run, _ = compiled(module)
     found = refusal(lambda: run(*copy.deepcopy(args)))

@@ -22,6 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.draft_tree import Path as NodePath
-from detcompile.runtime.speculation.drafters import Drafter
+from detcompile.runtime.speculation.drafter import Drafter
 from detcompile.runtime.speculation.model_drafter import ModelDrafter
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.speculation.statistics import expected_tokens
@@ -55,7 +56,7 @@ TREE: tuple[NodePath, ...] = (
 )  # fmt: skip
 
 
-class Steered:
+class Steered(Drafter):
     """Chains of ``num_tokens`` that are right at ``rate`` a token; a draft model, if there is one, really drafts first.
 
     Args:
@@ -69,7 +70,7 @@ class Steered:
         self.model = model
         self.random = random.Random(0)
 
-    def propose(self, sequences: list[Sequence], max_depth: list[int]) -> list[DraftTree]:
+    def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """A chain for each."""
         if self.model is None:
             return [self._chain(sequence, min(depth, self.num_tokens)) for sequence, depth in zip(sequences, max_depth)]
@@ -97,7 +98,7 @@ class Steered:
         return DraftTree.chain(tokens)
 
 
-class WrongTrees:
+class WrongTrees(Drafter):
     """One tree of the shape TREE for each sequence, with tokens that never follow."""
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
@@ -105,7 +106,7 @@ class WrongTrees:
         wrong = [token for token in range(len(right) + len(TREE)) if token not in right]
         self.tree = DraftTree(dict(zip(TREE, wrong)))
 
-    def propose(self, sequences: list[Sequence], max_depth: list[int]) -> list[DraftTree]:
+    def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
         """The same for all; the engine cuts it where a sequence ends sooner."""
         return [self.tree] * len(sequences)
 

@@ -29,10 +29,11 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.draft_tree import DraftTree
-from detcompile.runtime.speculation.drafters import NGramDrafter
+from detcompile.runtime.speculation.drafter import Drafter
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
+from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "CompletionOutput",
     "DetcompileError",
     "DraftTree",
+    "Drafter",
     "Engine",
     "EngineConfig",
     "EngineError",

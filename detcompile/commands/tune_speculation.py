@@ -20,7 +20,8 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.speculation.drafters import Drafter, NGramDrafter
+from detcompile.runtime.speculation.drafter import Drafter
+from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.speculation.statistics import DraftStatistics, expected_tokens
 

@@ -40,7 +40,7 @@ from detcompile.runtime.processes.remote_worker import (
     unpack_tensor,
 )
 from detcompile.runtime.processes.start_progress import StartProgress
-from detcompile.runtime.speculation.drafters import require_fitting
+from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.step import KVGroup
 
@@ -169,10 +169,9 @@ class RemoteModel(CompiledModel):
             sharers = -(-ranks // len(devices))
             asked = (config, sharers, speculation is not None)
             num_blocks = min(self.group.call("affordable_blocks", *asked, seconds=START_SECONDS))
-        drafter = None if speculation is None else speculation.drafter
-        with_states = getattr(drafter, "reads_states", False)
-        if with_states:
-            require_fitting(drafter, self._num_logits, self._facts.hidden_size, None)
+        with_states = speculation is not None and speculation.reads_states
+        if speculation is not None and with_states:
+            require_fitting(speculation.drafter, self._num_logits, self._facts.hidden_size, None)
         given = (config, num_blocks, with_states)
         worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, self.device)
         tokenizer = self.tokenizer if tokenizer is None else tokenizer

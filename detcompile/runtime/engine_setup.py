@@ -20,7 +20,7 @@ from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK
-from detcompile.runtime.speculation.drafters import require_fitting
+from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, SpeculationConfig
 from detcompile.runtime.step.layout import graph_layouts
 from detcompile.runtime.step.runner import Runner
@@ -87,7 +87,7 @@ def new_engine(
             "speculation: this model's layers carry a state from token to token, which rejected guesses would leave in"
             " it: make the engine without speculation"
         )
-    if speculation is not None and getattr(speculation.drafter, "reads_states", False):
+    if speculation is not None and speculation.reads_states:
         require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
         if model.forward_with_states is not None:
             model = model._replace(forward=model.forward_with_states())

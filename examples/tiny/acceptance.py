@@ -11,18 +11,17 @@ import argparse
 import json
 
 import detcompile
-from detcompile import DraftTree, EngineConfig, MirrorDrafter, NGramDrafter, SamplingParams, SpeculationConfig
+from detcompile import Drafter, DraftTree, EngineConfig, MirrorDrafter, NGramDrafter, SamplingParams, SpeculationConfig
 
 
-class Counted:
+class Counted(Drafter):
     """A drafter whose guesses are compared with what was drawn, once that is known."""
 
     def __init__(self, inner) -> None:
         self.inner = inner
         self.proposals: list[tuple[object, int, DraftTree]] = []
-        for name in ("vocab_size", "hidden_size", "reads_states", "draft_ahead", "observe"):
-            if hasattr(inner, name):
-                setattr(self, name, getattr(inner, name))
+        self.vocab_size, self.reads_states, self.hidden_size = inner.vocab_size, inner.reads_states, inner.hidden_size
+        self.draft_ahead, self.observe = inner.draft_ahead, inner.observe
 
     def propose(self, sequences, max_depth):
         trees = self.inner.propose(sequences, max_depth)

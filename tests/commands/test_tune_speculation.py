@@ -22,7 +22,7 @@ from detcompile.commands.tune_speculation_report import (
 )
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.speculation.drafters import NGramDrafter
+from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from tests.model_cases import compiled
 
 PLAIN = Trial("code", "none", 0, milliseconds=10.0, speedup=1.0)

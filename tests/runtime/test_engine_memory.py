@@ -12,7 +12,7 @@ from detcompile.errors import EngineError
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.sampling.sampler import SamplingParams
 from detcompile.runtime.scheduler import CALM_STEPS
-from detcompile.runtime.speculation.drafters import NGramDrafter
+from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.worker import Worker
 from tests.model_cases import compiled

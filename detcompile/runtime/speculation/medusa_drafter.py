@@ -18,13 +18,13 @@ from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_shape
-from detcompile.runtime.speculation.drafters import NO_DRAFT
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 
 __all__ = ["MedusaDrafter", "likeliest_paths"]
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Trees of the heads' likeliest tokens. Made by ``CompiledModel.medusa_drafter``.
 
     A head's first candidate is what it draws with the target's noise at that position; the others are its likeliest
@@ -32,15 +32,18 @@ class MedusaDrafter:
     largest.
 
     Args:
-        heads: on the target's device. lm_head: [V, H] of the target, for heads without one.
-        num_nodes: of a tree that grows by probability. num_candidates: of each head.
+        heads: Medusa heads on the target's device.
+        lm_head: [V, H], the target's language-model head, for heads without one.
+        num_nodes: nodes of a tree that grows by probability.
+        num_candidates: candidates per head.
         paths: a fixed tree; (0, 2) is the first candidate of the first head and the third of the second.
 
     Raises:
         InvalidInput: heads of another hidden size or vocabulary than ``lm_head``, or a tree that cannot be.
     """
 
-    reads_states = True  # what the engine asks before it has the forward return them
+    vocab_size: int
+    reads_states = True
 
     def __init__(
         self,
@@ -131,7 +134,8 @@ def likeliest_paths(chances: SequenceOf[SequenceOf[float]], num_nodes: int) -> l
     """The paths with the largest products, each with its parents, the likeliest first.
 
     Args:
-        chances: [K, C], of the candidates of each level, falling; the same whatever path led there.
+        chances: [K, C] probabilities of each level's candidates, falling; the same whatever path led there.
+        num_nodes: most paths that are taken.
     """
     found: list[Path] = []
     heap: list[tuple[float, Path]] = [(-chances[0][0], (0,))] if chances else []

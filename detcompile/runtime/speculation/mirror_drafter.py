@@ -14,12 +14,12 @@ import torch
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
-from detcompile.runtime.speculation.drafters import NO_DRAFT, Drafter
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, as_drafter
 
 __all__ = ["MirrorDrafter"]
 
 
-class MirrorDrafter:
+class MirrorDrafter(Drafter):
     """Another drafter, asked a step early.
 
     The drafter sees stand-ins of the sequences: one for each, whose tokens run ahead and are taken back. Its
@@ -27,27 +27,26 @@ class MirrorDrafter:
     given later, one level shorter.
 
     Args:
-        inner: drafts from tokens alone. If its ``device`` is a GPU it gets a stream of its own.
+        inner: drafter that drafts from tokens alone. If its ``device`` is a GPU it gets a stream of its own.
 
     Raises:
         InvalidInput: a drafter that reads states which only the verification gives.
     """
 
     def __init__(self, inner: Drafter) -> None:
-        if getattr(inner, "reads_states", False):
+        inner = as_drafter(inner)
+        if inner.reads_states:
             raise InvalidInput(
-                f"{type(inner).__name__} reads the states that the verification gives, so that it cannot draft ahead of"
-                " it: use it as it is"
+                "MirrorDrafter: the inner drafter reads the states that the verification gives, so that it cannot draft"
+                " ahead of it: use it as it is"
             )
         self.inner = inner
-        self.vocab_size = getattr(inner, "vocab_size", None)
-        self.tokenizer = getattr(inner, "tokenizer", None)
+        self.vocab_size, self.tokenizer, self.device = inner.vocab_size, inner.tokenizer, inner.device
         self.num_ahead = self.num_used = 0  # trees drafted ahead; those of them that were proposed
         self._stand_ins: dict[Sequence, Sequence] = {}
         self._bets: dict[Sequence, tuple[list[int], int]] = {}  # tokens with the first branch, deepest tree of the last
         self._ready: dict[Sequence, tuple[list[int], DraftTree]] = {}  # tokens without the tree, whose roots come next
-        device = getattr(inner, "device", torch.device("cpu"))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(inner.device) if inner.device.type == "cuda" else None
         self._proposed = torch.cuda.Event() if self._stream is not None else None
 
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
@@ -70,7 +69,7 @@ class MirrorDrafter:
         return [trees[sequence] for sequence in sequences]
 
     def draft_ahead(self) -> None:
-        """Draft beyond the first branches of the trees that were proposed last. The engine calls it once they run."""
+        """Draft beyond the first branches of the trees that were proposed last."""
         bets, self._bets = self._bets, {}
         if not bets:
             return
@@ -84,9 +83,7 @@ class MirrorDrafter:
 
     def give_distributions(self) -> None:
         """Have the inner drafter tell what its guesses were drawn from, if it can."""
-        tell = getattr(self.inner, "give_distributions", None)
-        if tell is not None:
-            tell()
+        self.inner.give_distributions()
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence, here and in the inner drafter."""

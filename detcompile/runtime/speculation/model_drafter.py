@@ -19,7 +19,7 @@ from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path, require_shape
-from detcompile.runtime.speculation.drafters import NO_DRAFT
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
 from detcompile.runtime.speculation.growing_tree import FixedTree, GrowingTree
 from detcompile.runtime.speculation.tree_drafting import TreeDrafting
 from detcompile.runtime.step.builder import StepEntry, block_tables, build_arrays, pending_arrays
@@ -35,7 +35,7 @@ NEWEST = 64  # tokens that are compared one by one: drafts that were wrong are a
 TreeKind = Literal["chain", "grown"] | SequenceOf[Path]
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts by a model of the same vocabulary, a level of all sequences' trees at a time.
 
     The tree is a chain of the draft model's own draws; with ``siblings``, each node of it has that many of the next

@@ -10,7 +10,7 @@ expected length for a rate of right guesses; Miao et al., "SpecInfer", ASPLOS 20
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -22,7 +22,8 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path
-from detcompile.runtime.speculation.drafters import NO_DRAFT, Drafter, NGramDrafter
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, as_drafter
+from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
 from detcompile.runtime.speculation.statistics import DraftStatistics
 from detcompile.runtime.speculation.switch import Load, SpeculationSwitch
 from detcompile.runtime.speculation.tree_verification import Verification, tree_layout
@@ -43,9 +44,10 @@ class SpeculationConfig:
     """Settings of speculative decoding. With exact acceptance, none of it can change a token or a logprob.
 
     Args:
-        drafter: None looks the tokens up in the sequence itself (NGramDrafter).
-        max_nodes: of one sequence's tree.
-        max_sequences: with more decodes than this in a step, none is drafted.
+        drafter: what guesses: a Drafter, or any object with its ``propose`` and ``forget``, which is then wrapped in
+            one. None looks the tokens up in the sequence itself (NGramDrafter).
+        max_nodes: most nodes of one sequence's tree.
+        max_sequences: most decodes of a step that drafts.
         acceptance: "exact" keeps a guess if it is the token that plain decoding draws there. "rejection" keeps it with
             the probability that makes the outcome a draw from the target's distribution (runtime.sampling.rejection):
             more guesses stay where requests sample, but the tokens then depend on what was guessed, and so on
@@ -71,6 +73,13 @@ class SpeculationConfig:
         for name, known in (("acceptance", get_args(AcceptanceName)), ("switch", get_args(SwitchName))):
             if getattr(self, name) not in known:
                 raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)!r}: one of {', '.join(known)}")
+        if self.drafter is not None:
+            object.__setattr__(self, "drafter", as_drafter(self.drafter))
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the target's forward has to return hidden states for the drafter."""
+        return self.drafter is not None and self.drafter.reads_states
 
 
 class Speculator:
@@ -91,7 +100,7 @@ class Speculator:
         self._drafter: Drafter = config.drafter or NGramDrafter()
         self._barred: set[Sequence] = set()  # the drafter failed with them
         if config.acceptance == "rejection":
-            self._tell("give_distributions")
+            self._tell(self._drafter.give_distributions)
         self._blocks = blocks
 
     @property
@@ -132,14 +141,14 @@ class Speculator:
 
     def draft_ahead(self) -> None:
         """A step was launched and is not read back yet: a drafter that can work meanwhile does."""
-        self._tell("draft_ahead")
+        self._tell(self._drafter.draft_ahead)
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
         """Show a drafter that reads them the states that newest tokens were drawn from: rows of [R, H]."""
         rows = {sequence: row for sequence, row in rows.items() if sequence not in self._barred}
-        if not self._tell("observe", rows, hidden) and len(rows) > 1:
+        if not self._tell(self._drafter.observe, rows, hidden) and len(rows) > 1:
             for sequence, row in rows.items():
-                if not self._tell("observe", {sequence: row}, hidden):
+                if not self._tell(self._drafter.observe, {sequence: row}, hidden):
                     self._bar(sequence)
 
     def settle(self, verification: Verification, path: Path, *, cut: bool) -> None:
@@ -174,7 +183,7 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._barred.discard(sequence)
-        self._tell("forget", sequence)
+        self._tell(self._drafter.forget, sequence)
 
     def _propose(self, sequences: SequenceOf[Sequence], room: SequenceOf[int]) -> SequenceOf[DraftTree]:
         """The drafter's trees; where it fails, it is asked for each sequence alone, and those at fault get none."""
@@ -185,18 +194,16 @@ class Speculator:
         except Exception as error:
             self._note(error)
         for sequence in sequences:
-            self._tell("forget", sequence)  # what was begun for them
+            self._tell(self._drafter.forget, sequence)  # what was begun for them
         if len(sequences) == 1:
             self._barred.update(sequences)
             return [NO_DRAFT]
         return [tree for one, most in zip(sequences, room) for tree in self._propose([one], [most])]
 
-    def _tell(self, method: str, *arguments: object) -> bool:
-        """Call what a drafter may have or not; returns whether that went well."""
-        act = getattr(self._drafter, method, None)
+    def _tell(self, act: Callable[..., None], *arguments: object) -> bool:
+        """Call one of the drafter's methods that give nothing back; returns whether that went well."""
         try:
-            if act is not None:
-                act(*arguments)
+            act(*arguments)
         except Exception as error:
             self._note(error)
             return False
@@ -204,7 +211,7 @@ class Speculator:
 
     def _bar(self, sequence: Sequence) -> None:
         self._barred.add(sequence)
-        self._tell("forget", sequence)
+        self._tell(self._drafter.forget, sequence)
 
     def _note(self, error: Exception) -> None:
         if repr(error) != repr(self.error):

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detcompile import MedusaHeads, MirrorDrafter, NGramDrafter, SamplingParams, SpeculationConfig
+from detcompile import Drafter, MedusaHeads, MirrorDrafter, NGramDrafter, SamplingParams, SpeculationConfig
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
-from detcompile.runtime.speculation.drafters import NO_DRAFT, require_fitting
+from detcompile.runtime.speculation.drafter import NO_DRAFT, as_drafter, require_fitting
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter, likeliest_paths
 from detcompile.runtime.step.builder import build_step
 from detcompile.runtime.step.runner import Runner
@@ -166,7 +166,7 @@ def test_all_layers_draft_what_the_target_draws_and_the_mirror_has_it_ready(devi
     drafter._blocks.check([])
 
 
-class Counting:
+class Counting(Drafter):
     """Drafts that the tokens count up, with another guess beside the first; remembers what it was asked."""
 
     def __init__(self) -> None:
@@ -278,6 +278,64 @@ def test_heads_are_read_as_they_were_written(own, tmp_path):
 def test_what_does_not_fit_is_refused(make, message):
     with pytest.raises(InvalidInput, match=message):
         make(target("cpu"))
+
+
+class Both:
+    """Has a drafter's two methods and nothing else."""
+
+    def propose(self, sequences, max_depth):
+        return [DraftTree.chain([1])] * len(sequences)
+
+    def forget(self, sequence):
+        self.forgotten = sequence
+
+
+class More(Both):
+    """Has all that a drafter may have."""
+
+    vocab_size, reads_states, hidden_size = VOCAB_SIZE, True, HIDDEN
+
+    def __init__(self) -> None:
+        self.tokenizer, self.device, self.told = Tokenizer(0), torch.device("cpu"), []
+
+    def draft_ahead(self):
+        self.told.append("draft_ahead")
+
+    def observe(self, rows, hidden):
+        self.told.append(("observe", len(rows), hidden.shape[1]))
+
+    def give_distributions(self):
+        self.told.append("give_distributions")
+
+
+def test_an_object_with_both_methods_is_a_drafter():
+    given, sequence = Both(), Sequence([1])
+    drafter = SpeculationConfig(drafter=given).drafter
+    assert isinstance(drafter, Drafter) and as_drafter(drafter) is drafter
+    assert drafter.propose([sequence], [3])[0].tokens == {(0,): 1}
+    drafter.forget(sequence)
+    assert given.forgotten is sequence
+    assert not SpeculationConfig(drafter=given).reads_states and not SpeculationConfig().reads_states
+    assert_unmoved("cpu", ROOMY, MirrorDrafter(given))
+
+
+def test_what_an_object_has_beside_both_methods_is_asked_for():
+    given = More()
+    config = SpeculationConfig(drafter=given, switch="always", acceptance="rejection")
+    optional = {name for name in vars(Drafter) if not name.startswith("_")} - {"propose", "forget"}
+    assert optional == vars(config.drafter).keys() - {"_given"} and config.reads_states
+    with pytest.raises(InvalidInput, match="tokenizer gives other ids"):
+        target("cpu").engine(ROOMY, tokenizer=Tokenizer(1), speculation=config)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    target("cpu").engine(ROOMY, speculation=config).generate([[5, 6]], params, progress=False)
+    assert given.told[0] == "give_distributions" and {"draft_ahead", ("observe", 1, HIDDEN)} <= set(given.told)
+
+
+@pytest.mark.parametrize(("drafter", "missing"), [(object(), "forget"), (mock.Mock(spec=["forget"]), "propose")])
+@pytest.mark.parametrize("take", [lambda drafter: SpeculationConfig(drafter=drafter), MirrorDrafter])
+def test_what_is_no_drafter_is_refused(take, drafter, missing):
+    with pytest.raises(InvalidInput, match=f"has no method {missing}: give an instance of detcompile.Drafter"):
+        take(drafter)
 
 
 class Tokenizer:

@@ -18,8 +18,9 @@ from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
-from detcompile.runtime.speculation.drafters import NO_DRAFT, NUM_KEPT, NGramDrafter
+from detcompile.runtime.speculation.drafter import NO_DRAFT
 from detcompile.runtime.speculation.model_drafter import _common
+from detcompile.runtime.speculation.ngram_drafter import NUM_KEPT, NGramDrafter
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
 from tests.runtime.engine_cases import LetterTokenizer, engine_configs, run

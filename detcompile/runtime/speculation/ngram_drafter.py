@@ -1,43 +1,33 @@
-"""Drafters: guesses at the next tokens of a sequence. A guess can be wrong, late or missing; it never changes a bit."""
+"""NGramDrafter: prompt lookup, what followed the same last few tokens earlier in the sequence.
+
+Source: Saxena, "Prompt lookup decoding", 2023.
+"""
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
+from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
 
-__all__ = ["Drafter", "NGramDrafter", "NO_DRAFT", "require_fitting"]
+__all__ = ["NGramDrafter"]
 
-NO_DRAFT = DraftTree({})
 NUM_KEPT = 64  # tokens that can be taken back without reading a sequence again
 
 
-class Drafter(Protocol):
-    """What the engine asks of a drafter.
+class NGramDrafter(Drafter):
+    """Chains of what followed the same last few tokens earlier in the sequence.
 
-    It may have more: ``vocab_size`` and ``tokenizer``, which have to be the target's; ``draft_ahead()``, called while
-    the target verifies what was proposed; ``give_distributions()``, called where guesses are accepted by rejection, so
-    that its trees then tell what each guess was drawn from; ``reads_states = True`` with ``hidden_size`` and
-    ``observe(rows, hidden)``, called after each step with the states [R, H] that tokens were drawn from and the row of
-    each sequence's newest one. Where it raises for a sequence, in any of them, it is not asked about that one again.
-    """
-
-    def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
-        """A tree for each sequence, whose tokens are all known, no deeper than ``max_depth``; NO_DRAFT for none."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or will not be asked about for long: drop what is kept of it."""
-
-
-class NGramDrafter:
-    """Prompt lookup: what followed the same last few tokens earlier in the sequence (Saxena, "Prompt lookup decoding",
-    2023).
+    The longest match that is found wins, and of several places the latest.
 
     Args:
-        num_tokens: tokens of a draft. longest, shortest: of the match; the longest that is found wins, and of several
-            places the latest.
+        num_tokens: tokens per draft.
+        longest: tokens of the longest match that is looked for.
+        shortest: tokens of the shortest match that counts.
+
+    Raises:
+        InvalidInput: numbers that cannot be.
     """
 
     def __init__(self, num_tokens: int = 5, *, longest: int = 4, shortest: int = 1) -> None:
@@ -71,44 +61,6 @@ class NGramDrafter:
             if place is not None:
                 return DraftTree.chain(tokens[place : place + min(self.num_tokens, max_depth)])
         return NO_DRAFT
-
-
-def require_fitting(drafter: Any, vocab_size: int, hidden_size: int, tokenizer: Any | None) -> None:
-    """Refuse a drafter for another model.
-
-    Args:
-        hidden_size: of the states that the target gives; 0 if it gives none.
-
-    Raises:
-        InvalidInput: another vocabulary or tokenizer, or states of another size, where they are known.
-    """
-    own_size = getattr(drafter, "vocab_size", None)
-    if own_size not in (None, vocab_size):
-        raise InvalidInput(
-            f"the drafter's vocabulary has {own_size} tokens, the model's {vocab_size}: a drafter needs the model's"
-            " tokenizer"
-        )
-    if _known_to_differ(getattr(drafter, "tokenizer", None), tokenizer, vocab_size):
-        raise InvalidInput("the drafter's tokenizer gives other ids than the model's: take a drafter made for this one")
-    if not getattr(drafter, "reads_states", False):
-        return
-    if hidden_size == 0:
-        raise InvalidInput(
-            f"{type(drafter).__name__} reads hidden states, which this model does not hand out: take another drafter"
-        )
-    if drafter.hidden_size != hidden_size:
-        raise InvalidInput(
-            f"the drafter reads states of {drafter.hidden_size} values, the model's have {hidden_size}: take one that"
-            " was made for this model"
-        )
-
-
-def _known_to_differ(own: Any | None, other: Any | None, vocab_size: int) -> bool:
-    """Whether two tokenizers give other ids. Of a folder without one, transformers may make a stub with few tokens."""
-    if own is None or other is None or own is other:
-        return False
-    vocabularies = own.get_vocab(), other.get_vocab()
-    return min(map(len, vocabularies)) > vocab_size // 2 and vocabularies[0] != vocabularies[1]
 
 
 class _NGrams:

@@ -62,7 +62,7 @@ def expert_rows(key: str) -> Iterator[dict]:
             buffers = list(_routings(tokens, experts, choices, k, shared))
             problem = experts_triton.experts_problem(tokens * choices, buffers[0][0], w, None)
             run = functools.partial(experts_triton.run_experts, w=w)
-            schedule = experts_triton.tune_experts(
+            schedule = experts_triton.EXPERTS.tune(
                 problem, DEVICE, lambda s, run=run, buffers=buffers: measure(buffers, functools.partial(run, s))
             )
             ours = functools.partial(experts_triton.expert_matmul_cuda, w=w, bias=None)
@@ -74,7 +74,8 @@ def expert_rows(key: str) -> Iterator[dict]:
             row = {"kernel": "experts", "model": model, "product": name, "tokens": tokens, "N": n, "K": k}
             row |= _beside(buffers, ours, peers)
             flops = 2e-6 * tokens * choices * n * k / row["us"]
-            yield row | {"tflops": flops, "schedule": str(schedule)} | _gate(experts_triton.tuner(DEVICE), problem)
+            row |= {"tflops": flops, "schedule": str(schedule)}
+            yield row | _gate(experts_triton.EXPERTS.tuner(DEVICE), problem)
 
 
 def _routings(tokens: int, experts: int, choices: int, k: int, shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -138,9 +139,9 @@ def _quantized_row(x: Tensor, weights: list[QuantizedWeight], radices: tuple[int
     def seconds(schedule: GemmSchedule) -> float:
         return measure(buffers, lambda w: dequant_triton.run_dequant(schedule, x, w, radices=radices))
 
-    schedule = dequant_triton.tune_dequant(problem, DEVICE, seconds)
+    schedule = dequant_triton.DEQUANT.tune(problem, DEVICE, seconds)
     row = _beside(buffers, lambda w: dequant_triton.dequant_matmul_cuda(x, w, None, None, radices), peers)
-    return row | {"schedule": str(schedule)} | _gate(dequant_triton.tuner(DEVICE), problem)
+    return row | {"schedule": str(schedule)} | _gate(dequant_triton.DEQUANT.tuner(DEVICE), problem)
 
 
 def _quantized(key: str, n: int, k: int) -> QuantizedWeight:

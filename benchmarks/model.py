@@ -253,7 +253,7 @@ def _peer_decode(model: PreTrainedModel, batch: int) -> float:
 
 def gate_counts(model: CompiledModel) -> dict[str, int]:
     """Problems the GEMM gate has seen so far, and schedules it admitted and refused."""
-    rows = matmul_triton.tuner(model.device).table()
+    rows = matmul_triton.MATMUL.tuner(model.device).table()
     return {"problems": len(rows)} | {kind: sum(int(row[kind]) for row in rows) for kind in ("admitted", "refused")}
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from detcompile.orders.numerics import row_order
 from detcompile.templates.attention import gpu as attention_triton
-from detcompile.templates.device.gate import graph_seconds
+from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.matmul import gpu as matmul_triton
 from detcompile.templates.matmul import launch as matmul_launch
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
@@ -114,7 +114,7 @@ def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
     schedule = str(matmul_triton.tune_matmul(problem, DEVICE))
     seconds = time.monotonic() - started
     us, peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
-    counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_triton.tuner(DEVICE).table()}
+    counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_triton.MATMUL.tuner(DEVICE).table()}
     row = {"M": m, "N": n, "K": k, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
     row |= {"default_ratio": default_peer_us / default_us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule}
     return row | {"tuning_seconds": seconds, "admitted, refused": counts[str(problem)]}
@@ -244,7 +244,8 @@ def row_rows() -> Iterator[dict]:
 
 def gates() -> dict[str, dict[str, int]]:
     """Schedules that the gates admitted and refused, over all problems they met on this device."""
-    tables = {"matmul": matmul_triton.tuner(DEVICE).table(), "attention": attention_triton.tuner(DEVICE).table()}
+    families = matmul_triton.MATMUL, attention_triton.ATTENTION
+    tables = {gate.family: gate.tuner(DEVICE).table() for gate in families}
     return {
         name: {"problems": len(table)}
         | {kind: sum(int(row[kind]) for row in table) for kind in ("admitted", "refused")}

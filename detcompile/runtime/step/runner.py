@@ -19,7 +19,7 @@ from detcompile.runtime.sampling.sampler import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.device.gate import capture, for_graph
+from detcompile.templates.device.cuda_graphs import capture, for_graph
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 
 __all__ = ["Forward", "MOST_SEQUENCES", "Runner", "unowned"]

@@ -30,11 +30,12 @@ from detcompile.templates.attention.scores import Scores, Visible
 from detcompile.templates.device import barrier as gluon_barrier
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import launch_options
-from detcompile.templates.device.gate import Tuner, capturing, multiprocessors, template_tuner
+from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed, multiprocessors
 from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.launcher import launcher
 
 __all__ = [
+    "ATTENTION",
     "AttentionProblem",
     "AttentionSchedule",
     "attention_candidates",
@@ -42,7 +43,6 @@ __all__ = [
     "paged_attention_cuda",
     "reference_attention_schedule",
     "require_32_bits",
-    "tuner",
 ]
 
 _AHEAD = 16  # partials of chunks that are read before the first is merged
@@ -97,7 +97,7 @@ def paged_attention_cuda(
     problem = _problem(q, k_cache, v_cache, page, kv_chunk, seen, scores, few=T <= 2 * S)
     problem = _for_step(problem, q.device, T, S, block_table.shape[1] * page)
     _attend(
-        schedule or _schedule(problem, q.device), problem, _unit_rows(q)[None], k_cache, v_cache, out[None],
+        schedule or ATTENTION.schedule(problem, q.device), problem, _unit_rows(q)[None], k_cache, v_cache, out[None],
         (cu_seqlens, seq_lens, block_table), T, S, chunks, scores, seen,
     )  # fmt: skip
     return out
@@ -128,7 +128,7 @@ def dense_attention_cuda(
     out = q.new_empty((B, H, T, v.shape[-1]))
     if out.numel():
         problem = _problem(q[0], k, v, 0, kv_chunk, seen, scores, few=T < 16)
-        schedule = schedule or _schedule(problem, q.device)
+        schedule = schedule or ATTENTION.schedule(problem, q.device)
         _attend(schedule, problem, q, k, v, out.transpose(1, 2), None, T, B, 1, scores, seen)
     return out
 
@@ -146,13 +146,6 @@ def require_32_bits(T: int, H: int, D: int) -> None:
         )
 
 
-def tuner(device: torch.device) -> Tuner:
-    """The gate and the decisions of attention schedules on this device."""
-    hopper = (attention_hopper, attention_hopper_tile, attention_turned, attention_turned_tile)
-    sources = (attention_kernels, attention_merge, *hopper, attention_scores, dependent_launch, gluon_barrier)
-    return template_tuner("attention", (*(module.__file__ for module in sources), __file__), device)
-
-
 def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[AttentionSchedule], bytes]:
     """The gate's probe: two sequences over three chunks, one decoding, one in the middle of its prefill, scattered
     pages, and NaN in every slot that holds no key."""
@@ -160,8 +153,7 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
     generator = torch.Generator(device).manual_seed(21)
 
     def draw(*shape: int) -> Tensor:
-        normal, spread = (torch.randn(*shape, generator=generator, device=device) for _ in range(2))
-        return (normal * torch.exp(0.5 * spread)).to(dtype)
+        return heavy_tailed(*shape, generator=generator, spread=0.5).to(dtype)
 
     lens, page = [2 * problem.chunk + 37, problem.chunk + 131], problem.page or 16
     new = [1, 70] if problem.page else [max(lens)] * 2
@@ -211,7 +203,7 @@ def probe_bits(problem: AttentionProblem, device: torch.device) -> Callable[[Att
 
     def bits(schedule: AttentionSchedule) -> bytes:
         out = paged(schedule) if problem.page else dense(schedule)
-        return out.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return bytes_of(out)
 
     return bits
 
@@ -227,22 +219,15 @@ def _probe_scores(problem: AttentionProblem, device: torch.device) -> tuple[floa
     )
 
 
-def _schedule(problem: AttentionProblem, device: torch.device) -> AttentionSchedule:
-    if capturing():
-        schedules = {str(s): s for s in (*attention_candidates(problem), reference_attention_schedule(problem))}
-        return tuner(device).recall([str(problem)], schedules)
-    return _choose(problem, device)
-
-
-@functools.cache
-def _choose(problem: AttentionProblem, device: torch.device) -> AttentionSchedule:
-    bits = functools.cache(lambda: probe_bits(problem, device))
-    return tuner(device).choose(
-        str(problem),
-        reference_attention_schedule(problem),
-        attention_candidates(problem),
-        lambda schedule: bits()(schedule),
-    )
+_HOPPER = (attention_hopper, attention_hopper_tile, attention_turned, attention_turned_tile)
+_MODULES = (attention_kernels, attention_merge, *_HOPPER, attention_scores, dependent_launch, gluon_barrier)
+ATTENTION = Gate(
+    family="attention",
+    sources=(*(module.__file__ for module in _MODULES), __file__),
+    reference=reference_attention_schedule,
+    candidates=attention_candidates,
+    probe=probe_bits,
+)
 
 
 def _problem(

@@ -31,7 +31,7 @@ from detcompile.templates.collectives.gpu import LEVELS, MOST_ELEMENTS, Reductio
 from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
 from detcompile.templates.collectives.peer_memory import Landing, PeerMemory, landing_of, peer_memory
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.device.gate import is_for_graph
+from detcompile.templates.device.cuda_graphs import is_for_graph
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.matmul.launch import sum_partials_cuda
 from detcompile.templates.matmul.op import matmul_cpu

@@ -27,7 +27,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from detcompile.config import peer_memory_allowed, settle_symmetric_memory
 from detcompile.errors import ScheduleError
 from detcompile.parallel import process_group
-from detcompile.templates.device.gate import capturing
+from detcompile.templates.device.cuda_graphs import capturing
 
 __all__ = ["BOX", "CHANNELS", "LANDING", "LANES", "Landing", "PeerMemory", "landing_of", "peer_memory"]
 

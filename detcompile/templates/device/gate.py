@@ -8,66 +8,121 @@ asked last, and only among the admitted (`Tuner.tune`).
 On a GPU the reference is a schedule too: the hardware's order inside one ``tl.dot`` group is not documented, so the
 gate compares schedules with each other, not with `SumOrder.evaluate`. Row reductions do equal `Row.evaluate`.
 
-Decisions live in ``<cache>/schedules/<template>-<digest>.json``; the digest covers the device, the versions and the
-template's source. Writers merge under a file lock and replace the file atomically; a file that does not parse, or that
-was written for something else, is rebuilt. One that somebody else could have written is neither read nor written: it
-could name schedules that the gate never admitted.
+A family of templates has one `Gate`, which its launches ask; a `Tuner` is what the gate knows on one device.
 """
 
-import contextvars
-import fcntl
 import functools
-import gc
 import hashlib
-import json
-import os
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
+from torch import Tensor
 
 from detcompile.config import cache_directory
 from detcompile.errors import ScheduleError
-from detcompile.storage import CACHE_ADVICE, distrust
+from detcompile.templates.device.decisions import Decision, DecisionFile
+from detcompile.templates.device.integers import next_power_of_2
 
-__all__ = [
-    "Decision",
-    "Tuner",
-    "capture",
-    "capturing",
-    "for_graph",
-    "graph_seconds",
-    "is_for_graph",
-    "multiprocessors",
-    "template_tuner",
-]
+__all__ = ["Buckets", "Gate", "Tuner", "bytes_of", "heavy_tailed", "multiprocessors"]
 
-_FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
-
+P = TypeVar("P")  # a problem: a frozen dataclass with a distinct str; with buckets its field `bucket` is one of them
 S = TypeVar("S")  # a schedule: any value with a distinct str
 
 
-@dataclass(slots=True)
-class Decision:
-    """What the gate found for one problem: names of schedules, and why the others were refused."""
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Counts of tokens or rows, rounded to powers of two between these two."""
 
-    admitted: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    chosen: str | None = None
-    tuned: bool = False
+    smallest: int
+    largest: int
 
-    def absorb(self, other: "Decision") -> None:
-        """Takes over another process's findings. A timed choice outranks an untimed one."""
-        self.admitted = list(dict.fromkeys([*self.admitted, *other.admitted]))
-        self.refused |= other.refused
-        if other.chosen is not None and (other.tuned or not self.tuned):
-            self.chosen, self.tuned = other.chosen, other.tuned
+    def of(self, count: int) -> int:
+        """The bucket of a count."""
+        return min(max(self.smallest, next_power_of_2(count)), self.largest)
+
+    def nearest(self, bucket: int) -> list[int]:
+        """All buckets: this one, then the larger ones, then the smaller ones, the nearest first."""
+        every = [1 << i for i in range(self.smallest.bit_length() - 1, self.largest.bit_length())]
+        return sorted(every, key=lambda other: (other != bucket, other < bucket, abs(other - bucket)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gate(Generic[P, S]):
+    """The gate of one family of templates: its launches run under the schedule that this hands out.
+
+    Attributes:
+        family: name of the family, and of the files of its decisions.
+        sources: paths of the files that bits may depend on; their text is part of what decisions are kept under.
+        reference: gives a problem's schedule that defines the bits.
+        candidates: gives a problem's schedules, the likely fastest first.
+        probe: draws a problem's data; what it returns gives the bytes under a schedule, or raises.
+        buckets: which values the field `bucket` of a problem has; None if problems have no such field.
+        serves: whether a schedule that was chosen for another bucket can serve a problem.
+    """
+
+    family: str
+    sources: tuple[str | None, ...]
+    reference: Callable[[P], S]
+    candidates: Callable[[P], Sequence[S]]
+    probe: Callable[[P, torch.device], Callable[[S], bytes]]
+    buckets: Buckets | None = None
+    serves: Callable[[S, P], bool] = lambda schedule, problem: True
+    _chosen: dict[tuple[P, torch.device], S] = field(default_factory=dict, init=False)
+
+    def schedule(self, problem: P, device: torch.device) -> S:
+        """The schedule of a launch: chosen at the first launch of this problem, recalled while capturing.
+
+        Raises:
+            ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._recall(problem, device)
+        found = self._chosen.get((problem, device))
+        return self._choose(problem, device) if found is None else found
+
+    def tune(self, problem: P, device: torch.device, seconds: Callable[[S], float]) -> S:
+        """Times every admitted schedule; later launches of the problem take the winner."""
+        winner = self.tuner(device).tune(
+            str(problem), self.reference(problem), self.candidates(problem), self.probe(problem, device), seconds
+        )
+        self._chosen.clear()
+        return winner
+
+    def tuner(self, device: torch.device) -> "Tuner":
+        """What this gate knows on one device; "cuda" is the current GPU, whose tensors say "cuda:0"."""
+        return _tuner(self.family, self.sources, torch.empty(0, device=device).device)
+
+    def _choose(self, problem: P, device: torch.device) -> S:
+        reference, candidates = self.reference(problem), self.candidates(problem)
+        if tuple(candidates) == (reference,):
+            chosen = reference  # nothing to compare
+        else:
+            bits = functools.cache(lambda: self.probe(problem, device))  # drawn only if the gate has to run
+            chosen = self.tuner(device).choose(
+                str(problem), reference, candidates, lambda schedule: bits()(schedule)
+            )
+        self._chosen[problem, device] = chosen
+        return chosen
+
+    def _recall(self, problem: P, device: torch.device) -> S:
+        """Without a decision for this bucket, the next larger one's, then smaller ones'."""
+        if tuple(self.candidates(problem)) == (self.reference(problem),):
+            return self.reference(problem)
+        alternatives: list[Any] = [problem]
+        if self.buckets is not None:
+            given: Any = problem
+            alternatives = [replace(given, bucket=bucket) for bucket in self.buckets.nearest(given.bucket)]
+        schedules = {
+            str(schedule): schedule
+            for other in alternatives
+            for schedule in (*self.candidates(other), self.reference(other))
+            if self.serves(schedule, problem)
+        }
+        return self.tuner(device).recall([str(other) for other in alternatives], schedules)
 
 
 class Tuner:
@@ -80,11 +135,13 @@ class Tuner:
         directory: folder of the decision files.
         """
         self.template = template
-        self.environment = dict(environment)
-        digest = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = directory / f"{template}-{digest}.json"
-        self._distrust = _distrust_of(self.path)
-        self._decisions = self._read()
+        self._file = DecisionFile(template, environment, directory)
+        self._decisions = self._file.read()
+
+    @property
+    def path(self) -> Path:
+        """The file of the decisions."""
+        return self._file.path
 
     def choose(
         self,
@@ -115,7 +172,7 @@ class Tuner:
         else:
             candidate = reference
         decision.chosen = str(candidate)
-        self._write(problem)
+        self._file.merge(problem, self._decisions[problem])
         return candidate
 
     def recall(self, problems: Sequence[str], schedules: Mapping[str, S]) -> S:
@@ -140,7 +197,7 @@ class Tuner:
         decision = self._decisions.setdefault(problem, Decision())
         expected = _reference_bits(self.template, problem, reference, bits)
         passed = tuple(c for c in candidates if self._admits(decision, c, expected, bits))
-        self._write(problem)
+        self._file.merge(problem, self._decisions[problem])
         return passed
 
     def require(self, problem: str, reference: S, forced: S, bits: Callable[[S], bytes]) -> S:
@@ -167,7 +224,7 @@ class Tuner:
         winner = min(passed, key=seconds)
         decision = self._decisions[problem]
         decision.chosen, decision.tuned = str(winner), True
-        self._write(problem)
+        self._file.merge(problem, self._decisions[problem])
         return winner
 
     def table(self) -> list[dict[str, object]]:
@@ -198,45 +255,27 @@ class Tuner:
         decision.admitted.append(name)
         return True
 
-    def _read(self) -> dict[str, Decision]:
-        if self._distrust:
-            return {}
-        try:
-            content = json.loads(self.path.read_text())
-            if content["environment"] != self.environment:
-                return {}
-            return {problem: _decision(fields) for problem, fields in content["decisions"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}  # missing, corrupted or foreign: the gate simply runs again
 
-    def _write(self, problem: str) -> None:
-        if self._distrust:
-            return
-        try:
-            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with _locked(self.path.with_suffix(".lock")):
-                merged = self._read()
-                merged.setdefault(problem, Decision()).absorb(self._decisions[problem])
-                content = {"environment": self.environment, "decisions": {p: asdict(d) for p, d in merged.items()}}
-                _replace(self.path, json.dumps(content, indent=1, sort_keys=True))
-        except OSError as error:
-            reason = error.strerror or error
-            warnings.warn(f"schedule decisions are not kept: {self.path}: {reason}. {CACHE_ADVICE}", stacklevel=3)
+def heavy_tailed(*shape: int, generator: torch.Generator, spread: float = 1.0) -> Tensor:
+    """float32 numbers of a probe whose magnitudes differ so much that another order of a sum shows: normal ones, each
+    scaled by exp(spread * another)."""
+    normal, exponent = (torch.randn(*shape, generator=generator, device=generator.device) for _ in range(2))
+    return normal * torch.exp(spread * exponent)
 
 
-def template_tuner(template: str, sources: tuple[str | None, ...], device: torch.device) -> Tuner:
-    """The tuner of one template on one device, with decisions on disk.
-
-    Args:
-        template: name of the op family.
-        sources: paths of the files holding the kernels; their text is part of the environment.
-        device: "cuda" is the current GPU, whose tensors say "cuda:0": what is tuned for one serves the other.
-    """
-    return _template_tuner(template, sources, torch.empty(0, device=device).device)
+def bytes_of(*tensors: Tensor) -> bytes:
+    """All bytes of these tensors, one after the other."""
+    return b"".join(t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
 @functools.cache
-def _template_tuner(template: str, sources: tuple[str | None, ...], device: torch.device) -> Tuner:
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of this device; Triton's interpreter counts as two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _tuner(family: str, sources: tuple[str | None, ...], device: torch.device) -> Tuner:
     cuda = device.type == "cuda"
     environment = {
         "device": torch.cuda.get_device_name(device) if cuda else "triton interpreter",
@@ -245,84 +284,7 @@ def _template_tuner(template: str, sources: tuple[str | None, ...], device: torc
         "triton": triton.__version__,
         "source": hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources if source)).hexdigest(),
     }
-    return Tuner(template, environment, cache_directory() / "schedules")
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of this device; Triton's interpreter counts as two."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def capturing() -> bool:
-    """True while a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def for_graph() -> Iterator[None]:
-    """What runs here is captured, or warms up what will be: many small launches cost nothing when it is replayed."""
-    token = _FOR_GRAPH.set(True)
-    try:
-        yield
-    finally:
-        _FOR_GRAPH.reset(token)
-
-
-def is_for_graph() -> bool:
-    """Whether this is inside ``for_graph``."""
-    return _FOR_GRAPH.get()
-
-
-@contextmanager
-def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """torch.cuda.graph without garbage collection: graphs that it freed in the middle would spoil the capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def graph_seconds(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Median seconds of one launch, from replays of one CUDA graph that holds all of them.
-
-    Args:
-        launches: the same work over rotated buffers, together larger than the L2 cache.
-    """
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / len(launches))
-    return sorted(times)[len(times) // 2]
-
-
-def _distrust_of(path: Path) -> str:
-    """Why decisions in this file may be somebody else's, which is told; empty if they are not, or there are none."""
-    try:
-        folder = path.parent
-        reason = distrust(folder) if folder.exists() else ""
-        reason = reason or (distrust(path) if path.exists() else "")
-    except OSError as error:
-        reason = f"{path}: {error.strerror}"
-    if reason:
-        warnings.warn(f"schedule decisions are neither read nor kept: {reason}. {CACHE_ADVICE}", stacklevel=4)
-    return reason
+    return Tuner(family, environment, cache_directory() / "schedules")
 
 
 def _reference_bits(template: str, problem: str, reference: S, bits: Callable[[S], bytes]) -> bytes:
@@ -332,34 +294,3 @@ def _reference_bits(template: str, problem: str, reference: S, bits: Callable[[S
         raise
     except Exception as error:
         raise ScheduleError(f"{template}: the reference schedule {reference} cannot run {problem}: {error}") from error
-
-
-def _decision(fields: Mapping[str, object]) -> Decision:
-    decision = Decision(**fields)  # type: ignore[arg-type]
-    sane = (
-        isinstance(decision.admitted, list)
-        and isinstance(decision.refused, dict)
-        and isinstance(decision.chosen, str | None)
-        and isinstance(decision.tuned, bool)
-    )
-    if not sane:
-        raise ValueError("not a decision")
-    return decision
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w") as handle:
-            handle.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise

@@ -5,10 +5,9 @@ The gate compares with the matmul template's reference schedule, expert by exper
 matmul_order(K, dtype, radices).
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from detcompile.errors import ScheduleError
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import launch_options
-from detcompile.templates.device.gate import Tuner, capturing, multiprocessors, template_tuner
+from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed, multiprocessors
 from detcompile.templates.experts import kernels as experts_kernels
 from detcompile.templates.experts.schedules import REFERENCE, ExpertsProblem, expert_candidates
 from detcompile.templates.matmul import gpu as matmul_triton
@@ -26,9 +25,9 @@ from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
 from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
 
-__all__ = ["expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts", "tune_experts", "tuner"]
+__all__ = ["EXPERTS", "expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts"]
 
-_LARGEST_BUCKET = 1 << 16
+_BUCKETS = Buckets(16, 1 << 16)
 _CHUNK = 4096  # rows that a program sorts at a time
 
 
@@ -63,8 +62,7 @@ def expert_matmul_cuda(
     o = _operands(x, ids, w, bias, out_dtype or x.dtype, radices)
     if o.out.numel():
         problem = experts_problem(o.ids.numel(), o.x, o.w, o.bias, o.radices)
-        schedule = _recall(problem, x.device) if capturing() else _choose(problem, x.device)
-        _run(schedule, o)
+        _run(EXPERTS.schedule(problem, x.device), o)
     return o.out.view(*ids.shape, w.shape[1])
 
 
@@ -83,21 +81,6 @@ def run_experts(
     return o.out.view(*ids.shape, w.shape[1])
 
 
-def tune_experts(
-    problem: ExpertsProblem, device: torch.device, seconds: Callable[[GemmSchedule], float]
-) -> GemmSchedule:
-    """Times every admitted schedule; later launches of the problem take the winner."""
-    winner = tuner(device).tune(
-        str(problem),
-        REFERENCE,
-        expert_candidates(problem),
-        probe_experts(problem, device),
-        seconds,
-    )
-    _choose.cache_clear()
-    return winner
-
-
 def experts_problem(
     rows: int, x: Tensor, w: Tensor, bias: Tensor | None, radices: tuple[int, ...] = ()
 ) -> ExpertsProblem:
@@ -114,7 +97,7 @@ def experts_problem(
         w_nk=w.stride(2) == 1,
         aligned=whole and w.data_ptr() % 16 == 0 and w.stride(1) * w.element_size() % 16 == 0,
         bias=None if bias is None else matmul_triton.dtype_name(bias.dtype),
-        bucket=min(max(16, triton.next_power_of_2(rows)), _LARGEST_BUCKET),
+        bucket=_BUCKETS.of(rows),
     )
 
 
@@ -129,8 +112,7 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ge
     dtype = getattr(torch, problem.dtype)
 
     def draw(*shape: int) -> Tensor:
-        normal, spread = (torch.randn(*shape, generator=generator, device=device) for _ in range(2))
-        return (normal * torch.exp(spread)).to(dtype)
+        return heavy_tailed(*shape, generator=generator).to(dtype)
 
     x, w = draw(M, problem.k), draw(E, N, problem.k)
     if not problem.w_nk:
@@ -148,17 +130,23 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ge
             run_experts(schedule, x, ids, w, None, torch.float32, radices),
             run_experts(schedule, x, ids, w, bias, dtype, radices),
         )
-        if _bytes(found) != _bytes(expected):
+        if bytes_of(*found) != bytes_of(*expected):
             raise ScheduleError("its bits differ from those of matmul's reference schedule")
-        return _bytes(found)
+        return bytes_of(*found)
 
     return bits
 
 
-def tuner(device: torch.device) -> Tuner:
-    """The gate and the decisions of experts' schedules on this device."""
-    sources = (experts_kernels, matmul_kernels, matmul_launch, dependent_launch)
-    return template_tuner("experts", (*(module.__file__ for module in sources), __file__), device)
+_MODULES = (experts_kernels, matmul_kernels, matmul_launch, dependent_launch)
+EXPERTS = Gate(
+    family="experts",
+    sources=(*(module.__file__ for module in _MODULES), __file__),
+    reference=lambda problem: REFERENCE,
+    candidates=expert_candidates,
+    probe=probe_experts,
+    buckets=_BUCKETS,
+    serves=lambda schedule, problem: schedule.kind != "few" or schedule.block_m >= problem.bucket,
+)
 
 
 def _by_matmul(
@@ -173,31 +161,6 @@ def _by_matmul(
             schedule = reference_schedule(problem)
             out[rows] = matmul_launch.run_schedule(schedule, x[rows], w[expert], of_expert, None, radices, out_dtype)
     return out
-
-
-@functools.cache
-def _choose(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
-    bits = functools.cache(lambda: probe_experts(problem, device))  # drawn only if the gate has to run
-    return tuner(device).choose(
-        str(problem),
-        REFERENCE,
-        expert_candidates(problem),
-        lambda schedule: bits()(schedule),
-    )
-
-
-def _recall(problem: ExpertsProblem, device: torch.device) -> GemmSchedule:
-    """Without a decision for this bucket, one that serves any number of rows: a larger bucket's, then a smaller's."""
-    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
-    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
-    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
-    schedules = {
-        str(schedule): schedule
-        for p in alternatives
-        for schedule in (*expert_candidates(p), REFERENCE)
-        if schedule.kind != "few" or schedule.block_m >= problem.bucket
-    }
-    return tuner(device).recall([str(p) for p in alternatives], schedules)
 
 
 def _operands(
@@ -294,7 +257,3 @@ def _sorted_rows(o: _Operands, order: Tensor) -> Tensor:
         o.x, order, out, K, o.x.stride(0), CHOICES=o.choices, BLOCK=block, num_warps=4, **launch_options(o.x.device)
     )
     return out
-
-
-def _bytes(tensors: tuple[Tensor, ...]) -> bytes:
-    return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in tensors)

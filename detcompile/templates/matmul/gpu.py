@@ -14,8 +14,8 @@ from torch import Tensor
 
 from detcompile.orders.numerics import matmul_order
 from detcompile.templates.device import dependent_launch
-from detcompile.templates.device.gate import Tuner, capturing, graph_seconds, template_tuner
-from detcompile.templates.device.integers import next_power_of_2
+from detcompile.templates.device.cuda_graphs import graph_seconds
+from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
 from detcompile.templates.matmul import batched_leaves as matmul_together
 from detcompile.templates.matmul import gate_gpu as gates_triton
 from detcompile.templates.matmul import hopper as matmul_hopper
@@ -26,6 +26,7 @@ from detcompile.templates.matmul.launch import launch, operands_of, run_schedule
 from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 
 __all__ = [
+    "MATMUL",
     "dtype_name",
     "dtype_name_of",
     "gated_matmul_cuda",
@@ -36,10 +37,9 @@ __all__ = [
     "probe_bits",
     "run_gated",
     "tune_matmul",
-    "tuner",
 ]
 
-_SMALLEST_BUCKET, _LARGEST_BUCKET = 8, 4096
+_BUCKETS = Buckets(8, 4096)
 
 
 def matmul_cuda(
@@ -66,7 +66,7 @@ def matmul_cuda(
     if M == 0 or N == 0:
         return operands.out
     problem = gemm_problem(operands.x, operands.w, operands.bias, operands.residual, operands.radices, operands.out)
-    launch(_recall(problem, x.device) if capturing() else _choose(problem, x.device), operands)
+    launch(MATMUL.schedule(problem, x.device), operands)
     return operands.out
 
 
@@ -78,8 +78,7 @@ def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
     """
     if x.shape[0] == 0 or w.shape[0] == 0:
         return x.new_empty((x.shape[0], w.shape[0] // 2))
-    problem = gated_problem(x, w)
-    return run_gated(_recall(problem, x.device) if capturing() else _choose(problem, x.device), x, w)
+    return run_gated(MATMUL.schedule(gated_problem(x, w), x.device), x, w)
 
 
 def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
@@ -97,15 +96,7 @@ def tune_matmul(
     problem: GemmProblem, device: torch.device, seconds: Callable[[GemmSchedule], float] | None = None
 ) -> GemmSchedule:
     """Times every admitted schedule at M = problem.bucket, over weights past the L2; later launches take the winner."""
-    winner = tuner(device).tune(
-        str(problem),
-        reference_schedule(problem),
-        candidates(problem),
-        probe_bits(problem, device),
-        seconds or _clock(problem, device),
-    )
-    _choose.cache_clear()
-    return winner
+    return MATMUL.tune(problem, device, seconds or _clock(problem, device))
 
 
 def gemm_problem(
@@ -122,8 +113,7 @@ def gemm_problem(
     aligned = _tma_ready(x) and _tma_ready(w if w.stride(1) == 1 else w.t())
     hopper = aligned and w.stride(1) == 1 and matmul_hopper.supports(x.device, x.dtype)
     dtypes = (out.dtype, *(None if t is None else t.dtype for t in (bias, residual)))
-    bucket = min(max(_SMALLEST_BUCKET, next_power_of_2(M)), _LARGEST_BUCKET)
-    return _problem(x.dtype, w.shape[0], K, radices, w.stride(1) == 1, aligned, hopper, dtypes, bucket, gated)
+    return _problem(x.dtype, w.shape[0], K, radices, w.stride(1) == 1, aligned, hopper, dtypes, _BUCKETS.of(M), gated)
 
 
 @functools.lru_cache(4096)  # a prompt's launches wait for the host
@@ -172,35 +162,38 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
     gates = 2 if problem.gated else 1
     N = min(problem.n, gates * (336 // gates // 16 * 16 + problem.n // gates % 16))
 
-    def draw(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        normal, spread = (torch.randn(rows, columns, generator=generator, device=device) for _ in range(2))
-        return (normal * torch.exp(spread)).to(dtype)
+    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+        return heavy_tailed(*shape, generator=generator).to(dtype)
 
     dtype = _dtype(problem.dtype)
-    x, w = draw(M, problem.k, dtype), draw(N, problem.k, dtype)
+    x, w = draw(M, problem.k, dtype=dtype), draw(N, problem.k, dtype=dtype)
     if not problem.aligned:  # any row stride that no descriptor takes
         x = torch.nn.functional.pad(x, (0, 1))[:, : problem.k]
     if not problem.w_nk:
         w = w.t().contiguous().t()
     out_dtype, bias_dtype, residual_dtype = problem.epilogue
-    bias = draw(1, N, _dtype(bias_dtype))[0] if bias_dtype else None
-    residual = draw(M, N, _dtype(residual_dtype)) if residual_dtype else None
+    bias = draw(N, dtype=_dtype(bias_dtype)) if bias_dtype else None
+    residual = draw(M, N, dtype=_dtype(residual_dtype)) if residual_dtype else None
 
     def bits(schedule: GemmSchedule) -> bytes:
         if problem.gated:
-            return run_gated(schedule, x, w).cpu().view(torch.uint8).numpy().tobytes()
+            return bytes_of(run_gated(schedule, x, w))
         unrounded = run_schedule(schedule, x, w, radices=problem.radices, out_dtype=torch.float32)
         finished = run_schedule(schedule, x, w, bias, residual, problem.radices, _dtype(out_dtype))
-        return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in (unrounded, finished))
+        return bytes_of(unrounded, finished)
 
     return bits
 
 
-def tuner(device: torch.device) -> Tuner:
-    """The gate and the decisions of GEMM schedules on this device."""
-    kernels = (matmul_kernels, matmul_hopper, matmul_together, gates_triton, dependent_launch)
-    sources = (*kernels, matmul_launch)
-    return template_tuner("matmul", (*(module.__file__ for module in sources), __file__), device)
+_MODULES = (matmul_kernels, matmul_hopper, matmul_together, gates_triton, dependent_launch, matmul_launch)
+MATMUL = Gate(
+    family="matmul",
+    sources=(*(module.__file__ for module in _MODULES), __file__),
+    reference=reference_schedule,
+    candidates=candidates,
+    probe=probe_bits,
+    buckets=_BUCKETS,
+)
 
 
 @functools.cache
@@ -217,24 +210,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_name_of(tensor: Tensor | None) -> str | None:
     """The name of a tensor's dtype; None of no tensor."""
     return None if tensor is None else dtype_name(tensor.dtype)
-
-
-@functools.cache
-def _choose(problem: GemmProblem, device: torch.device) -> GemmSchedule:
-    # The probe is drawn only if the gate has to run.
-    bits = functools.cache(lambda: probe_bits(problem, device))
-    return tuner(device).choose(
-        str(problem), reference_schedule(problem), candidates(problem), lambda schedule: bits()(schedule)
-    )
-
-
-def _recall(problem: GemmProblem, device: torch.device) -> GemmSchedule:
-    """Any schedule serves any M: without a decision for this bucket, the next larger one's, then smaller ones'."""
-    buckets = [1 << i for i in range(_SMALLEST_BUCKET.bit_length() - 1, _LARGEST_BUCKET.bit_length())]
-    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
-    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
-    schedules = {str(s): s for p in alternatives for s in (*candidates(p), reference_schedule(p))}
-    return tuner(device).recall([str(p) for p in alternatives], schedules)
 
 
 def _clock(problem: GemmProblem, device: torch.device) -> Callable[[GemmSchedule], float]:

@@ -7,7 +7,6 @@ into memory (`expand`), then the matmul template. A fused schedule is admitted o
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from detcompile.errors import ScheduleError
 from detcompile.templates.device import barrier as gluon_barrier
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import launch_options
-from detcompile.templates.device.gate import Tuner, capturing, template_tuner
+from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
 from detcompile.templates.matmul import gpu as matmul_triton
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
@@ -28,16 +27,15 @@ from detcompile.templates.quantized.schedules import EXPAND, LEVELS, DequantProb
 from detcompile.templates.quantized.weights import KINDS, NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
 
 __all__ = [
+    "DEQUANT",
     "dequant_matmul_cuda",
     "dequant_problem",
     "expanded",
     "probe_dequant",
     "run_dequant",
-    "tune_dequant",
-    "tuner",
 ]
 
-_LARGEST_BUCKET = 4096
+_BUCKETS = Buckets(16, 4096)
 
 
 def dequant_matmul_cuda(
@@ -58,8 +56,7 @@ def dequant_matmul_cuda(
     if len(x) == 0 or len(weight.w) == 0:
         return x.new_empty((len(x), len(weight.w)), dtype=out_dtype or x.dtype)
     problem = dequant_problem(x, weight, bias, residual, radices, out_dtype or x.dtype)
-    schedule = _recall(problem, x.device) if capturing() else _choose(problem, x.device)
-    return run_dequant(schedule, x, weight, bias, residual, radices, out_dtype)
+    return run_dequant(DEQUANT.schedule(problem, x.device), x, weight, bias, residual, radices, out_dtype)
 
 
 def run_dequant(
@@ -107,17 +104,6 @@ def expanded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def tune_dequant(
-    problem: DequantProblem, device: torch.device, seconds: Callable[[GemmSchedule], float]
-) -> GemmSchedule:
-    """Times every admitted schedule; later launches of the problem take the winner."""
-    winner = tuner(device).tune(
-        str(problem), EXPAND, dequant_candidates(problem), probe_dequant(problem, device), seconds
-    )
-    _choose.cache_clear()
-    return winner
-
-
 def dequant_problem(
     x: Tensor,
     weight: QuantizedWeight,
@@ -144,7 +130,7 @@ def dequant_problem(
             matmul_triton.dtype_name_of(bias),
             matmul_triton.dtype_name_of(residual),
         ),
-        bucket=min(max(16, triton.next_power_of_2(M)), _LARGEST_BUCKET),
+        bucket=_BUCKETS.of(M),
         narrow=_is_narrow(weight, x.dtype),
     )
 
@@ -161,8 +147,7 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
     rows = min(problem.rows, N)
 
     def draw(*shape: int) -> Tensor:
-        normal, spread = (torch.randn(*shape, generator=generator, device=device) for _ in range(2))
-        return normal * torch.exp(spread)
+        return heavy_tailed(*shape, generator=generator)
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, device=device)
@@ -187,15 +172,20 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
     def bits(schedule: GemmSchedule) -> bytes:
         run = functools.partial(_run_probed, schedule, x, weight, problem.radices)
         found = run(None, None, torch.float32), run(bias, residual, getattr(torch, out))
-        return b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in found)
+        return bytes_of(*found)
 
     return bits
 
 
-def tuner(device: torch.device) -> Tuner:
-    """The gate and the decisions of dequant_matmul's schedules on this device."""
-    sources = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
-    return template_tuner("dequant", (*(module.__file__ for module in sources), __file__), device)
+_MODULES = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
+DEQUANT = Gate(
+    family="dequant",
+    sources=(*(module.__file__ for module in _MODULES), __file__),
+    reference=lambda problem: EXPAND,
+    candidates=dequant_candidates,
+    probe=probe_dequant,
+    buckets=_BUCKETS,
+)
 
 
 def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
@@ -270,26 +260,6 @@ def _run_probed(
     w = expanded(weight, x.dtype)
     at = matmul_triton.gemm_problem(x, w, bias, residual, radices, x.new_empty(1, len(w), dtype=out_dtype))
     return matmul_launch.run_schedule(reference_schedule(at), x, w, bias, residual, radices, out_dtype)
-
-
-@functools.cache
-def _choose(problem: DequantProblem, device: torch.device) -> GemmSchedule:
-    candidates = dequant_candidates(problem)
-    if candidates == (EXPAND,):
-        return EXPAND
-    bits = functools.cache(lambda: probe_dequant(problem, device))  # drawn only if the gate has to run
-    return tuner(device).choose(str(problem), EXPAND, candidates, lambda schedule: bits()(schedule))
-
-
-def _recall(problem: DequantProblem, device: torch.device) -> GemmSchedule:
-    """Any schedule serves any M: without a decision for this bucket, the next larger one's, then smaller ones'."""
-    if dequant_candidates(problem) == (EXPAND,):
-        return EXPAND
-    buckets = [1 << i for i in range(4, _LARGEST_BUCKET.bit_length())]
-    nearest = sorted(buckets, key=lambda b: (b != problem.bucket, b < problem.bucket, abs(b - problem.bucket)))
-    alternatives = [replace(problem, bucket=bucket) for bucket in nearest]
-    schedules = {str(s): s for p in alternatives for s in dequant_candidates(p)}
-    return tuner(device).recall([str(p) for p in alternatives], schedules)
 
 
 def _contiguous(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:

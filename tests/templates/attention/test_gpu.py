@@ -18,6 +18,7 @@ from detcompile.templates.attention import hopper as attention_hopper
 from detcompile.templates.attention import hopper_merge as attention_merge
 from detcompile.templates.attention import kernels as attention_kernels
 from detcompile.templates.attention.gpu import (
+    ATTENTION,
     AttentionProblem,
     AttentionSchedule,
     attention_candidates,
@@ -26,7 +27,6 @@ from detcompile.templates.attention.gpu import (
     probe_bits,
     reference_attention_schedule,
     require_32_bits,
-    tuner,
 )
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Tuner
@@ -238,7 +238,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
     def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, page: int, windowed: bool) -> None:
         fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": windowed}
-        gate = Tuner("test", {}, tuner(torch.device(DEVICE)).path.parent / "test")
+        gate = Tuner("test", {}, ATTENTION.tuner(torch.device(DEVICE)).path.parent / "test")
         gate._decisions.clear()
         hopper = HOPPER and page != 48 and dtype is not torch.float32
         problems = [

@@ -9,11 +9,11 @@ import triton.language as tl
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.attention.gpu import (
+    ATTENTION,
     AttentionProblem,
     attention_candidates,
     probe_bits,
     reference_attention_schedule,
-    tuner,
 )
 from detcompile.templates.attention.op import reference_attention
 from detcompile.templates.attention.scores import tanh
@@ -155,7 +155,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
     def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, page: int, flags: tuple[str, ...]) -> None:
         fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": True}
-        gate = Tuner("test", {}, tuner(torch.device(DEVICE)).path.parent / "test")
+        gate = Tuner("test", {}, ATTENTION.tuner(torch.device(DEVICE)).path.parent / "test")
         gate._decisions.clear()
         problems = [
             AttentionProblem(

@@ -16,7 +16,7 @@ from detcompile.templates.collectives import overlapped as collectives_landing
 from detcompile.templates.collectives import peer_memory as collectives_memory
 from detcompile.templates.collectives.gpu import Reduction
 from detcompile.templates.collectives.peer_memory import CHANNELS, LANES, Landing, PeerMemory
-from detcompile.templates.device import gate as tuning
+from detcompile.templates.device import cuda_graphs
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
 
@@ -202,7 +202,7 @@ def test_products_of_many_tokens_land_where_a_graph_is_made(monkeypatch: pytest.
         return collectives._landing(memory, "a group", M, 64, (2,), wanted)
 
     assert [where(4096), where(4096, True), where(0, True), where(4096, False)] == [None, "a landing", None, None]
-    with tuning.for_graph():
+    with cuda_graphs.for_graph():
         assert [where(1023), where(1024), where(4096, False)] == [None, "a landing", None]
     assert where(1024) is None
 

@@ -2,13 +2,15 @@
 
 import json
 import multiprocessing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from detcompile.errors import ScheduleError
-from detcompile.templates.device.gate import Tuner, template_tuner
+from detcompile.templates.device.gate import Buckets, Gate, Tuner
 
 ENVIRONMENT = {"device": "a device", "triton": "3", "source": "digest"}
 BITS = {"reference": b"right", "slow": b"right", "fast": b"right", "planted": b"wrong"}
@@ -24,6 +26,24 @@ class Probe:
     def __call__(self, schedule: str) -> bytes:
         self.launched.append(schedule)
         return BITS[schedule]
+
+
+@dataclass(frozen=True)
+class Problem:
+    name: str
+    bucket: int
+
+
+def schedules_of(probe: Probe, **changes: Any) -> Gate[Problem, str]:
+    fields: dict[str, Any] = {
+        "family": "op",
+        "sources": (__file__,),
+        "reference": lambda problem: "reference",
+        "candidates": lambda problem: ("slow", "fast"),
+        "probe": lambda problem, device: probe,
+        "buckets": Buckets(8, 64),
+    }
+    return Gate(**fields | changes)
 
 
 @pytest.fixture
@@ -150,4 +170,48 @@ def test_one_device_by_two_names_has_one_tuner() -> None:
     """What is tuned for "cuda" serves the launches of tensors, which say "cuda:0"."""
     named, numbered = torch.device("cpu"), torch.device("cpu", 0)
     assert named != numbered
-    assert template_tuner("op", (__file__,), named) is template_tuner("op", (__file__,), numbered)
+    gate = schedules_of(Probe())
+    assert gate.tuner(named) is gate.tuner(numbered)
+
+
+def test_a_launch_asks_the_gate_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    probe = Probe()
+    gate, device = schedules_of(probe, family="once"), torch.device("cpu")
+    assert [gate.schedule(Problem("once", 16), device) for _ in range(2)] == ["slow", "slow"]
+    assert probe.launched == ["reference", "slow"]
+    assert gate.tune(Problem("once", 16), device, SECONDS.__getitem__) == "fast"
+    assert gate.schedule(Problem("once", 16), device) == "fast"
+
+
+def test_a_capture_takes_the_nearest_bucket_that_was_chosen_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    tuner = Tuner("capture", ENVIRONMENT, tmp_path)
+    monkeypatch.setattr("detcompile.templates.device.gate._tuner", lambda *arguments: tuner)
+    monkeypatch.setattr("torch.empty", lambda *arguments, device: torch.zeros(0))
+    probe, device = Probe(), torch.device("cuda")
+    gate = schedules_of(probe, serves=lambda schedule, problem: schedule != "slow" or problem.bucket <= 32)
+    with pytest.raises(ScheduleError, match="before CUDA graph capture"):
+        gate.schedule(Problem("p", 64), device)
+    tuner.choose(str(Problem("p", 32)), "reference", ["slow"], probe)
+    assert gate.schedule(Problem("p", 16), device) == "slow"
+    with pytest.raises(ScheduleError, match="before CUDA graph capture"):
+        gate.schedule(Problem("p", 64), device)
+    tuner.choose(str(Problem("p", 8)), "reference", ["fast"], probe)
+    assert gate.schedule(Problem("p", 64), device) == "fast"
+    assert gate.schedule(Problem("p", 16), device) == "slow"
+
+
+def test_the_reference_alone_needs_no_probe() -> None:
+    gate = schedules_of(Probe(), family="alone", candidates=lambda problem: ("reference",))
+    assert gate.schedule(Problem("alone", 16), torch.device("cpu")) == "reference"
+    assert not gate.tuner(torch.device("cpu")).table()
+
+
+def test_buckets() -> None:
+    buckets = Buckets(8, 64)
+    assert [buckets.of(count) for count in (1, 8, 9, 33, 64, 1000)] == [8, 8, 16, 64, 64, 64]
+    assert buckets.nearest(16) == [16, 32, 64, 8]
+    assert buckets.nearest(64) == [64, 32, 16, 8]

@@ -6,14 +6,7 @@ from torch import Tensor
 
 from detcompile.errors import ScheduleError
 from detcompile.orders.numerics import matmul_order
-from detcompile.templates.experts.gpu import (
-    expert_matmul_cuda,
-    experts_problem,
-    probe_experts,
-    run_experts,
-    tune_experts,
-    tuner,
-)
+from detcompile.templates.experts.gpu import EXPERTS, expert_matmul_cuda, experts_problem, probe_experts, run_experts
 from detcompile.templates.experts.op import reference_expert_matmul
 from detcompile.templates.experts.schedules import REFERENCE, expert_candidates
 from detcompile.templates.matmul.launch import run_schedule
@@ -148,7 +141,7 @@ def test_the_op_chooses_a_gated_schedule() -> None:
     found = experts_problem(ids.numel(), x, w, bias)
     assert_bitwise_equal(out, run_experts(REFERENCE, x, ids, w, bias))
     assert_bitwise_equal(out, alone(x, ids, w, bias), "the op and matmul")
-    rows = [row for row in tuner(x.device).table() if row["problem"] == str(found)]
+    rows = [row for row in EXPERTS.tuner(x.device).table() if row["problem"] == str(found)]
     assert rows and rows[0]["chosen"]
     exact = reference_expert_matmul(x, ids, w, bias)
     assert (out.double() - exact).norm() < 1e-2 * exact.norm()
@@ -182,10 +175,10 @@ class TestOnTheGpu:
         x, ids, w, _ = problem(tokens, choices, torch.bfloat16, n, k, experts)
         found = experts_problem(ids.numel(), x, w, None)
         expected = run_experts(REFERENCE, x, ids, w)
-        admitted = tuner(x.device).admitted(
+        admitted = EXPERTS.tuner(x.device).admitted(
             str(found), REFERENCE, expert_candidates(found), probe_experts(found, x.device)
         )
-        refused = tuner(x.device).refusals().get(str(found))
+        refused = EXPERTS.tuner(x.device).refusals().get(str(found))
         print(f"{found}: {len(admitted)} of {len(expert_candidates(found))}, refused {refused}")
         assert len(admitted) >= len(expert_candidates(found)) / 2
         for schedule in admitted:
@@ -224,6 +217,6 @@ class TestOnTheGpu:
         x, ids, w, _ = problem(40, 4, torch.bfloat16, 256, 512, 16)
         expected = expert_matmul_cuda(x, ids, w, None)
         found = experts_problem(ids.numel(), x, w, None)
-        winner = tune_experts(found, x.device, lambda schedule: float(schedule.block_k))
+        winner = EXPERTS.tune(found, x.device, lambda schedule: float(schedule.block_k))
         assert str(winner) in {str(s) for s in (*expert_candidates(found), REFERENCE)}
         assert_bitwise_equal(expert_matmul_cuda(x, ids, w, None), expected)

@@ -12,14 +12,7 @@ from detcompile.errors import ScheduleError
 from detcompile.orders.numerics import matmul_order
 from detcompile.templates.device.gate import Tuner
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
-from detcompile.templates.matmul.gpu import (
-    gemm_problem,
-    matmul_cuda,
-    probe_bits,
-    run_gated,
-    tune_matmul,
-    tuner,
-)
+from detcompile.templates.matmul.gpu import MATMUL, gemm_problem, matmul_cuda, probe_bits, run_gated, tune_matmul
 from detcompile.templates.matmul.launch import run_schedule
 from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
 from tests.bits import assert_bitwise_equal
@@ -140,7 +133,7 @@ def test_the_op_chooses_a_gated_schedule() -> None:
     out = matmul_cuda(x, w, None, None, (2, 2))
     reference = reference_schedule(problem_of(x, w, (2, 2), 16))
     assert_bitwise_equal(out, run_schedule(reference, x, w, radices=(2, 2)))
-    rows = tuner(x.device).table()
+    rows = MATMUL.tuner(x.device).table()
     assert any(row["chosen"] and "Tree(140, 2x2" in str(row["problem"]) for row in rows)
 
 
@@ -154,7 +147,7 @@ class TestOnTheGpu:
         if dtype is torch.float16 and (k == 1000 or radices == (8,)):
             pytest.skip("bfloat16 takes the same code paths")
         x, w = heavy_tailed(261, k, dtype=dtype), heavy_tailed(336, k, dtype=dtype, seed=1)
-        gate = Tuner("test", {}, tuner(x.device).path.parent / "test")
+        gate = Tuner("test", {}, MATMUL.tuner(x.device).path.parent / "test")
         gate._decisions.clear()
         problem = problem_of(x, w, radices, 256)
         every = dict.fromkeys(s for bucket in BUCKETS for s in candidates(dataclasses.replace(problem, bucket=bucket)))
@@ -260,7 +253,7 @@ class TestOnTheGpu:
         problem = problem_of(x, w, (), 64)
         with pytest.raises(ScheduleError, match="bits differ"):
             bits = probe_bits(problem, x.device)
-            tuner(x.device).require(str(problem), SMALL[0], GemmSchedule("tma", 32, 32, 32, 4, 2), bits)
+            MATMUL.tuner(x.device).require(str(problem), SMALL[0], GemmSchedule("tma", 32, 32, 32, 4, 2), bits)
         half = (x.bfloat16(), w.bfloat16())
         orders = [(), (2, 2, 2), (8,), (2, 4)]
         trees = [run_schedule(SMALL[0], *half, radices=radices, out_dtype=torch.float32) for radices in orders]

@@ -10,13 +10,12 @@ from detcompile.errors import ScheduleError
 from detcompile.templates.matmul.launch import run_schedule
 from detcompile.templates.matmul.schedules import GemmSchedule
 from detcompile.templates.quantized.gpu import (
+    DEQUANT,
     dequant_matmul_cuda,
     dequant_problem,
     expanded,
     probe_dequant,
     run_dequant,
-    tune_dequant,
-    tuner,
 )
 from detcompile.templates.quantized.op import reference_dequant_matmul
 from detcompile.templates.quantized.schedules import EXPAND, dequant_candidates
@@ -170,8 +169,9 @@ class TestOnTheGpu:
             residual = heavy_tailed(tokens, 600, dtype=dtype, seed=3)
             problem = dequant_problem(x, weight, None, residual, radices, dtype)
             candidates = dequant_candidates(problem)
-            admitted = tuner(x.device).admitted(str(problem), EXPAND, candidates, probe_dequant(problem, x.device))
-            refused = tuner(x.device).refusals().get(str(problem))
+            gate = DEQUANT.tuner(x.device)
+            admitted = gate.admitted(str(problem), EXPAND, candidates, probe_dequant(problem, x.device))
+            refused = gate.refusals().get(str(problem))
             print(f"{problem}: {len(admitted)} of {len(candidates)}, refused {refused}")
             assert len(admitted) >= len(candidates) / 2
             expected = by_matmul(x, weight, None, residual, radices=radices)
@@ -215,5 +215,5 @@ class TestOnTheGpu:
         graph.replay()
         assert_bitwise_equal(captured, expected, "captured")
         problem = dequant_problem(x, weight, None, None, (), x.dtype)
-        tune_dequant(problem, x.device, lambda schedule: float(schedule.block_n))
+        DEQUANT.tune(problem, x.device, lambda schedule: float(schedule.block_n))
         assert_bitwise_equal(dequant_matmul_cuda(x, weight, None, None, ()), expected, "tuned")

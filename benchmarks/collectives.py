@@ -63,8 +63,8 @@ def all_reduce_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             row["one shot us"] = microseconds(partials, functools.partial(reduce, two_shot=False))
             row["two shots us"] = microseconds(partials, functools.partial(reduce, two_shot=True))
             if M >= 256:
-                row["equal"] = row["equal"] and torch.equal(reduce(partials[0], landing=True), wanted)
-                row["landing us"] = microseconds(partials, functools.partial(reduce, landing=True))
+                row["equal"] = row["equal"] and torch.equal(reduce(partials[0], overlapped=True), wanted)
+                row["landing us"] = microseconds(partials, functools.partial(reduce, overlapped=True))
             row["library us"] = microseconds(partials, functools.partial(reduce, peers=False))
             halves = [partial.bfloat16() for partial in partials]
             del partials
@@ -85,8 +85,8 @@ def gemm_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             def product(w: Tensor, x: Tensor = x) -> Tensor:
                 return partial_product(x, w, below)
 
-            def run(w: Tensor, x: Tensor = x, landing: bool | None = None) -> Tensor:
-                return matmul_all_reduce(x, w, None, None, below, above, ranks.group, torch.bfloat16, landing)
+            def run(w: Tensor, x: Tensor = x, overlapped: bool | None = None) -> Tensor:
+                return matmul_all_reduce(x, w, None, None, below, above, ranks.group, torch.bfloat16, overlapped)
 
             def peer(w: Tensor, x: Tensor = x) -> None:
                 dist.all_reduce(torch.mm(x, w.t()))
@@ -95,9 +95,9 @@ def gemm_rows(ranks: TensorParallel) -> Iterator[dict[str, Any]]:
             row["us"], row["NCCL us"] = microseconds(weights, run), microseconds(weights, peer)
             row["product us"] = microseconds(weights, product)
             if M >= 256:
-                row["landing us"] = microseconds(weights, functools.partial(run, landing=True))
-                row["apart us"] = microseconds(weights, functools.partial(run, landing=False))
-                row["equal"] = torch.equal(run(weights[0], landing=True), run(weights[0], landing=False))
+                row["landing us"] = microseconds(weights, functools.partial(run, overlapped=True))
+                row["apart us"] = microseconds(weights, functools.partial(run, overlapped=False))
+                row["equal"] = torch.equal(run(weights[0], overlapped=True), run(weights[0], overlapped=False))
             row["cuBLAS us"] = microseconds(weights, lambda w, x=x: torch.mm(x, w.t()))
             yield row | {"ratio": row["NCCL us"] / row["us"]}
 

@@ -34,10 +34,10 @@ import triton
 from torch import Tensor
 
 from benchmarks.templates import DEVICE, TREES, copies, measure
-from detcompile.templates.experts import gpu as experts_triton
+from detcompile.templates.experts import gpu as experts_gpu
 from detcompile.templates.experts.schedules import expert_candidates
 from detcompile.templates.matmul.schedules import GemmSchedule
-from detcompile.templates.quantized import gpu as dequant_triton
+from detcompile.templates.quantized import gpu as dequant_gpu
 from detcompile.templates.quantized.schedules import dequant_candidates
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, pack_nibbles
 
@@ -60,12 +60,12 @@ def expert_rows(key: str) -> Iterator[dict]:
         w = torch.randn(experts, n, k, device=DEVICE, dtype=BFLOAT16) * 0.02
         for tokens in EXPERT_TOKENS:
             buffers = list(_routings(tokens, experts, choices, k, shared))
-            problem = experts_triton.experts_problem(tokens * choices, buffers[0][0], w, None)
-            run = functools.partial(experts_triton.run_experts, w=w)
-            schedule = experts_triton.EXPERTS.tune(
+            problem = experts_gpu.experts_problem(tokens * choices, buffers[0][0], w, None)
+            run = functools.partial(experts_gpu.run_experts, w=w)
+            schedule = experts_gpu.EXPERTS.tune(
                 problem, DEVICE, lambda s, run=run, buffers=buffers: measure(buffers, functools.partial(run, s))
             )
-            ours = functools.partial(experts_triton.expert_matmul_cuda, w=w, bias=None)
+            ours = functools.partial(experts_gpu.expert_matmul_cuda, w=w, bias=None)
             peers = {
                 "grouped_mm": ([_sorted(x, ids, experts) for x, ids in buffers], functools.partial(_grouped_mm, w)),
                 "grouped_mm, whole": (buffers, functools.partial(_whole_grouped_mm, w)),
@@ -75,7 +75,7 @@ def expert_rows(key: str) -> Iterator[dict]:
             row |= _beside(buffers, ours, peers)
             flops = 2e-6 * tokens * choices * n * k / row["us"]
             row |= {"tflops": flops, "schedule": str(schedule)}
-            yield row | _gate(experts_triton.EXPERTS.tuner(DEVICE), problem)
+            yield row | _gate(experts_gpu.EXPERTS.tuner(DEVICE), problem)
 
 
 def _routings(tokens: int, experts: int, choices: int, k: int, shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -133,15 +133,15 @@ def quantized_rows(key: str) -> Iterator[dict]:
 
 
 def _quantized_row(x: Tensor, weights: list[QuantizedWeight], radices: tuple[int, ...], peers: dict) -> dict:
-    problem = dequant_triton.dequant_problem(x, weights[0], None, None, radices, BFLOAT16)
+    problem = dequant_gpu.dequant_problem(x, weights[0], None, None, radices, BFLOAT16)
     buffers = [(weight,) for weight in weights]
 
     def seconds(schedule: GemmSchedule) -> float:
-        return measure(buffers, lambda w: dequant_triton.run_dequant(schedule, x, w, radices=radices))
+        return measure(buffers, lambda w: dequant_gpu.run_dequant(schedule, x, w, radices=radices))
 
-    schedule = dequant_triton.DEQUANT.tune(problem, DEVICE, seconds)
-    row = _beside(buffers, lambda w: dequant_triton.dequant_matmul_cuda(x, w, None, None, radices), peers)
-    return row | {"schedule": str(schedule)} | _gate(dequant_triton.DEQUANT.tuner(DEVICE), problem)
+    schedule = dequant_gpu.DEQUANT.tune(problem, DEVICE, seconds)
+    row = _beside(buffers, lambda w: dequant_gpu.dequant_matmul_cuda(x, w, None, None, radices), peers)
+    return row | {"schedule": str(schedule)} | _gate(dequant_gpu.DEQUANT.tuner(DEVICE), problem)
 
 
 def _quantized(key: str, n: int, k: int) -> QuantizedWeight:
@@ -220,7 +220,7 @@ def _expert_compilations(key: str) -> list[tuple]:
     for n, k, shared in products.values():
         x, w = (torch.empty(shape, device=DEVICE, dtype=BFLOAT16) for shape in ((1, k), (experts, n, k)))
         for tokens in EXPERT_TOKENS:
-            problem = experts_triton.experts_problem(tokens * choices, x, w, None)
+            problem = experts_gpu.experts_problem(tokens * choices, x, w, None)
             found += [(schedule, experts, choices if shared else 1) for schedule in expert_candidates(problem)]
     return list(dict.fromkeys(found))
 
@@ -230,7 +230,7 @@ def _dequant_compilations(key: str) -> list[tuple]:
     xs = [torch.empty(tokens, 4096, device=DEVICE, dtype=BFLOAT16) for tokens in TOKENS]
     found = []
     for x, radices in itertools.product(xs, TREES.values()):
-        problem = dequant_triton.dequant_problem(x, weight, None, None, radices, BFLOAT16)
+        problem = dequant_gpu.dequant_problem(x, weight, None, None, radices, BFLOAT16)
         found += [(schedule, key, radices) for schedule in dequant_candidates(problem)]
     return list(dict.fromkeys(found))
 
@@ -246,13 +246,13 @@ def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None
     ids = torch.zeros(1, choices, device=DEVICE, dtype=torch.int64)
     w = torch.zeros(experts, 256, 2048, device=DEVICE, dtype=BFLOAT16)
     with contextlib.suppress(Exception):  # what cannot run here is refused by the gate, which says why
-        experts_triton.run_experts(schedule, x, ids, w)
+        experts_gpu.run_experts(schedule, x, ids, w)
 
 
 def _compile_dequant(schedule: GemmSchedule, key: str, radices: tuple[int, ...]) -> None:
     with contextlib.suppress(Exception):
         x = torch.zeros(32, 4096, device=DEVICE, dtype=BFLOAT16)
-        dequant_triton.run_dequant(schedule, x, _quantized(key, 256, 4096), radices=radices)
+        dequant_gpu.run_dequant(schedule, x, _quantized(key, 256, 4096), radices=radices)
 
 
 FAMILIES: dict[str, Callable[[str], Iterator[dict]]] = {key: expert_rows for key in MIXTURES}

@@ -24,7 +24,7 @@ from detcompile import CompiledModel, Numerics
 from detcompile.commands.verification import ModelSpec, available_axes, verify
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import build_step
-from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import gpu as matmul_gpu
 
 QWEN3_8B = {
     "vocab_size": 151936,
@@ -107,11 +107,11 @@ def prefill_milliseconds(model: CompiledModel, tokens: int, count: int = 1) -> f
 
 FAMILIES = {
     "all-reduce": ("one_shot_kernel", "two_shot_kernel"),
-    "moves": ("columns_kernel", "rows_kernel"),
-    "landing": ("gather_kernel", "Memcpy"),
+    "gathers": ("columns_kernel", "rows_kernel"),
+    "overlapped sums": ("gather_kernel", "Memcpy"),
     "NCCL": ("nccl",),
     "next tokens": ("best_of", "fill_pending"),
-    "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel", "together_kernel"),
+    "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel", "batched_leaves_kernel"),
     "attention": ("attention_kernel", "merge_kernel", "write_kv_kernel"),
     "norms and rotation": ("rms_norm", "rope"),
     "gate": ("silu",),
@@ -123,7 +123,7 @@ def breakdown(run: Callable[[], object], repeats: int = 5) -> dict[str, object]:
 
     A kernel that starts while the one before ends counts from its start, so that the sum can be more than the step. An
     all-reduce counts from its start on this rank, so that it counts the wait for other ranks too. Every copy counts as
-    landing.
+    an overlapped sum.
     """
     whole = milliseconds(run)
     start = time.perf_counter()
@@ -253,7 +253,7 @@ def _peer_decode(model: PreTrainedModel, batch: int) -> float:
 
 def gate_counts(model: CompiledModel) -> dict[str, int]:
     """Problems the GEMM gate has seen so far, and schedules it admitted and refused."""
-    rows = matmul_triton.MATMUL.tuner(model.device).table()
+    rows = matmul_gpu.MATMUL.tuner(model.device).table()
     return {"problems": len(rows)} | {kind: sum(int(row[kind]) for row in rows) for kind in ("admitted", "refused")}
 
 

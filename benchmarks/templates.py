@@ -24,12 +24,11 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from detcompile.orders.numerics import row_order
 from detcompile.templates.attention import gpu as attention_triton
 from detcompile.templates.device.cuda_graphs import graph_seconds
-from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import launch as matmul_launch
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
 from detcompile.templates.matmul.schedules import GemmSchedule, candidates
-from detcompile.templates.rows import softmax_gpu as softmax_triton
-from detcompile.templates.rows import sums_and_norms_gpu as rows_triton
+from detcompile.templates.rows import softmax_gpu, sums_and_norms_gpu
 
 DEVICE = torch.device("cuda")
 L2_BYTES = 3e8  # rotated buffers together: several times the H200's 60 MB
@@ -79,9 +78,9 @@ def matmul_rows() -> Iterator[dict]:
                     yield {"kernel": "matmul", "shape": name, "order": order} | row
 
 
-def _problem(n: int, k: int, m: int, radices: tuple[int, ...]) -> matmul_triton.GemmProblem:
+def _problem(n: int, k: int, m: int, radices: tuple[int, ...]) -> matmul_gpu.GemmProblem:
     x, w = (torch.empty(rows, k, device=DEVICE, dtype=torch.bfloat16) for rows in (m, n))
-    return matmul_triton.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
+    return matmul_gpu.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
 
 
 def _compile_gemms() -> None:
@@ -107,14 +106,14 @@ def _compile_gemm(schedule: GemmSchedule, radices: tuple[int, ...]) -> None:
 def _gemm(buffers: list[tuple], radices: tuple[int, ...]) -> dict:
     x, w = buffers[0]
     (m, k), n = x.shape, w.shape[0]
-    problem = matmul_triton.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
-    launch = functools.partial(matmul_triton.matmul_cuda, bias=None, residual=None, radices=radices)
+    problem = matmul_gpu.gemm_problem(x, w, None, None, radices, x.new_empty(1, n))
+    launch = functools.partial(matmul_gpu.matmul_cuda, bias=None, residual=None, radices=radices)
     default_us, default_peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
     started = time.monotonic()
-    schedule = str(matmul_triton.tune_matmul(problem, DEVICE))
+    schedule = str(matmul_gpu.tune_matmul(problem, DEVICE))
     seconds = time.monotonic() - started
     us, peer_us = _in_turns(buffers, launch, lambda x, w: torch.mm(x, w.t()))
-    counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_triton.MATMUL.tuner(DEVICE).table()}
+    counts = {row["problem"]: (row["admitted"], row["refused"]) for row in matmul_gpu.MATMUL.tuner(DEVICE).table()}
     row = {"M": m, "N": n, "K": k, "us": us, "peer": "cuBLAS", "peer_us": peer_us, "ratio": peer_us / us}
     row |= {"default_ratio": default_peer_us / default_us, "tflops": 2e-6 * m * n * k / us, "schedule": schedule}
     return row | {"tuning_seconds": seconds, "admitted, refused": counts[str(problem)]}
@@ -130,12 +129,12 @@ def gated_rows() -> Iterator[dict]:
         return torch.nn.functional.silu(left) * right
 
     def apart(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return silu_mul_cuda(*matmul_triton.matmul_cuda(x, w, None, None, ()).chunk(2, dim=1))
+        return silu_mul_cuda(*matmul_gpu.matmul_cuda(x, w, None, None, ()).chunk(2, dim=1))
 
     compiled = torch.compile(gate)
     for m in (1, 64, 256, 1024, 2048, 8192, 16896):
         buffers = [(torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16), w) for w in weights]
-        ways = matmul_triton.gated_matmul_cuda, lambda x, w: compiled(torch.mm(x, w.t())), apart
+        ways = matmul_gpu.gated_matmul_cuda, lambda x, w: compiled(torch.mm(x, w.t())), apart
         us, peer_us, apart_us = _in_turns(buffers, *ways)
         row = {"kernel": "gated matmul", "M": m, "N": n // 2, "K": k, "us": us, "peer": "cuBLAS, torch.compile"}
         yield row | {"peer_us": peer_us, "ratio": peer_us / us, "ratio to launches apart": apart_us / us}
@@ -224,12 +223,12 @@ def row_rows() -> Iterator[dict]:
         weight = torch.randn(r, device=DEVICE, dtype=torch.bfloat16)
         cases = {
             "rms_norm": (
-                lambda x, weight: rows_triton.rms_norm_cuda(x, weight, 1e-6, True),
+                lambda x, weight: sums_and_norms_gpu.rms_norm_cuda(x, weight, 1e-6, True),
                 lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-6),
             ),
-            "softmax": (lambda x, weight: softmax_triton.softmax_cuda(x, None, ()), lambda x, weight: x.softmax(-1)),
+            "softmax": (lambda x, weight: softmax_gpu.softmax_cuda(x, None, ()), lambda x, weight: x.softmax(-1)),
             "log_softmax": (
-                lambda x, weight: softmax_triton.log_softmax_cuda(x, torch.float32, ()),
+                lambda x, weight: softmax_gpu.log_softmax_cuda(x, torch.float32, ()),
                 lambda x, weight: x.log_softmax(-1, dtype=torch.float32),
             ),
         }
@@ -244,7 +243,7 @@ def row_rows() -> Iterator[dict]:
 
 def gates() -> dict[str, dict[str, int]]:
     """Schedules that the gates admitted and refused, over all problems they met on this device."""
-    families = matmul_triton.MATMUL, attention_triton.ATTENTION
+    families = matmul_gpu.MATMUL, attention_triton.ATTENTION
     tables = {gate.family: gate.tuner(DEVICE).table() for gate in families}
     return {
         name: {"problems": len(table)}

@@ -3,7 +3,7 @@
 from torch._dynamo import register_backend
 
 from detcompile.api import compile, load_model
-from detcompile.config import settle_ptxas
+from detcompile.config import pin_ptxas
 from detcompile.errors import (
     ArchiveError,
     CompilerNotFound,
@@ -76,4 +76,4 @@ __version__ = "0.1.0"
 
 register_backend(detcompile_backend, name="detcompile")  # torch.compile(model, backend="detcompile")
 enter_calls()  # before torch.compile sees a backend of ours
-settle_ptxas()  # at import: a kernel that Inductor compiles before it would have another assembler
+pin_ptxas()  # at import: a kernel that Inductor compiles before it would have another assembler

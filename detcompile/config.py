@@ -4,7 +4,7 @@
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
-| DETCOMPILE_PEER_MEMORY | 1 | 0: sums and moves over ranks go by NCCL also where GPUs map each other's memory |
+| DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks go by NCCL also where GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
 | TORCHINDUCTOR_SIZE_ASSERTS | 0 | 1: a compiled model asserts the sizes and strides of its tensors |
 | CXX | g++ | C++ compiler for the CPU templates |
@@ -25,7 +25,7 @@ __all__ = [
     "cxx_compiler",
     "gpus_shared",
     "peer_memory_allowed",
-    "settle_ptxas",
+    "pin_ptxas",
     "settle_symmetric_memory",
     "sizes_asserted",
 ]
@@ -79,7 +79,7 @@ def gpus_shared() -> bool:
     return os.environ.get("DETCOMPILE_SHARED_GPUS", "0") == "1"
 
 
-def settle_ptxas() -> None:
+def pin_ptxas() -> None:
     """Have one assembler for all kernels of this process, unless the caller decided.
 
     Otherwise Inductor puts torch's in the place of Triton's once it has compiled a kernel in this process, but not

@@ -46,11 +46,11 @@ def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, mon
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     if given is not None:
         monkeypatch.setenv("TRITON_PTXAS_PATH", given)
-    config.settle_ptxas()
+    config.pin_ptxas()
     assert os.environ["TRITON_PTXAS_PATH"] == (given or str(ptxas))
     ptxas.unlink()
     monkeypatch.delenv("TRITON_PTXAS_PATH")
-    config.settle_ptxas()
+    config.pin_ptxas()
     assert "TRITON_PTXAS_PATH" not in os.environ
 
 

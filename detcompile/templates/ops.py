@@ -2,7 +2,7 @@
 
 from detcompile.templates.attention import op as attention
 from detcompile.templates.attention import rope_cache as rope
-from detcompile.templates.collectives import gather as moves
+from detcompile.templates.collectives import gather
 from detcompile.templates.collectives import op as collectives
 from detcompile.templates.experts import op as experts
 from detcompile.templates.matmul import batched as batched_matmul
@@ -25,10 +25,10 @@ FAMILIES = (
     dequant_matmul,
     embedding,
     experts,
+    gather,
     gates,
     linear_recurrence,
     matmul,
-    moves,
     norms,
     rope,
     rows,

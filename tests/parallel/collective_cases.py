@@ -36,7 +36,7 @@ def check_all(rank: int, tp: int, device: str) -> int:
     for seed in range(24):
         _check_row_parallel(tp, seed, device)
     for dtype in DTYPES:
-        _check_moves(tp, dtype, device)
+        _check_gathers(tp, dtype, device)
     _check_special_values(tp, device)
     _check_refusals(tp, device)
     return 24
@@ -75,7 +75,7 @@ def _check_row_parallel(tp: int, seed: int, device: str) -> None:
     assert_bitwise_equal(together, whole, f"{numerics}, seed {seed}")
 
 
-def _check_moves(tp: int, dtype: torch.dtype, device: str) -> None:
+def _check_gathers(tp: int, dtype: torch.dtype, device: str) -> None:
     """Columns and embedding rows arrive as the bytes they were, whatever they say."""
     ranks = tensor_parallel(tp)
     generator = torch.Generator().manual_seed(1)

@@ -17,7 +17,7 @@ __all__ = ["check_peers"]
 
 # The last ones go through the boxes several times, in one shot and in two.
 SHAPES = [(1, 1), (1, 4096), (3, 67), (16, 4096), (65, 1000), (256, 4096), (300, 8192), (1500, 8192)]
-MOVES = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last go round too
+GATHERS = [(1, 33, 5), (64, 4096, 0), (900, 4096, 7)]  # tokens, columns of a rank, padding; the last go round too
 SLEEP_CYCLES = 2_000_000  # about a millisecond: many sums of the other ranks
 NUM_SUMS = 300
 NUM_REPLAYS = 7
@@ -31,13 +31,13 @@ def check_peers(rank: int, tp: int) -> bool:
     numerics = Numerics(tp_sizes=(1, 3, 6)) if tp == 3 else Numerics()
     above, below = numerics.split_radices(tp)
     for seed, (M, N) in enumerate(SHAPES):
-        for way in ({"two_shot": False}, {"two_shot": True}, {}, {"landing": True}):
+        for way in ({"two_shot": False}, {"two_shot": True}, {}, {"overlapped": True}):
             _check_shape(ranks, above, M, N, seed, way)
     _check_products_that_land(ranks, above, below)
     _check_ranks_that_come_late(ranks, above)
     _check_graphs(ranks, above)
-    for M, n, padding in MOVES:
-        _check_moves(ranks, above, M, n, padding)
+    for M, n, padding in GATHERS:
+        _check_gathers(ranks, above, M, n, padding)
     torch.cuda.synchronize()
     return True
 
@@ -67,9 +67,9 @@ def _check_products_that_land(ranks: TensorParallel, above: tuple[int, ...], bel
         x, w = x * (1 + ranks.rank), w * (ranks.size - ranks.rank)
         residual = _draw(seed + 20, M, N, dtype=torch.bfloat16)
         given = (x, w, None, residual, below, above, ranks.group, torch.bfloat16)
-        expected = matmul_all_reduce(*given, landing=False)
+        expected = matmul_all_reduce(*given, overlapped=False)
         for _ in range(2):
-            assert_bitwise_equal(matmul_all_reduce(*given, landing=True), expected, f"{M, N, K}")
+            assert_bitwise_equal(matmul_all_reduce(*given, overlapped=True), expected, f"{M, N, K}")
 
 
 def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tuple[Tensor, Callable[[], Tensor]]]:
@@ -78,7 +78,7 @@ def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tup
     found = []
     for index in range(count):
         M, N = rng.choice((1, 2, 8, 65, 256)), rng.choice((64, 333, 4096))
-        own = rng.choice(({"two_shot": False}, {"two_shot": True}, {}, {"landing": True}))
+        own = rng.choice(({"two_shot": False}, {"two_shot": True}, {}, {"overlapped": True}))
         partial = _draw(1000 * index + ranks.rank, M, N)
 
         def reduce(partial: Tensor = partial, own: dict[str, bool] = own, **way: bool) -> Tensor:
@@ -126,7 +126,7 @@ def _check_graphs(ranks: TensorParallel, above: tuple[int, ...]) -> None:
             sums[0][1]()
 
 
-def _check_moves(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int, padding: int) -> None:
+def _check_gathers(ranks: TensorParallel, above: tuple[int, ...], M: int, n: int, padding: int) -> None:
     """Columns and rows with a sum between them, at once and in a graph that is replayed with other ones."""
     memory = peer_memory(ranks.group, torch.device("cuda", torch.cuda.current_device()))
     assert memory is not None

@@ -6,7 +6,7 @@ Legend: M tokens, n columns of each rank, R ranks, v rows of a table on each ran
     columns  every rank sends its [M, n] to all, and lays what it has received side by side
     rows     of a token, the rank that holds its row sends it to all, and they read that rank's box alone
 
-Boxes, flags and epochs are those of collectives_triton: sums and moves may follow each other in any order that is the
+Boxes, flags and epochs are those of collectives_gpu: sums and gathers may follow each other in any order that is the
 same on all ranks. Elements travel as integers of their size.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.templates.collectives import gpu as collectives_triton
+from detcompile.templates.collectives import gpu as collectives_gpu
 from detcompile.templates.collectives.gpu import ReduceSchedule, enter, meet, memory_arguments, shot_schedule
 from detcompile.templates.collectives.peer_memory import PeerMemory
 
@@ -37,7 +37,7 @@ def columns_over_peers(memory: PeerMemory, x: Tensor, columns: int) -> Tensor | 
         return None
     out = x.new_empty((M, columns))
     schedule = shot_schedule(x.numel(), num_ranks, two_shot=False)
-    columns_kernel[(min(collectives_triton.CHANNELS, triton.cdiv(x.numel(), schedule.block)),)](
+    columns_kernel[(min(collectives_gpu.CHANNELS, triton.cdiv(x.numel(), schedule.block)),)](
         x_ptr=_integers(x), out_ptr=_integers(out), total=x.numel(), n=n, columns=columns,
         **_box_arguments(memory, schedule),
     )  # fmt: skip
@@ -56,7 +56,7 @@ def rows_over_peers(memory: PeerMemory, weight: Tensor, ids: Tensor) -> Tensor |
         return None
     out = weight.new_empty((*ids.shape, D))
     schedule = shot_schedule(total, len(memory.boxes), two_shot=False)
-    rows_kernel[(min(collectives_triton.CHANNELS, triton.cdiv(total, schedule.block)),)](
+    rows_kernel[(min(collectives_gpu.CHANNELS, triton.cdiv(total, schedule.block)),)](
         ids_ptr=ids.contiguous(), weight_ptr=_integers(weight), out_ptr=_integers(out), total=total, v=v, D=D,
         **_box_arguments(memory, schedule),
     )  # fmt: skip
@@ -64,11 +64,11 @@ def rows_over_peers(memory: PeerMemory, weight: Tensor, ids: Tensor) -> Tensor |
 
 
 def _fits(tensor: Tensor, num_elements: int) -> bool:
-    return tensor.itemsize in INTEGERS and 0 < num_elements <= collectives_triton.MOST_ELEMENTS
+    return tensor.itemsize in INTEGERS and 0 < num_elements <= collectives_gpu.MOST_ELEMENTS
 
 
 def _box_arguments(memory: PeerMemory, schedule: ReduceSchedule) -> dict[str, Any]:
-    boxes = {"boxes": memory.boxes, "BOX": collectives_triton.BOX}
+    boxes = {"boxes": memory.boxes, "BOX": collectives_gpu.BOX}
     return boxes | {"BLOCK": schedule.block, "num_warps": schedule.warps} | memory_arguments(memory)
 
 

@@ -1,6 +1,6 @@
 """tree_all_reduce over memory that the GPUs of a group have opened to each other: one kernel a rank, no library.
 
-Legend: M tokens, N features, R ranks; elements of [M, N] are counted through. See collectives_memory for boxes, flags,
+Legend: M tokens, N features, R ranks; elements of [M, N] are counted through. See peer_memory for boxes, flags,
 channels and epochs.
 
 A rank *writes* into the boxes of the others and reads its own alone: a write needs no answer, and whoever waits looks
@@ -13,7 +13,7 @@ Both add the partials of an element in the order of the tree over the ranks, in 
 `collectives.add_partials`. Filling a box again needs no leave: who sends box e + 2 has received box e + 1, which its
 reader sent after having read box e. Epochs are counted on the device, so that a replayed CUDA graph goes on counting.
 
-Large sums travel otherwise: collectives_landing.
+Large sums travel otherwise: overlapped.
 
 All ranks have to launch the same sums in the same order, with as many elements and the same schedule. Programs start
 in the order of their numbers, so that the lowest unfinished one runs on every rank and none waits for ever.

@@ -28,7 +28,7 @@ from detcompile.orders.float32 import add_tree
 from detcompile.parallel import process_group
 from detcompile.templates.collectives.gather import gather
 from detcompile.templates.collectives.gpu import LEVELS, MOST_ELEMENTS, Reduction, reduce_over_peers
-from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_by_landing
+from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_overlapped
 from detcompile.templates.collectives.peer_memory import Landing, PeerMemory, landing_of, peer_memory
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.device.cuda_graphs import is_for_graph
@@ -81,13 +81,13 @@ def matmul_all_reduce(
     radices_above: Sequence[int],
     group: str,
     out_dtype: torch.dtype,
-    landing: bool | None = None,
+    overlapped: bool | None = None,
 ) -> Tensor:
     """The op on any device.
 
     Args:
-        landing: whether partials travel while others are made, where they can; None: of many tokens and ``for_graph``,
-            as the host takes longer to launch all the parts than they save.
+        overlapped: Whether partials travel while others are made, where they can. None decides by itself: for many
+            tokens inside ``for_graph``, since launching all the parts takes the host longer than they save.
 
     Raises:
         InvalidInput: the radices above do not make the group's size.
@@ -95,7 +95,7 @@ def matmul_all_reduce(
     _require_tree(radices_above, group)
     M, N = x.shape[0], w.shape[0]
     memory = peer_memory(group, x.device) if x.is_cuda else None
-    place = None if memory is None else _landing(memory, group, M, N, radices_above, landing)
+    place = None if memory is None else _landing_for(memory, group, M, N, radices_above, overlapped)
     if memory is None or place is None:
         partial = partial_product(x, w, radices)
         return tree_all_reduce(partial, bias, residual, radices_above, group, out_dtype)
@@ -105,11 +105,11 @@ def matmul_all_reduce(
         partial_product(x[rows], w, radices, partial[rows])
 
     reduction = Reduction(partial, *_epilogue(bias, residual), tuple(radices_above), out)
-    reduce_by_landing(memory, place, reduction, make)
+    reduce_overlapped(memory, place, reduction, make)
     return out
 
 
-def _landing(
+def _landing_for(
     memory: PeerMemory, group: str, M: int, N: int, radices: Sequence[int], wanted: bool | None
 ) -> Landing | None:
     """Where sums of this size land; None if they travel otherwise."""
@@ -138,13 +138,15 @@ def tree_all_reduce(
     out_dtype: torch.dtype,
     two_shot: bool | None = None,
     peers: bool = True,
-    landing: bool = False,
+    overlapped: bool = False,
 ) -> Tensor:
     """The op on any device.
 
     Args:
-        two_shot: forces a way. peers: False: by the library also where GPUs map each other's memory. landing: by copy
-            engines where they can, which is not faster without a product beside. All give the same bits.
+        two_shot: Forces two shots or one; None takes what is faster.
+        peers: False sums by the library also where GPUs map each other's memory.
+        overlapped: Copy engines carry the partials where they can, which is not faster without a product beside.
+            All of these give the same bits.
 
     Raises:
         InvalidInput: the radices do not make the group's size, or shapes do not fit.
@@ -161,11 +163,12 @@ def tree_all_reduce(
     if memory is not None and _levels(radices) <= LEVELS and 0 < partial.numel() <= MOST_ELEMENTS:
         out = partial.new_empty(partial.shape, dtype=out_dtype)
         reduction = Reduction(partial, *_epilogue(bias, residual), tuple(radices), out)
-        place = None if two_shot is not None else _landing(memory, group, out.shape[0], out.shape[1], radices, landing)
+        M, N = out.shape
+        place = None if two_shot is not None else _landing_for(memory, group, M, N, radices, overlapped)
         if place is None:
             reduce_over_peers(memory, reduction, two_shot)
         else:
-            reduce_by_landing(memory, place, reduction)
+            reduce_overlapped(memory, place, reduction)
         return out.view(shape)
     if two_shot is None:
         two_shot = partial.numel() * partial.element_size() >= TWO_SHOT_BYTES

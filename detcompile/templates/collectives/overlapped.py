@@ -9,7 +9,7 @@ Legend: M tokens, N features, R ranks. Rank r owns the r-th share of the tokens 
 There are two meetings a piece, however large it is. Nothing is overwritten too early: that a rank's kernel has ended
 says that the others have read all that landed before, and that it meets the others says that it has taken all sums.
 
-As in collectives_triton, all ranks launch the same sums in the same order; no way of travelling moves a bit.
+As in collectives_gpu, all ranks launch the same sums in the same order; no way of travelling moves a bit.
 """
 
 import functools
@@ -30,7 +30,7 @@ from detcompile.templates.collectives.gpu import (
 )
 from detcompile.templates.collectives.peer_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
 
-__all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_by_landing"]
+__all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_overlapped"]
 
 LEAST_TOKENS = 1024  # of a product; from here on its shares take as long as the copies beside them
 TILE = 128  # tokens: shares are whole tiles of a product, where they can be
@@ -38,7 +38,7 @@ MOST_FEATURES = LANDING // LANES  # a share has room for a row
 BLOCK, WARPS = 2048, 8
 
 
-def reduce_by_landing(
+def reduce_overlapped(
     memory: PeerMemory, landing: Landing, reduction: Reduction, make: Callable[[slice], object] | None = None
 ) -> None:
     """Write the sum to ``reduction.out``. make(rows) writes these rows of the partial, where it is not filled yet."""

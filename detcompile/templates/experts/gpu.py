@@ -20,7 +20,7 @@ from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed, multiprocessors
 from detcompile.templates.experts import kernels as experts_kernels
 from detcompile.templates.experts.schedules import REFERENCE, ExpertsProblem, expert_candidates
-from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
 from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
@@ -88,15 +88,15 @@ def experts_problem(
     E, N, K = w.shape
     whole = w.stride(2) == 1 and w.stride(0) == N * w.stride(1)
     return ExpertsProblem(
-        dtype=matmul_triton.dtype_name(x.dtype),
+        dtype=matmul_gpu.dtype_name(x.dtype),
         experts=E,
         n=N,
         k=K,
         radices=radices,
-        order=matmul_triton.order_name(K, x.dtype, radices),
+        order=matmul_gpu.order_name(K, x.dtype, radices),
         w_nk=w.stride(2) == 1,
         aligned=whole and w.data_ptr() % 16 == 0 and w.stride(1) * w.element_size() % 16 == 0,
-        bias=None if bias is None else matmul_triton.dtype_name(bias.dtype),
+        bias=None if bias is None else matmul_gpu.dtype_name(bias.dtype),
         bucket=_BUCKETS.of(rows),
     )
 
@@ -157,7 +157,7 @@ def _by_matmul(
         rows = (ids == expert).nonzero()[:, 0]
         if len(rows):
             of_expert = None if bias is None else bias[expert]
-            problem = matmul_triton.gemm_problem(x, w[expert], of_expert, None, radices, out)
+            problem = matmul_gpu.gemm_problem(x, w[expert], of_expert, None, radices, out)
             schedule = reference_schedule(problem)
             out[rows] = matmul_launch.run_schedule(schedule, x[rows], w[expert], of_expert, None, radices, out_dtype)
     return out
@@ -207,7 +207,7 @@ def _run(schedule: GemmSchedule, o: _Operands) -> None:
     if schedule.kind == "few":
         if schedule.block_m < M:
             raise ScheduleError(f"expert_matmul: {schedule} holds {schedule.block_m} rows, not {M}")
-        experts_kernels.few_rows_kernel[(M, tiles_n)](
+        experts_kernels.decode_kernel[(M, tiles_n)](
             o.x, o.ids, o.w, o.out, bias, M, N, leaf_k, leaves, *strides, **options
         )
         return

@@ -4,7 +4,7 @@ Legend: M rows (a token's choice of an expert), C choices of a token, E experts,
 
 | kernel | for |
 |---|---|
-| few_rows_kernel | up to BM rows: a program an expert with rows and a tile of N, found without sorting |
+| decode_kernel | up to BM rows: a program an expert with rows and a tile of N, found without sorting |
 | group_rows_kernel, then grouped_kernel | any number: rows sorted by expert, stably, in tiles that hold one expert's |
 | the same, gather_rows_kernel, sorted_kernel | many: x copied in that order, so that descriptors read both operands |
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.matmul.kernels import close_leaf, grouped, leaf_sum, root_of
 
-__all__ = ["few_rows_kernel", "gather_rows_kernel", "group_rows_kernel", "grouped_kernel", "sorted_kernel"]
+__all__ = ["decode_kernel", "gather_rows_kernel", "group_rows_kernel", "grouped_kernel", "sorted_kernel"]
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def _expert_tile(
 
 
 @triton.jit(do_not_specialize=["M"])
-def few_rows_kernel(
+def decode_kernel(
     x_ptr, ids_ptr, w_ptr, out_ptr, bias_ptr, M, N, leaf_k, leaves,
     x_stride_m, x_stride_k, w_stride_e, w_stride_n, w_stride_k,
     E: tl.constexpr, CHOICES: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from detcompile.templates.matmul.schedules import GemmSchedule
 
-__all__ = ["ExpertsProblem", "FEW_ROWS", "REFERENCE", "expert_candidates"]
+__all__ = ["DECODE_ROWS", "ExpertsProblem", "REFERENCE", "expert_candidates"]
 
-FEW_ROWS = 64  # that a program looks through for its expert's
+DECODE_ROWS = 64  # that a program looks through for its expert's
 REFERENCE = GemmSchedule("pointers", 32, 64, 32, 4, 2)  # serves where no candidate passes; gated like them
 
 
@@ -44,7 +44,7 @@ class ExpertsProblem:
         return f"{shape} {layout} bias={self.bias} rows<={self.bucket}"
 
 
-# kind, block_m, block_n, block_k, warps, stages, swapped. "few" is few_rows_kernel, "tma" grouped_kernel with
+# kind, block_m, block_n, block_k, warps, stages, swapped. "few" is decode_kernel, "tma" grouped_kernel with
 # descriptors, "pointers" the same without, "sorted" sorted_kernel. Few rows an expert: the weights' bytes count.
 _Row = tuple[str, int, int, int, int, int, bool]
 _FEW: dict[int, list[_Row]] = {
@@ -114,10 +114,10 @@ def expert_candidates(problem: ExpertsProblem) -> tuple[GemmSchedule, ...]:
     """Schedules for this problem, the likely fastest first. All but "few" serve any number of rows."""
     rows = []
     if problem.dtype == "float32":
-        few = [("few", problem.bucket, 32, 64, 4, 3, False)] if problem.bucket <= FEW_ROWS else []
+        few = [("few", problem.bucket, 32, 64, 4, 3, False)] if problem.bucket <= DECODE_ROWS else []
         rows = few + _FLOAT32
     else:
-        if problem.bucket <= FEW_ROWS:
+        if problem.bucket <= DECODE_ROWS:
             rows += _FEW[problem.bucket]
         evenly = max(16, min(128, problem.bucket // problem.experts))  # rows an expert; some have more
         width = 1 << (evenly - 1).bit_length()

@@ -21,11 +21,11 @@ from detcompile.templates.device.launcher import launcher
 from detcompile.templates.matmul.kernels import store_tile
 from detcompile.templates.matmul.schedules import GemmSchedule
 
-__all__ = ["launch", "together_kernel"]
+__all__ = ["batched_leaves_kernel", "launch"]
 
 
 @triton.jit(do_not_specialize=["M"])
-def together_kernel(
+def batched_leaves_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, M, N, leaf_k,
     x_stride_m, x_stride_k, w_stride_n, w_stride_k, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -76,7 +76,7 @@ def launch(
 ) -> None:
     """Run the kernel. Leaves of float32 are one block of 128 at most."""
     (M, N), leaf_k = out.shape, x.shape[1] >> levels
-    launcher(together_kernel)[cdiv(N, schedule.block_n), cdiv(M, schedule.block_m)](
+    launcher(batched_leaves_kernel)[cdiv(N, schedule.block_n), cdiv(M, schedule.block_m)](
         x, w, out, out if bias is None else bias, out if residual is None else residual, M, N, leaf_k,
         *x.stride(), *w.stride(), 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, LEVELS=levels, BM=schedule.block_m,

@@ -16,8 +16,7 @@ from detcompile.orders.numerics import matmul_order
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
-from detcompile.templates.matmul import batched_leaves as matmul_together
-from detcompile.templates.matmul import gate_gpu as gates_triton
+from detcompile.templates.matmul import batched_leaves, gate_gpu
 from detcompile.templates.matmul import hopper as matmul_hopper
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
@@ -185,7 +184,7 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
     return bits
 
 
-_MODULES = (matmul_kernels, matmul_hopper, matmul_together, gates_triton, dependent_launch, matmul_launch)
+_MODULES = (matmul_kernels, matmul_hopper, batched_leaves, gate_gpu, dependent_launch, matmul_launch)
 MATMUL = Gate(
     family="matmul",
     sources=(*(module.__file__ for module in _MODULES), __file__),

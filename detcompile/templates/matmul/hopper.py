@@ -269,7 +269,7 @@ def _finish(
 ):  # fmt: skip
     """matmul_kernels.store_tile: out = round(residual + round(acc + bias)), from row first_m, column first_n on.
 
-    Gated: out = silu_mul(round(acc), round(up)), gates_triton's.
+    Gated: out = silu_mul(round(acc), round(up)), gate_gpu's.
     """
     out_ptr, bias_ptr, residual_ptr = pointers
     M, N, residual_stride = sizes

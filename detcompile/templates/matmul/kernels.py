@@ -173,7 +173,7 @@ def tile_kernel(
 
     Grid: (tiles, leaves); with SWAP (tiles of N, leaves, tiles of M), and GROUP is not used. GATED, with SWAP: N is
     half of w's rows, a tile has BN // 2 features of the gate and the same ones of what it lets through, N rows behind;
-    out is silu_mul(round(gate), round(up)), gates_triton's.
+    out is silu_mul(round(gate), round(up)), gate_gpu's.
     """
     wait_for_earlier(PDL)
     if SWAP:

@@ -16,7 +16,7 @@ from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import multiprocessors
 from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.launcher import launcher
-from detcompile.templates.matmul import batched_leaves as matmul_together
+from detcompile.templates.matmul import batched_leaves
 from detcompile.templates.matmul import hopper as matmul_hopper
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul.schedules import GemmSchedule
@@ -99,7 +99,7 @@ def launch(schedule: GemmSchedule, o: Operands) -> None:
     if schedule.gated:
         assert o.bias is None and o.residual is None and 2 * o.out.shape[1] == len(o.w), "gates: see run_gated"
     if schedule.leaves == "together":
-        _launch_together(schedule, o)
+        _launch_batched_leaves(schedule, o)
     elif schedule.leaves == "split" and o.radices:
         partial = o.out.new_empty((math.prod(o.radices), *o.out.shape), dtype=torch.float32)
         _launch_tiles(schedule, replace(o, bias=None, residual=None, out=partial), split=True)
@@ -128,12 +128,12 @@ def _launch_hopper(schedule: GemmSchedule, o: Operands) -> None:
     )  # fmt: skip
 
 
-def _launch_together(schedule: GemmSchedule, o: Operands) -> None:
+def _launch_batched_leaves(schedule: GemmSchedule, o: Operands) -> None:
     if not o.radices or set(o.radices) != {2}:
         raise ScheduleError(f"matmul: {schedule} sums the leaves of trees of radix 2, not of {o.radices}")
     if o.x.dtype is torch.float32 and o.leaf_k > matmul_kernels.FP32_BLOCK.value:
         raise ScheduleError(f"matmul: {schedule} has no blocks of float32 within leaves of {o.leaf_k}")
-    matmul_together.launch(o.x, o.w, o.bias, o.residual, o.out, len(o.radices), schedule)
+    batched_leaves.launch(o.x, o.w, o.bias, o.residual, o.out, len(o.radices), schedule)
 
 
 def _launch_tiles(schedule: GemmSchedule, o: Operands, split: bool) -> None:

@@ -100,8 +100,8 @@ _HOPPER_FEW: dict[int, _Rows] = {
     64: [(64, 64, 128, 4, 6), (64, 64, 64, 4, 10), (32, 64, 128, 4, 8)],
 }
 # Trees of radix 2, whose leaves are summed side by side: K of all leaves, warps at most, stages.
-_TOGETHER = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
-_TOGETHER_FEATURES = 16
+_BATCHED_LEAVES = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
+_BATCHED_LEAVES_FEATURES = 16
 _TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
 _NARROW = (64, 32, 128, 4, 8)
 _HOPPER: _Rows = [
@@ -223,15 +223,15 @@ def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSc
     if problem.hopper and problem.bucket <= 64:
         hopper += _schedules("hopper", True, _HOPPER_FEW[max(16, problem.bucket)])
     found = hopper + (split + plain if problem.bucket <= 256 else plain + split)
-    return _whole_groups(problem, _together(problem) + found)
+    return _whole_groups(problem, _batched_leaves(problem) + found)
 
 
-def _together(problem: GemmProblem) -> list[GemmSchedule]:
+def _batched_leaves(problem: GemmProblem) -> list[GemmSchedule]:
     leaves = math.prod(problem.radices)
     if problem.dtype == "float32" or problem.bucket > 16 or set(problem.radices) != {2}:
         return []
-    rows = dict.fromkeys((k // leaves, min(leaves, warps), stages) for k, warps, stages in _TOGETHER)
-    tile = problem.bucket, _TOGETHER_FEATURES
+    rows = dict.fromkeys((k // leaves, min(leaves, warps), stages) for k, warps, stages in _BATCHED_LEAVES)
+    tile = problem.bucket, _BATCHED_LEAVES_FEATURES
     ahead = problem.w_nk and problem.n * problem.k <= _FEW_WEIGHTS
     return [GemmSchedule("pointers", *tile, *row, swapped=True, leaves="together", ahead=ahead) for row in rows]
 

@@ -17,13 +17,19 @@ from detcompile.templates.device import barrier as gluon_barrier
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
-from detcompile.templates.matmul import gpu as matmul_triton
+from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
 from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
-from detcompile.templates.quantized import int4_decode as dequant_warps
+from detcompile.templates.quantized import int4_decode
 from detcompile.templates.quantized import kernels as dequant_kernels
-from detcompile.templates.quantized.schedules import EXPAND, LEVELS, DequantProblem, dequant_candidates, fits_warps
+from detcompile.templates.quantized.schedules import (
+    EXPAND,
+    LEVELS,
+    DequantProblem,
+    dequant_candidates,
+    fits_int4_decode,
+)
 from detcompile.templates.quantized.weights import KINDS, NIBBLE_BLOCK, QuantizedWeight, pack_nibbles
 
 __all__ = [
@@ -75,7 +81,7 @@ def run_dequant(
     """
     if schedule == EXPAND:
         w = expanded(weight, x.dtype)
-        return matmul_triton.matmul_cuda(x, w, bias, residual, radices, out_dtype)
+        return matmul_gpu.matmul_cuda(x, w, bias, residual, radices, out_dtype)
     radices = tuple(radix for radix in radices if radix > 1)
     _require_fit(schedule, x, weight, radices)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -115,20 +121,20 @@ def dequant_problem(
     """What a launch's schedule may depend on; the token count only through its power-of-two bucket."""
     M, K = x.shape
     return DequantProblem(
-        dtype=matmul_triton.dtype_name(x.dtype),
-        w_dtype=matmul_triton.dtype_name(weight.w.dtype),
-        s_dtype=matmul_triton.dtype_name(weight.scales.dtype),
+        dtype=matmul_gpu.dtype_name(x.dtype),
+        w_dtype=matmul_gpu.dtype_name(weight.w.dtype),
+        s_dtype=matmul_gpu.dtype_name(weight.scales.dtype),
         zeros=weight.zeros is not None,
         n=len(weight.w),
         k=K,
         group=weight.group,
         rows=weight.rows,
         radices=radices,
-        order=matmul_triton.order_name(K, x.dtype, radices),
+        order=matmul_gpu.order_name(K, x.dtype, radices),
         epilogue=(
-            matmul_triton.dtype_name(out_dtype),
-            matmul_triton.dtype_name_of(bias),
-            matmul_triton.dtype_name_of(residual),
+            matmul_gpu.dtype_name(out_dtype),
+            matmul_gpu.dtype_name_of(bias),
+            matmul_gpu.dtype_name_of(residual),
         ),
         bucket=_BUCKETS.of(M),
         narrow=_is_narrow(weight, x.dtype),
@@ -177,7 +183,7 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
     return bits
 
 
-_MODULES = (dequant_kernels, dequant_warps, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
+_MODULES = (dequant_kernels, int4_decode, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
 DEQUANT = Gate(
     family="dequant",
     sources=(*(module.__file__ for module in _MODULES), __file__),
@@ -191,8 +197,8 @@ DEQUANT = Gate(
 def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
     leaf_k = weight.k // math.prod(radices)
     if schedule.kind == "warps":
-        fits = _is_narrow(weight, x.dtype) and fits_warps(schedule, weight.group, weight.rows, len(weight.w), leaf_k)
-        if not fits or (radices and schedule.leaves != "split"):
+        fits = fits_int4_decode(schedule, weight.group, weight.rows, len(weight.w), leaf_k)
+        if not (fits and _is_narrow(weight, x.dtype)) or (radices and schedule.leaves != "split"):
             raise ScheduleError(
                 f"dequant_matmul: {schedule} takes nibbles on a GPU with a scale of x's dtype for groups of "
                 f"{NIBBLE_BLOCK} k, 16 features and {schedule.block_k} k at a time, and no tree within a program"
@@ -228,7 +234,7 @@ def _launch(
     split = out.dim() == 3
     w, scales, zeros = _contiguous(weight)
     if schedule.kind == "warps":
-        dequant_warps.launch(
+        int4_decode.launch(
             x, w, scales, zeros, bias, residual, out, weight.group, leaf_k, split, block_m=schedule.block_m,
             block_n=schedule.block_n, block_k=step, warps=schedule.warps, stages=schedule.stages,
         )  # fmt: skip
@@ -258,7 +264,7 @@ def _run_probed(
     if schedule != EXPAND:
         return run_dequant(schedule, x, weight, bias, residual, radices, out_dtype)
     w = expanded(weight, x.dtype)
-    at = matmul_triton.gemm_problem(x, w, bias, residual, radices, x.new_empty(1, len(w), dtype=out_dtype))
+    at = matmul_gpu.gemm_problem(x, w, bias, residual, radices, x.new_empty(1, len(w), dtype=out_dtype))
     return matmul_launch.run_schedule(reference_schedule(at), x, w, bias, residual, radices, out_dtype)
 
 

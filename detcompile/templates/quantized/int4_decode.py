@@ -29,7 +29,7 @@ from detcompile.templates.device.dependent_launch import (
 from detcompile.templates.device.widening import widened
 from detcompile.templates.quantized.kernels import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
 
-__all__ = ["launch", "warps_kernel"]
+__all__ = ["int4_decode_kernel", "launch"]
 
 _AHEAD_BYTES = 16 << 20  # of weights, brought into the L2 cache while the kernel before ends
 # Rows of bytes start at the same bank of shared memory, so that the chunks of eight are shuffled. Tokens are side by
@@ -64,7 +64,7 @@ def launch(
     tiles_n = -(-N // block_n)
     ahead = min(leaf_k // 2, _AHEAD_BYTES // (leaves * N)) // 16 * 16
     q_layout, x_layout = _layouts(block_m, block_n, warps)
-    warps_kernel[(tiles_n * -(-M // block_m), leaves if split else 1)](
+    int4_decode_kernel[(tiles_n * -(-M // block_m), leaves if split else 1)](
         x, w, scales, zeros, out, out if bias is None else bias, out if residual is None else residual,
         M, N, tiles_n, leaf_k, ahead, x.stride(0), w.stride(0), scales.stride(0),
         0 if residual is None else residual.stride(0),
@@ -218,7 +218,7 @@ def _store(
 
 
 @gluon.jit(do_not_specialize=["M", "tiles_n", "ahead"])
-def warps_kernel(
+def int4_decode_kernel(
     x_ptr, q_ptr, scale_ptr, zero_ptr, out_ptr, bias_ptr, residual_ptr, M, N, tiles_n, leaf_k, ahead,
     x_stride, w_stride, scale_stride, residual_stride,
     GROUP_K: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,

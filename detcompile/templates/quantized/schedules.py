@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from detcompile.templates.matmul.schedules import GemmSchedule
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK
 
-__all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates", "fits_warps"]
+__all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates", "fits_int4_decode"]
 
 EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
 LEVELS = 4  # of a tree that one kernel can hold
@@ -140,11 +140,11 @@ def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]
 def _warps(problem: DequantProblem) -> list[GemmSchedule]:
     leaves, rows = ("split", _WARPS_SPLIT) if problem.radices else ("register", _WARPS)
     found = [GemmSchedule("warps", *sizes, leaves=leaves) for sizes in rows]
-    fitting = [s for s in found if fits_warps(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
+    fitting = [s for s in found if fits_int4_decode(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
     wide = bool(problem.radices) or problem.n > _MANY_FEATURES
     return sorted(fitting, key=lambda s: (s.block_m, (s.block_n >= 16 * s.warps) != wide))
 
 
-def fits_warps(schedule: GemmSchedule, group: int, rows: int, n: int, leaf_k: int) -> bool:
+def fits_int4_decode(schedule: GemmSchedule, group: int, rows: int, n: int, leaf_k: int) -> bool:
     """Whether int4_decode.py takes it: one scale for 128 k of a feature, whole steps, vectors of 16 features."""
     return group % NIBBLE_BLOCK == 0 and rows == 1 and n % 16 == 0 and leaf_k % schedule.block_k == 0

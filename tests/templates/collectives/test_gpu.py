@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.float32 import add_tree
-from detcompile.templates.collectives import gather_gpu as collectives_moves
-from detcompile.templates.collectives import gpu as collectives_triton
+from detcompile.templates.collectives import gather_gpu, overlapped, peer_memory
+from detcompile.templates.collectives import gpu as collectives_gpu
 from detcompile.templates.collectives import op as collectives
-from detcompile.templates.collectives import overlapped as collectives_landing
-from detcompile.templates.collectives import peer_memory as collectives_memory
 from detcompile.templates.collectives.gpu import Reduction
 from detcompile.templates.collectives.peer_memory import CHANNELS, LANES, Landing, PeerMemory
 from detcompile.templates.device import cuda_graphs
@@ -24,7 +22,7 @@ pytestmark = NEEDS_TRITON
 
 PITCH = 4096  # elements of a share that land
 HIGH = 1 << 30  # an epoch that nobody reaches
-BOX = 256 if INTERPRETED else collectives_memory.BOX
+BOX = 256 if INTERPRETED else peer_memory.BOX
 CASES = [(1, 5, (2,)), (3, 100, (3,)), (9, 170, (2,)), (7, 161, (2, 2)), (3, 100, (3, 2)), (1, 64, (2, 2, 2))]
 
 
@@ -33,11 +31,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time: small boxes and few channels, so that loops go round: no more than once, since
     a box is read only once every rank has filled all of its own."""
     if INTERPRETED:
-        monkeypatch.setattr(collectives_triton, "BOX", BOX)
-        monkeypatch.setattr(collectives_triton, "CHANNELS", 3)
-        monkeypatch.setattr(collectives_triton, "BLOCKS", ((64, 4), (BOX, 4)))
-        monkeypatch.setattr(collectives_landing, "CHANNELS", 2)
-        monkeypatch.setattr(collectives_landing, "BLOCK", 64)
+        monkeypatch.setattr(collectives_gpu, "BOX", BOX)
+        monkeypatch.setattr(collectives_gpu, "CHANNELS", 3)
+        monkeypatch.setattr(collectives_gpu, "BLOCKS", ((64, 4), (BOX, 4)))
+        monkeypatch.setattr(overlapped, "CHANNELS", 2)
+        monkeypatch.setattr(overlapped, "BLOCK", 64)
 
 
 def landing(num_ranks: int) -> Landing:
@@ -88,7 +86,7 @@ def test_every_rank_has_the_sum_in_the_order_of_the_tree(M: int, N: int, radices
             for memory, partial, out in zip(ranks, partials, outs):
                 memory.epochs.fill_(7)
                 reduction = Reduction(partial.to(DEVICE), *epilogue, radices, out)
-                collectives_triton.reduce_over_peers(memory, reduction, two_shot)
+                collectives_gpu.reduce_over_peers(memory, reduction, two_shot)
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
 
@@ -117,7 +115,7 @@ def test_sums_that_land_are_those_of_the_tree(M: int, N: int, radices: tuple[int
             for memory, partial, out in zip(ranks, partials, outs):
                 memory.epochs.fill_(7)
                 reduction = Reduction(partial.to(DEVICE), *epilogue, radices, out)
-                collectives_landing._gather(memory, place, reduction, share)
+                overlapped._gather(memory, place, reduction, share)
         for out in outs:
             assert_bitwise_equal(out.cpu(), expected, f"{out_dtype}")
         assert ranks[0].epochs[:1].tolist() == [9]
@@ -137,7 +135,7 @@ def test_columns_arrive_side_by_side(num_ranks: int, M: int, n: int, columns: in
         for memory in ranks:
             memory.epochs.fill_(7)
             own = whole[:, memory.rank * n : (memory.rank + 1) * n].contiguous().to(DEVICE)
-            outs.append(collectives_moves.columns_over_peers(memory, own, columns))
+            outs.append(gather_gpu.columns_over_peers(memory, own, columns))
     for out in outs:
         assert_bitwise_equal(out.cpu(), whole[:, :columns].contiguous(), f"{dtype}")
     assert ranks[0].epochs[:3].tolist() == epochs_after(M * n, num_ranks)
@@ -145,9 +143,9 @@ def test_columns_arrive_side_by_side(num_ranks: int, M: int, n: int, columns: in
 
 def epochs_after(num_elements: int, num_ranks: int) -> list[int]:
     """Of the first three channels: one a block that they had."""
-    block = collectives_triton.shot_schedule(num_elements, num_ranks, two_shot=False).block
+    block = collectives_gpu.shot_schedule(num_elements, num_ranks, two_shot=False).block
     blocks = -(-num_elements // block)
-    programs = min(collectives_triton.CHANNELS, blocks)
+    programs = min(collectives_gpu.CHANNELS, blocks)
     return [7 + len(range(channel, blocks, programs)) if channel < programs else 7 for channel in range(3)]
 
 
@@ -171,25 +169,25 @@ def test_rows_arrive_from_the_rank_that_has_them(
         for memory in ranks:
             memory.epochs.fill_(7)
             own = table[memory.rank * v : (memory.rank + 1) * v].to(DEVICE)
-            outs.append(collectives_moves.rows_over_peers(memory, own, ids.to(DEVICE)))
+            outs.append(gather_gpu.rows_over_peers(memory, own, ids.to(DEVICE)))
     for out in outs:
         assert_bitwise_equal(out.cpu(), expected, f"{dtype}")
     assert ranks[0].epochs[:3].tolist() == epochs_after(ids.numel() * D, num_ranks)
 
 
-def test_moves_of_nothing_and_of_wide_elements_are_left_to_the_library() -> None:
+def test_gathers_of_nothing_and_of_wide_elements_are_left_to_the_library() -> None:
     (memory, _) = memories(2)
     for x in (torch.zeros(0, 4, device=DEVICE), torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)):
-        assert collectives_moves.columns_over_peers(memory, x, 8) is None
+        assert gather_gpu.columns_over_peers(memory, x, 8) is None
     rows = torch.zeros(4, 2, device=DEVICE)
-    assert collectives_moves.rows_over_peers(memory, rows, torch.zeros(0, dtype=torch.int64, device=DEVICE)) is None
+    assert gather_gpu.rows_over_peers(memory, rows, torch.zeros(0, dtype=torch.int64, device=DEVICE)) is None
 
 
 def test_epochs_advance_by_one_for_each_meeting_and_only_where_a_program_was():
     (first, _), partial = memories(2), torch.zeros(1, 64, device=DEVICE)
     for two_shot in (False, True):
         reduction = Reduction(partial, None, None, (2,), torch.empty_like(partial))
-        collectives_triton.reduce_over_peers(first, reduction, two_shot)
+        collectives_gpu.reduce_over_peers(first, reduction, two_shot)
     assert first.epochs[:4].tolist() == [10, 7, 7, 7]
     assert int(first.flags[first.rank]) == 10  # lanes without another rank speak with themselves
 
@@ -199,7 +197,7 @@ def test_products_of_many_tokens_land_where_a_graph_is_made(monkeypatch: pytest.
     (memory, _) = memories(2)
 
     def where(M: int, wanted: bool | None = None) -> object:
-        return collectives._landing(memory, "a group", M, 64, (2,), wanted)
+        return collectives._landing_for(memory, "a group", M, 64, (2,), wanted)
 
     assert [where(4096), where(4096, True), where(0, True), where(4096, False)] == [None, "a landing", None, None]
     with cuda_graphs.for_graph():
@@ -208,7 +206,7 @@ def test_products_of_many_tokens_land_where_a_graph_is_made(monkeypatch: pytest.
 
 
 def test_more_is_sent_in_two_shots_and_no_block_outgrows_its_box():
-    chosen = [collectives_triton.choose_schedule(1 << power, 4, 2) for power in range(10, 28)]
+    chosen = [collectives_gpu.choose_schedule(1 << power, 4, 2) for power in range(10, 28)]
     assert [schedule.two_shot for schedule in chosen] == sorted(schedule.two_shot for schedule in chosen)
     assert not chosen[0].two_shot and chosen[-1].two_shot
     assert max(schedule.block for schedule in chosen) <= BOX

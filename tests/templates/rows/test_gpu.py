@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.numerics import row_order
-from detcompile.templates.rows import softmax_gpu as softmax_triton
-from detcompile.templates.rows import sums_and_norms_gpu as rows_triton
+from detcompile.templates.rows import softmax_gpu, sums_and_norms_gpu
 from detcompile.templates.rows import tiles as row_tiles
 from detcompile.templates.rows.softmax_gpu import log_softmax_cuda, logsumexp_cuda, softmax_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import layer_norm_cuda, rms_norm_cuda, row_sum_cuda, row_var_mean_cuda
-from detcompile.templates.tokens import embedding_gpu as embedding_triton
+from detcompile.templates.tokens import embedding_gpu
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
@@ -202,11 +201,11 @@ def test_empty_inputs() -> None:
 def test_embedding_copies_rows_and_never_reads_outside() -> None:
     weight = heavy_tailed(50, 33)
     ids = torch.tensor([[0, 49, 7], [-1, 50, 2**40]], device=DEVICE)
-    out = embedding_triton.embedding_cuda(weight, ids)
+    out = embedding_gpu.embedding_cuda(weight, ids)
     assert_bitwise_equal(out[0], weight[ids[0]])
     assert out[1].isnan().all()
-    assert_bitwise_equal(embedding_triton.embedding_cuda(weight.t().contiguous().t(), ids[:1].int())[0], out[0])
-    assert embedding_triton.embedding_cuda(weight, ids[:0]).shape == (0, 3, 33)
+    assert_bitwise_equal(embedding_gpu.embedding_cuda(weight.t().contiguous().t(), ids[:1].int())[0], out[0])
+    assert embedding_gpu.embedding_cuda(weight, ids[:0]).shape == (0, 3, 33)
 
 
 class TestOnTheGpu:
@@ -216,9 +215,9 @@ class TestOnTheGpu:
     def test_shuffles_and_spelled_out_additions_agree(self, length: int) -> None:
         x = heavy_tailed(5, length)
         with mock.patch.multiple(
-            rows_triton,
-            _row_sum_kernel=_without_shuffles(rows_triton._row_sum_kernel),
-            _chunks_kernel=_without_shuffles(rows_triton._chunks_kernel),
+            sums_and_norms_gpu,
+            _row_sum_kernel=_without_shuffles(sums_and_norms_gpu._row_sum_kernel),
+            _chunks_kernel=_without_shuffles(sums_and_norms_gpu._chunks_kernel),
         ):
             spelled_out = row_sum_cuda(x)
         assert_bitwise_equal(spelled_out, row_sum_cuda(x))
@@ -241,8 +240,8 @@ class TestOnTheGpu:
             expected = {name: kernel(x) for name, kernel in kernels.items()}
             short = row_tiles.ShortTile(*tile)
             with (
-                mock.patch.object(rows_triton, "SHORT", short),
-                mock.patch.multiple(softmax_triton, SHORT=short, SHORT_FEW=short, SHORT_LOG=short),
+                mock.patch.object(sums_and_norms_gpu, "SHORT", short),
+                mock.patch.multiple(softmax_gpu, SHORT=short, SHORT_FEW=short, SHORT_LOG=short),
             ):
                 for name, kernel in kernels.items():
                     assert_bitwise_equal(kernel(x), expected[name], f"{name} {dtype}")
@@ -270,7 +269,7 @@ class TestOnTheGpu:
     def test_shared_reciprocals_give_the_bytes_of_divisions(self) -> None:
         x = _rows_with_exponentials_of_every_size(128)
         shared = softmax_cuda(x, None, ())
-        with mock.patch.object(softmax_triton, "ONCE_WIDTH", 0):
+        with mock.patch.object(softmax_gpu, "ONCE_WIDTH", 0):
             assert_bitwise_equal(shared, softmax_cuda(x, None, ()))
 
     @pytest.mark.parametrize("length", [128, 20_000])  # of one kernel, and in parts
@@ -289,7 +288,7 @@ class TestOnTheGpu:
 
     def test_tiles_of_many_short_rows_have_the_same_bytes(self) -> None:
         x = heavy_tailed(20_000, 128)
-        assert x.numel() > softmax_triton.FEW_ELEMENTS  # so that the first rows alone take the other tile
+        assert x.numel() > softmax_gpu.FEW_ELEMENTS  # so that the first rows alone take the other tile
         assert_bitwise_equal(row_sum_cuda(x), evaluate(x, 128))
         for dtype in DTYPES:
             assert_bitwise_equal(softmax_cuda(x, dtype, ())[:100], softmax_cuda(x[:100], dtype, ()))

@@ -55,6 +55,7 @@ FLOORS = [
         {"runtime.pipeline", "runtime.request_book"},
         {"runtime.metrics"},
         {"runtime.scheduler", "runtime.step_work"},
+        {"runtime.policies"},
         {"runtime.dense", "runtime.engine_config", "runtime.processes", "runtime.speculation"},
         {"runtime.step"},
         {"runtime.kv", "runtime.sampling"},

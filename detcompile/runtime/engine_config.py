@@ -50,6 +50,11 @@ class EngineConfig:
     overlap: bool | None = None
     aging: int = 1000
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether every prompt is computed in one step."""
+        return self.scheduler == "prefill_first"
+
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
         for name, known in (("scheduler", get_args(SchedulerName)), ("allocation", get_args(AllocationName))):

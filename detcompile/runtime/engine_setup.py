@@ -17,9 +17,9 @@ from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.kv_cache import KVCache, KVShape
 from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
+from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.sampling.sampler import Sampler
-from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, SpeculationConfig
 from detcompile.runtime.step.layout import graph_layouts
@@ -225,7 +225,7 @@ def room_for_cache(model: EngineModel, config: EngineConfig, *, drafts: bool, nu
     step = step_needs(
         runner,
         functools.partial(Sampler, model.num_logits, model.device, penalised_seats=config.max_num_seqs),
-        num_tokens=max(tokens, model.max_context) if config.scheduler == "prefill_first" else tokens,
+        num_tokens=max(tokens, model.max_context) if config.whole_prompts else tokens,
         num_sequences=config.max_num_seqs,
         num_drafts=DRAFT_ROWS if drafts else 0,
         num_prompt_tokens=PROMPT_LOGPROBS_CHUNK,

@@ -253,7 +253,7 @@ class Pipeline:
         self, plan: StepPlan, drafted: Mapping[Sequence, Verification], pending: dict[Sequence, int]
     ) -> "_Prepared":
         entries, draws = lay_out(plan.entries, drafted)
-        prompts = tuple(entry for entry in plan.entries if _wants_prompt_logprobs(entry))
+        prompts = tuple(entry for entry in plan.entries if entry.sequence.gives_prompt_logits(entry.start))
         size = self._scheduler.blocks.pool.block_size
         work = build_work(entries, draws, prompts, self._tables, size, pending)
         return _Prepared(plan, work, draws, prompts)
@@ -391,10 +391,3 @@ class Pipeline:
             num_waiting=step.num_waiting,
         )
         self.tally.add(record, num_tokens)
-
-
-def _wants_prompt_logprobs(entry: StepEntry) -> bool:
-    sequence = entry.sequence
-    if sequence.sampling.prompt_logprobs is None or sequence.sample_index > 0:
-        return False
-    return entry.start < sequence.num_prompt_tokens - 1

@@ -10,14 +10,15 @@ from unittest import mock
 import pytest
 
 from detcompile.errors import EngineError, InvalidInput
-from detcompile.runtime import pipeline, step_work
+from detcompile.runtime import step_work
 from detcompile.runtime.engine import Engine
+from detcompile.runtime.policies import NextStep
 from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.queues import Queues
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling import plan as sampling_plan
-from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.step import worker
 from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import OVERLAP, config_of, engine_of, prompt_of, tiny_model
@@ -87,9 +88,8 @@ POINTS: list[tuple[Any, str]] = [
     (sampling_plan, "_needs"),
     (worker, "_cut"),
     (worker.Worker, "_prompt_logprobs"),
-    (Scheduler, "_chunk"),
-    (Scheduler, "_urgency"),
-    (pipeline, "_wants_prompt_logprobs"),
+    (NextStep, "chunk"),
+    (Queues, "urgency"),
     (step_work, "SampleRow"),
 ]
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, StepPlan
+from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.step import KVGroup
 
 SCHEDULERS = ["stall_free", "prefill_first", "simple_chunking"]
@@ -97,7 +98,7 @@ class Drive:
         assert not (waiting and started) or max(started) < min(waiting), "the most urgent one was passed"
 
     def urgency(self, sequence):
-        return before_urgency(self.scheduler, sequence, self.scheduler.step - 1)
+        return before_urgency(self.scheduler, sequence, self.scheduler._queues.step - 1)
 
 
 class Before:
@@ -106,14 +107,14 @@ class Before:
     def __init__(self, scheduler):
         self.running, self.waiting = list(scheduler.running), list(scheduler.waiting)
         self.num_computed = {sequence: sequence.num_computed for sequence in self.running}
-        self.urgency = {s: before_urgency(scheduler, s, scheduler.step) for s in self.running}
+        self.urgency = {s: before_urgency(scheduler, s, scheduler._queues.step) for s in self.running}
         self.decodes = [s for s in self.running if is_decode(s, s.num_computed) and s.num_tokens < s.most_tokens]
         self.prefills = [s for s in self.running if s.num_uncomputed and not is_decode(s, s.num_computed)]
 
 
 def before_urgency(scheduler, sequence, step):
     """As the scheduler's docstring states it."""
-    waited = step - scheduler._waiting_since[sequence]
+    waited = step - scheduler._queues._waiting_since[sequence]
     return sequence.priority - waited // scheduler.config.aging, sequence.arrival, sequence.sample_index
 
 
@@ -280,7 +281,7 @@ def test_prefills_and_decodes_share_a_budget_that_the_decodes_fill(num_decodes, 
     started = [new_sequence(100, 5, 100 + index) for index in range(len(prefills))]
     for sequence, chunk in zip(started, prefills):  # as if it had run within a larger budget
         drive.scheduler.blocks.admit(sequence, 100)
-        drive.scheduler._waiting_since[sequence] = 0
+        drive.scheduler._queues._waiting_since[sequence] = 0
         drive.scheduler.running[sequence] = None
         sequence.num_computed = chunk
     drive.scheduler.config = EngineConfig(block_size=16, max_num_batched_tokens=num_decodes)
@@ -302,11 +303,11 @@ def test_age_ends_a_wait_that_urgent_requests_would_make_endless(scheduler, agin
         patient, arrival = new_sequence(5, 3, 0, priority=distance), count(1)
         drive.scheduler.add(new_sequence(3, 2, next(arrival)))
         drive.scheduler.add(patient)
-        while drive.scheduler.step < most_steps and patient not in drive.scheduler.running:
+        while drive.scheduler._queues.step < most_steps and patient not in drive.scheduler.running:
             if not any(sequence is not patient for sequence in drive.scheduler.waiting):
                 drive.scheduler.add(new_sequence(3, 2, next(arrival)))
             drive.step()
-        return drive.scheduler.step if patient in drive.scheduler.running else None
+        return drive.scheduler._queues.step if patient in drive.scheduler.running else None
 
     assert starts_after(1_000_000, 20 * distance * aging) is None
     bound = aging * distance + aging + 2 * 2 + 2  # then those that came before it is old enough: one runs, one waits

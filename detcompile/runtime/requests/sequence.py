@@ -80,6 +80,17 @@ class Sequence:
         """Tokens after the prompt, a final stop token included."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether prompt logprobs are asked for, and this is the sample that they are taken from."""
+        return self.sampling.prompt_logprobs is not None and self.sample_index == 0
+
+    def gives_prompt_logits(self, start: int) -> bool:
+        """Whether the logits of all its tokens from ``start`` on are wanted in a step."""
+        if self.sampling.prompt_logprobs is None:  # asked of every entry of every step
+            return False
+        return self.sample_index == 0 and start < self.num_prompt_tokens - 1
+
     def append(self, token_id: int) -> None:
         """Add a generated token. May set ``finish_reason``."""
         assert self.finish_reason is None, f"a token for a sequence that has finished ({self.finish_reason})"

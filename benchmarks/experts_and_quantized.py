@@ -35,10 +35,9 @@ from torch import Tensor
 
 from benchmarks.templates import DEVICE, TREES, copies, measure
 from detcompile.templates.experts import gpu as experts_gpu
-from detcompile.templates.experts.schedules import expert_candidates
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.experts.schedules import ExpertsSchedule, expert_candidates
 from detcompile.templates.quantized import gpu as dequant_gpu
-from detcompile.templates.quantized.schedules import dequant_candidates
+from detcompile.templates.quantized.schedules import DequantSchedule, dequant_candidates
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized, pack_nibbles
 
 MIXTURES = {  # experts, experts of a token, {product: N, K, whether a token's choices share its row}
@@ -136,7 +135,7 @@ def _quantized_row(x: Tensor, weights: list[QuantizedWeight], radices: tuple[int
     problem = dequant_gpu.dequant_problem(x, weights[0], None, None, radices, BFLOAT16)
     buffers = [(weight,) for weight in weights]
 
-    def seconds(schedule: GemmSchedule) -> float:
+    def seconds(schedule: DequantSchedule) -> float:
         return measure(buffers, lambda w: dequant_gpu.run_dequant(schedule, x, w, radices=radices))
 
     schedule = dequant_gpu.DEQUANT.tune(problem, DEVICE, seconds)
@@ -241,7 +240,7 @@ def _compile_all(compile_one: Callable, arguments: list[tuple]) -> None:
         pool.starmap(compile_one, arguments, chunksize=1)
 
 
-def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None:
+def _compile_experts(schedule: ExpertsSchedule, experts: int, choices: int) -> None:
     x = torch.zeros(1, *(() if choices > 1 else (1,)), 2048, device=DEVICE, dtype=BFLOAT16)
     ids = torch.zeros(1, choices, device=DEVICE, dtype=torch.int64)
     w = torch.zeros(experts, 256, 2048, device=DEVICE, dtype=BFLOAT16)
@@ -249,7 +248,7 @@ def _compile_experts(schedule: GemmSchedule, experts: int, choices: int) -> None
         experts_gpu.run_experts(schedule, x, ids, w)
 
 
-def _compile_dequant(schedule: GemmSchedule, key: str, radices: tuple[int, ...]) -> None:
+def _compile_dequant(schedule: DequantSchedule, key: str, radices: tuple[int, ...]) -> None:
     with contextlib.suppress(Exception):
         x = torch.zeros(32, 4096, device=DEVICE, dtype=BFLOAT16)
         dequant_gpu.run_dequant(schedule, x, _quantized(key, 256, 4096), radices=radices)

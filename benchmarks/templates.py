@@ -26,8 +26,9 @@ from detcompile.templates.attention import gpu as attention_triton
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import launch as matmul_launch
+from detcompile.templates.matmul.candidates import candidates
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
-from detcompile.templates.matmul.schedules import GemmSchedule, candidates
+from detcompile.templates.matmul.schedules import GemmSchedule
 from detcompile.templates.rows import softmax_gpu, sums_and_norms_gpu
 
 DEVICE = torch.device("cuda")

@@ -8,6 +8,7 @@ matmul_order(K, dtype, radices).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -15,15 +16,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile.errors import ScheduleError
-from detcompile.templates.device import dependent_launch
+from detcompile.templates.device import dependent_launch, exponential, widening
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed, multiprocessors
 from detcompile.templates.experts import kernels as experts_kernels
-from detcompile.templates.experts.schedules import REFERENCE, ExpertsProblem, expert_candidates
+from detcompile.templates.experts.schedules import (
+    REFERENCE,
+    Decode,
+    ExpertsProblem,
+    ExpertsSchedule,
+    Grouped,
+    Sorted,
+    expert_candidates,
+)
 from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
-from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
+from detcompile.templates.matmul import tree as matmul_tree
+from detcompile.templates.matmul.candidates import reference_schedule
+from detcompile.templates.matmul.tree import LEVELS, tree_options
 
 __all__ = ["EXPERTS", "expert_matmul_cuda", "experts_problem", "probe_experts", "run_experts"]
 
@@ -67,7 +78,7 @@ def expert_matmul_cuda(
 
 
 def run_experts(
-    schedule: GemmSchedule,
+    schedule: ExpertsSchedule,
     x: Tensor,
     ids: Tensor,
     w: Tensor,
@@ -101,7 +112,7 @@ def experts_problem(
     )
 
 
-def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
+def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[ExpertsSchedule], bytes]:
     """The gate's probe: bytes of the unrounded sums and of the op under a schedule, which must be matmul's own.
 
     Heavy-tailed data over the problem's own K and layout, a few experts of uneven rows, one row without any; M and N
@@ -125,7 +136,7 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ge
     radices = problem.radices
     expected = _by_matmul(x, ids, w, None, torch.float32, radices), _by_matmul(x, ids, w, bias, dtype, radices)
 
-    def bits(schedule: GemmSchedule) -> bytes:
+    def bits(schedule: ExpertsSchedule) -> bytes:
         found = (
             run_experts(schedule, x, ids, w, None, torch.float32, radices),
             run_experts(schedule, x, ids, w, bias, dtype, radices),
@@ -137,7 +148,8 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ge
     return bits
 
 
-_MODULES = (experts_kernels, matmul_kernels, matmul_launch, dependent_launch)
+_KERNELS = (experts_kernels, matmul_kernels, matmul_tree, exponential, widening)
+_MODULES = (*_KERNELS, matmul_launch, dependent_launch)
 EXPERTS = Gate(
     family="experts",
     sources=(*(module.__file__ for module in _MODULES), __file__),
@@ -145,7 +157,7 @@ EXPERTS = Gate(
     candidates=expert_candidates,
     probe=probe_experts,
     buckets=_BUCKETS,
-    serves=lambda schedule, problem: schedule.kind != "few" or schedule.block_m >= problem.bucket,
+    serves=lambda schedule, problem: not isinstance(schedule, Decode) or schedule.block_m >= problem.bucket,
 )
 
 
@@ -178,61 +190,75 @@ def _operands(
     return _Operands(x, ids, w, None if bias is None else bias.contiguous(), out, choices, radices)
 
 
-def _run(schedule: GemmSchedule, o: _Operands) -> None:
-    M, K = len(o.ids), o.x.shape[1]
-    E, N, _ = o.w.shape
-    blocked = o.x.dtype is torch.float32
-    leaf_k, leaves = o.leaf_k, math.prod(o.radices)
-    if len(o.radices) > matmul_launch.LEVELS:
-        raise ScheduleError(f"expert_matmul: a tree of {matmul_launch.LEVELS} levels at most, not {o.radices}")
+def _run(schedule: ExpertsSchedule, o: _Operands) -> None:
+    if len(o.radices) > LEVELS:
+        raise ScheduleError(f"expert_matmul: a tree of {LEVELS} levels at most, not {o.radices}")
     options = {
-        "E": E,
-        "CHOICES": o.choices,
+        "E": len(o.w),
         "HAS_BIAS": o.bias is not None,
         "BM": schedule.block_m,
         "BN": schedule.block_n,
         "BK": schedule.block_k,
-        "SWAP": schedule.swapped,
-        "BLOCKED": blocked,
-        "EVEN_K": leaf_k % (matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k) == 0,
         "num_warps": schedule.warps,
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
-        **matmul_launch.tree_options(o.radices),
+        **tree_options(o.radices),
         **launch_options(o.x.device),
     }
-    strides = (*o.x.stride(), *o.w.stride())
-    bias = o.out if o.bias is None else o.bias
-    tiles_n = triton.cdiv(N, schedule.block_n)
-    if schedule.kind == "few":
-        if schedule.block_m < M:
-            raise ScheduleError(f"expert_matmul: {schedule} holds {schedule.block_m} rows, not {M}")
-        experts_kernels.decode_kernel[(M, tiles_n)](
-            o.x, o.ids, o.w, o.out, bias, M, N, leaf_k, leaves, *strides, **options
-        )
+    if isinstance(schedule, Sorted):
+        _run_sorted(schedule, o, options)
         return
+    blocked = o.x.dtype is torch.float32
+    step = matmul_kernels.FP32_BLOCK.value if blocked else schedule.block_k
+    options |= {"CHOICES": o.choices, "SWAP": schedule.swapped, "BLOCKED": blocked, "EVEN_K": o.leaf_k % step == 0}
+    if isinstance(schedule, Decode):
+        _run_decode(schedule, o, options)
+    else:
+        _run_grouped(schedule, o, options)
+
+
+def _run_decode(schedule: Decode, o: _Operands, options: dict[str, Any]) -> None:
+    M, N = o.out.shape
+    if schedule.block_m < M:
+        raise ScheduleError(f"expert_matmul: {schedule} holds {schedule.block_m} rows, not {M}")
+    experts_kernels.decode_kernel[(M, triton.cdiv(N, schedule.block_n))](
+        o.x, o.ids, o.w, o.out, o.out if o.bias is None else o.bias, M, N, o.leaf_k, math.prod(o.radices),
+        *o.x.stride(), *o.w.stride(), **options,
+    )  # fmt: skip
+
+
+def _run_grouped(schedule: Grouped, o: _Operands, options: dict[str, Any]) -> None:
+    M, N = o.out.shape
     order, tiles = _grouped_rows(o, schedule.block_m)
     num_tiles = len(tiles) - 1
-    w = o.w
-    if schedule.kind != "pointers":
-        if blocked and matmul_kernels.FP32_BLOCK.value < leaf_k:
-            raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
-        if o.radices and leaf_k % schedule.block_k:
-            raise ScheduleError(f"expert_matmul: {schedule} takes whole k-groups, not leaves of {leaf_k}")
-        w = TensorDescriptor.from_tensor(w.view(E * N, K), [schedule.block_n, schedule.block_k])
-    if schedule.kind == "sorted":
-        for unused in ("CHOICES", "SWAP", "BLOCKED", "EVEN_K"):
-            del options[unused]
-        x = TensorDescriptor.from_tensor(_sorted_rows(o, order), [schedule.block_m, schedule.block_k])
-        programs = min(num_tiles * tiles_n, multiprocessors(o.x.device) * schedule.ctas)
-        experts_kernels.sorted_kernel[(programs,)](
-            x, order, tiles, w, o.out, bias, M, N, leaf_k, leaves, num_tiles, GROUP=schedule.group, **options
-        )
-        return
-    experts_kernels.grouped_kernel[(num_tiles * tiles_n,)](
-        o.x, order, tiles, w, o.out, bias, M, N, leaf_k, leaves, num_tiles, *strides,
-        GROUP=schedule.group, TMA=schedule.kind == "tma", **options,
+    experts_kernels.grouped_kernel[(num_tiles * triton.cdiv(N, schedule.block_n),)](
+        o.x, order, tiles, _described(schedule, o) if schedule.descriptors else o.w, o.out,
+        o.out if o.bias is None else o.bias, M, N, o.leaf_k, math.prod(o.radices), num_tiles,
+        *o.x.stride(), *o.w.stride(), GROUP=schedule.group, TMA=schedule.descriptors, **options,
     )  # fmt: skip
+
+
+def _run_sorted(schedule: Sorted, o: _Operands, options: dict[str, Any]) -> None:
+    M, N = o.out.shape
+    order, tiles = _grouped_rows(o, schedule.block_m)
+    num_tiles = len(tiles) - 1
+    w = _described(schedule, o)
+    x = TensorDescriptor.from_tensor(_sorted_rows(o, order), [schedule.block_m, schedule.block_k])
+    programs = min(num_tiles * triton.cdiv(N, schedule.block_n), multiprocessors(o.x.device))
+    experts_kernels.sorted_kernel[(programs,)](
+        x, order, tiles, w, o.out, o.out if o.bias is None else o.bias, M, N, o.leaf_k, math.prod(o.radices),
+        num_tiles, GROUP=schedule.group, **options,
+    )  # fmt: skip
+
+
+def _described(schedule: Grouped | Sorted, o: _Operands) -> TensorDescriptor:
+    """The weights as [E * N, K], for kernels that sum whole k-groups in one chain a leaf."""
+    E, N, K = o.w.shape
+    if o.x.dtype is torch.float32 and matmul_kernels.FP32_BLOCK.value < o.leaf_k:
+        raise ScheduleError(f"expert_matmul: {schedule} sums one chain, not the blocks of float32")
+    if o.radices and o.leaf_k % schedule.block_k:
+        raise ScheduleError(f"expert_matmul: {schedule} takes whole k-groups, not leaves of {o.leaf_k}")
+    return TensorDescriptor.from_tensor(o.w.view(E * N, K), [schedule.block_n, schedule.block_k])
 
 
 def _grouped_rows(o: _Operands, block_m: int) -> tuple[Tensor, Tensor]:

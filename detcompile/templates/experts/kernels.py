@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
-from detcompile.templates.matmul.kernels import close_leaf, grouped, leaf_sum, root_of
+from detcompile.templates.matmul.kernels import grouped, leaf_sum
+from detcompile.templates.matmul.tree import close_leaf, root_of
 
 __all__ = ["decode_kernel", "gather_rows_kernel", "group_rows_kernel", "grouped_kernel", "sorted_kernel"]
 

@@ -5,14 +5,84 @@ that.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
 
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.matmul.schedules import Tile
 
-__all__ = ["DECODE_ROWS", "ExpertsProblem", "REFERENCE", "expert_candidates"]
+__all__ = [
+    "DECODE_ROWS",
+    "Decode",
+    "ExpertsProblem",
+    "ExpertsSchedule",
+    "Grouped",
+    "REFERENCE",
+    "Sorted",
+    "expert_candidates",
+]
 
 DECODE_ROWS = 64  # that a program looks through for its expert's
-REFERENCE = GemmSchedule("pointers", 32, 64, 32, 4, 2)  # serves where no candidate passes; gated like them
+
+
+@dataclass(frozen=True, slots=True)
+class Decode(Tile):
+    """kernels.decode_kernel: block_m rows at most, a program an expert with rows and a tile of N.
+
+    Attributes:
+        swapped: The weights are the M operand of the MMA.
+    """
+
+    warps: int
+    stages: int
+    _: KW_ONLY
+    swapped: bool = False
+
+    def __str__(self) -> str:
+        return f"decode{'-swapped' * self.swapped}-{self.size}-w{self.warps}s{self.stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped(Tile):
+    """kernels.grouped_kernel: rows in order of their experts, a program a tile.
+
+    Attributes:
+        swapped: The weights are the M operand of the MMA.
+        descriptors: The weights are read through a tensor descriptor.
+        group: Tiles of rows that share their weights in the L2 cache.
+    """
+
+    warps: int
+    stages: int
+    _: KW_ONLY
+    swapped: bool = False
+    descriptors: bool = False
+    group: int = 8
+
+    def __str__(self) -> str:
+        kind = "grouped" + "-swapped" * self.swapped + "-tma" * self.descriptors
+        return f"{kind}-{self.size}-w{self.warps}s{self.stages}g{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted(Tile):
+    """kernels.sorted_kernel: copies of the rows in order of their experts, read like the weights by descriptors.
+
+    Attributes:
+        group: Tiles of rows that share their weights in the L2 cache.
+    """
+
+    warps: int
+    stages: int
+    _: KW_ONLY
+    group: int = 8
+
+    def __str__(self) -> str:
+        return f"sorted-{self.size}-w{self.warps}s{self.stages}g{self.group}"
+
+
+ExpertsSchedule: TypeAlias = Decode | Grouped | Sorted
+
+REFERENCE = Grouped(32, 64, 32, 4, 2)  # serves where no candidate passes; gated like them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +90,8 @@ class ExpertsProblem:
     """All that a choice of schedule may depend on.
 
     Attributes:
-        radices: of the tree over K; () for one chain. order: the SumOrder, as text.
+        radices: Radices of the tree over K; () for one chain.
+        order: The SumOrder, as text.
         w_nk: the weights are contiguous along K (else along N).
         aligned: they can be read through a tensor descriptor.
         bias: its dtype, None where there is none.
@@ -44,82 +115,81 @@ class ExpertsProblem:
         return f"{shape} {layout} bias={self.bias} rows<={self.bucket}"
 
 
-# kind, block_m, block_n, block_k, warps, stages, swapped. "few" is decode_kernel, "tma" grouped_kernel with
-# descriptors, "pointers" the same without, "sorted" sorted_kernel. Few rows an expert: the weights' bytes count.
-_Row = tuple[str, int, int, int, int, int, bool]
-_FEW: dict[int, list[_Row]] = {
+# Few rows an expert: the weights' bytes count.
+_DECODE: dict[int, list[Decode]] = {
     16: [
-        ("few", 16, 64, 128, 4, 5, True),
-        ("few", 16, 32, 256, 4, 4, True),
-        ("few", 16, 64, 256, 4, 4, True),
-        ("few", 16, 32, 128, 4, 6, True),
-        ("few", 16, 128, 64, 4, 5, True),
-    ],
-    32: [("few", 32, 64, 128, 4, 5, True), ("few", 32, 64, 256, 4, 3, True), ("few", 32, 128, 64, 4, 5, True)],
-    64: [("few", 64, 64, 128, 4, 4, True), ("few", 64, 128, 64, 4, 4, True)],
-}
-_GROUPED: dict[int, list[_Row]] = {  # by rows an expert
-    16: [
-        ("tma", 16, 64, 256, 4, 4, True),
-        ("tma", 16, 64, 128, 4, 6, True),
-        ("tma", 16, 64, 128, 4, 4, True),
-        ("tma", 16, 128, 128, 4, 4, True),
-        ("pointers", 16, 64, 128, 4, 5, True),
-        ("pointers", 16, 64, 256, 4, 4, True),
-        ("pointers", 16, 128, 64, 4, 5, True),
+        Decode(16, 64, 128, 4, 5, swapped=True),
+        Decode(16, 32, 256, 4, 4, swapped=True),
+        Decode(16, 64, 256, 4, 4, swapped=True),
+        Decode(16, 32, 128, 4, 6, swapped=True),
+        Decode(16, 128, 64, 4, 5, swapped=True),
     ],
     32: [
-        ("tma", 32, 64, 128, 4, 5, True),
-        ("tma", 32, 128, 128, 4, 4, True),
-        ("tma", 32, 128, 64, 4, 5, True),
-        ("pointers", 32, 64, 128, 4, 4, True),
-        ("pointers", 32, 128, 64, 4, 4, True),
+        Decode(32, 64, 128, 4, 5, swapped=True),
+        Decode(32, 64, 256, 4, 3, swapped=True),
+        Decode(32, 128, 64, 4, 5, swapped=True),
+    ],
+    64: [Decode(64, 64, 128, 4, 4, swapped=True), Decode(64, 128, 64, 4, 4, swapped=True)],
+}
+_GROUPED: dict[int, list[Grouped | Sorted]] = {  # by rows an expert
+    16: [
+        Grouped(16, 64, 256, 4, 4, swapped=True, descriptors=True),
+        Grouped(16, 64, 128, 4, 6, swapped=True, descriptors=True),
+        Grouped(16, 64, 128, 4, 4, swapped=True, descriptors=True),
+        Grouped(16, 128, 128, 4, 4, swapped=True, descriptors=True),
+        Grouped(16, 64, 128, 4, 5, swapped=True),
+        Grouped(16, 64, 256, 4, 4, swapped=True),
+        Grouped(16, 128, 64, 4, 5, swapped=True),
+    ],
+    32: [
+        Grouped(32, 64, 128, 4, 5, swapped=True, descriptors=True),
+        Grouped(32, 128, 128, 4, 4, swapped=True, descriptors=True),
+        Grouped(32, 128, 64, 4, 5, swapped=True, descriptors=True),
+        Grouped(32, 64, 128, 4, 4, swapped=True),
+        Grouped(32, 128, 64, 4, 4, swapped=True),
     ],
     64: [
-        ("tma", 64, 128, 64, 4, 5, True),
-        ("tma", 64, 128, 64, 4, 4, False),
-        ("tma", 64, 64, 128, 4, 4, True),
-        ("tma", 64, 256, 64, 8, 4, False),
-        ("sorted", 64, 256, 64, 8, 4, False),
-        ("sorted", 64, 128, 64, 4, 6, False),
-        ("pointers", 64, 128, 64, 4, 4, True),
-        ("pointers", 64, 128, 64, 4, 4, False),
+        Grouped(64, 128, 64, 4, 5, swapped=True, descriptors=True),
+        Grouped(64, 128, 64, 4, 4, descriptors=True),
+        Grouped(64, 64, 128, 4, 4, swapped=True, descriptors=True),
+        Grouped(64, 256, 64, 8, 4, descriptors=True),
+        Sorted(64, 256, 64, 8, 4),
+        Sorted(64, 128, 64, 4, 6),
+        Grouped(64, 128, 64, 4, 4, swapped=True),
+        Grouped(64, 128, 64, 4, 4),
     ],
     128: [
-        ("sorted", 128, 256, 64, 8, 4, False),
-        ("sorted", 128, 256, 64, 8, 3, False),
-        ("sorted", 128, 128, 64, 8, 5, False),
-        ("sorted", 64, 256, 64, 8, 4, False),
-        ("sorted", 64, 128, 64, 4, 6, False),
-        ("tma", 128, 128, 64, 8, 4, False),
-        ("tma", 128, 256, 64, 8, 3, False),
-        ("tma", 128, 256, 64, 8, 4, False),
-        ("tma", 128, 128, 64, 4, 4, False),
-        ("tma", 64, 256, 64, 8, 4, False),
-        ("tma", 64, 128, 64, 4, 4, False),
-        ("pointers", 128, 128, 64, 8, 3, False),
-        ("pointers", 128, 256, 64, 8, 3, False),
-        ("pointers", 64, 128, 64, 4, 3, False),
+        Sorted(128, 256, 64, 8, 4),
+        Sorted(128, 256, 64, 8, 3),
+        Sorted(128, 128, 64, 8, 5),
+        Sorted(64, 256, 64, 8, 4),
+        Sorted(64, 128, 64, 4, 6),
+        Grouped(128, 128, 64, 8, 4, descriptors=True),
+        Grouped(128, 256, 64, 8, 3, descriptors=True),
+        Grouped(128, 256, 64, 8, 4, descriptors=True),
+        Grouped(128, 128, 64, 4, 4, descriptors=True),
+        Grouped(64, 256, 64, 8, 4, descriptors=True),
+        Grouped(64, 128, 64, 4, 4, descriptors=True),
+        Grouped(128, 128, 64, 8, 3),
+        Grouped(128, 256, 64, 8, 3),
+        Grouped(64, 128, 64, 4, 3),
     ],
 }
-_FLOAT32: list[_Row] = [
-    ("pointers", 16, 64, 32, 4, 3, False),
-    ("pointers", 32, 64, 32, 4, 3, False),
-    ("pointers", 64, 64, 32, 4, 3, False),
+_FLOAT32: list[Grouped] = [
+    Grouped(16, 64, 32, 4, 3),
+    Grouped(32, 64, 32, 4, 3),
+    Grouped(64, 64, 32, 4, 3),
 ]
 
 
 @functools.cache
-def expert_candidates(problem: ExpertsProblem) -> tuple[GemmSchedule, ...]:
-    """Schedules for this problem, the likely fastest first. All but "few" serve any number of rows."""
-    rows = []
+def expert_candidates(problem: ExpertsProblem) -> tuple[ExpertsSchedule, ...]:
+    """Schedules for this problem, the likely fastest first. All but ``Decode`` serve any number of rows."""
+    decodes = problem.bucket <= DECODE_ROWS
     if problem.dtype == "float32":
-        few = [("few", problem.bucket, 32, 64, 4, 3, False)] if problem.bucket <= DECODE_ROWS else []
-        rows = few + _FLOAT32
-    else:
-        if problem.bucket <= DECODE_ROWS:
-            rows += _FEW[problem.bucket]
-        evenly = max(16, min(128, problem.bucket // problem.experts))  # rows an expert; some have more
-        width = 1 << (evenly - 1).bit_length()
-        rows += _GROUPED[width] + _GROUPED.get(2 * width, [])[:2]
-    return tuple(GemmSchedule(*row) for row in rows if problem.aligned or row[0] not in ("tma", "sorted"))
+        return (*([Decode(problem.bucket, 32, 64, 4, 3)] if decodes else []), *_FLOAT32)
+    evenly = max(16, min(128, problem.bucket // problem.experts))  # rows an expert; some have more
+    width = 1 << (evenly - 1).bit_length()
+    grouped = _GROUPED[width] + _GROUPED.get(2 * width, [])[:2]
+    fitting = [s for s in grouped if problem.aligned or not (isinstance(s, Sorted) or s.descriptors)]
+    return (*(_DECODE[problem.bucket] if decodes else []), *fitting)

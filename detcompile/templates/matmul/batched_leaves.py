@@ -8,7 +8,6 @@ one token and few features are a chain of additions, which is that many times sh
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from detcompile.templates.device.dependent_launch import (
     fetch_rows_ahead,
@@ -19,7 +18,8 @@ from detcompile.templates.device.dependent_launch import (
 from detcompile.templates.device.integers import cdiv
 from detcompile.templates.device.launcher import launcher
 from detcompile.templates.matmul.kernels import store_tile
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.matmul.operands import Operands
+from detcompile.templates.matmul.schedules import BatchedLeaves
 
 __all__ = ["batched_leaves_kernel", "launch"]
 
@@ -65,22 +65,14 @@ def batched_leaves_kernel(
     )
 
 
-def launch(
-    x: Tensor,  # [M, K]
-    w: Tensor,  # [N, K], unit stride along one of them
-    bias: Tensor | None,  # [N]
-    residual: Tensor | None,  # [M, N], unit stride along N
-    out: Tensor,  # [M, N], contiguous
-    levels: int,
-    schedule: GemmSchedule,
-) -> None:
+def launch(schedule: BatchedLeaves, o: Operands) -> None:
     """Run the kernel. Leaves of float32 are one block of 128 at most."""
-    (M, N), leaf_k = out.shape, x.shape[1] >> levels
+    (M, N), levels = o.out.shape, len(o.radices)
+    leaf_k = o.x.shape[1] >> levels
     launcher(batched_leaves_kernel)[cdiv(N, schedule.block_n), cdiv(M, schedule.block_m)](
-        x, w, out, out if bias is None else bias, out if residual is None else residual, M, N, leaf_k,
-        *x.stride(), *w.stride(), 0 if residual is None else residual.stride(0),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, LEVELS=levels, BM=schedule.block_m,
+        o.x, o.w, *o.epilogue, M, N, leaf_k, *o.x.stride(), *o.w.stride(), o.residual_stride,
+        HAS_BIAS=o.bias is not None, HAS_RESIDUAL=o.residual is not None, LEVELS=levels, BM=schedule.block_m,
         BN=schedule.block_n, BK=schedule.block_k, EVEN_K=leaf_k % schedule.block_k == 0,
-        AHEAD=schedule.ahead and w.stride(1) == 1, num_warps=schedule.warps, num_stages=schedule.stages,
-        enable_fp_fusion=False, **launch_options(x.device),
+        AHEAD=schedule.ahead and o.w.stride(1) == 1, num_warps=schedule.warps, num_stages=schedule.stages,
+        enable_fp_fusion=False, **launch_options(o.x.device),
     )  # fmt: skip

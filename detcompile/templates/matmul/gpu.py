@@ -1,7 +1,7 @@
 """matmul on the GPU: picks a schedule for the token count at launch, among those whose bits passed the gate.
 
 Legend: M tokens, N output features, K summed features. The order is `numerics.matmul_order(K, dtype, radices)`; which
-schedules exist is in `candidates`, how they compute in kernels.py.
+schedules exist is in candidates.py, how they compute in kernels.py.
 """
 
 import functools
@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.numerics import matmul_order
-from detcompile.templates.device import dependent_launch
+from detcompile.templates.device import dependent_launch, exponential, widening
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
-from detcompile.templates.matmul import batched_leaves, gate_gpu
+from detcompile.templates.matmul import batched_leaves, gate_gpu, hopper_tile, tree
 from detcompile.templates.matmul import hopper as matmul_hopper
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
+from detcompile.templates.matmul.candidates import candidates, reference_schedule
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
-from detcompile.templates.matmul.launch import launch, operands_of, run_schedule
-from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
+from detcompile.templates.matmul.launch import launch, run_schedule
+from detcompile.templates.matmul.operands import operands_of
+from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, HopperTiles, PointerTiles
 
 __all__ = [
     "MATMUL",
@@ -82,7 +84,7 @@ def gated_matmul_cuda(x: Tensor, w: Tensor) -> Tensor:
 
 def run_gated(schedule: GemmSchedule, x: Tensor, w: Tensor) -> Tensor:
     """``gated_matmul_cuda`` under one schedule, in one launch if it is gated itself."""
-    if schedule.gated:
+    if isinstance(schedule, (PointerTiles, HopperTiles)) and schedule.gated:
         operands = operands_of(x, w, None, None, (), x.dtype)
         operands = replace(operands, out=x.new_empty((x.shape[0], w.shape[0] // 2)))
         launch(schedule, operands)
@@ -184,7 +186,8 @@ def probe_bits(problem: GemmProblem, device: torch.device) -> Callable[[GemmSche
     return bits
 
 
-_MODULES = (matmul_kernels, matmul_hopper, batched_leaves, gate_gpu, dependent_launch, matmul_launch)
+_KERNELS = (matmul_kernels, matmul_hopper, hopper_tile, batched_leaves, gate_gpu, tree, exponential, widening)
+_MODULES = (*_KERNELS, dependent_launch, matmul_launch)
 MATMUL = Gate(
     family="matmul",
     sources=(*(module.__file__ for module in _MODULES), __file__),

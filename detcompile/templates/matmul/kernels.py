@@ -4,7 +4,7 @@ Legend: M tokens, N output features, K summed features, L leaves of the tree, BM
 
 Every output element has one fp32 accumulator that walks the k-groups of its leaf upwards through ``tl.dot(a, b, acc)``;
 a leaf starts a fresh one and its last k-group is filled with zeros. float32 operands take a fresh accumulator each 128
-k, added left to right. Leaves meet in the tree's order (`close_leaf`, `combine_kernel`).
+k, added left to right. Leaves meet in the tree's order (tree.py, `combine_kernel`).
 
 | kind | operands | for |
 |---|---|---|
@@ -12,8 +12,8 @@ k, added left to right. Leaves meet in the tree's order (`close_leaf`, `combine_
 | tiles | pointers | any strides, mid M, float32 |
 | tma | tensor descriptors, persistent programs | many tokens, aligned strides |
 
-leaves="split" gives each leaf a program and adds the partials in a second kernel; "register" keeps open nodes of the
-tree in registers; "together" sums all leaves of a tile as one batch of products (batched_leaves.py).
+A split schedule gives each leaf a program and adds the partials in a second kernel; the others keep open nodes of the
+tree in registers. batched_leaves.py sums all leaves of a tile as one batch of products.
 Rounding, bias and residual happen inside the kernels (`store_tile`), in fp32.
 """
 
@@ -23,13 +23,12 @@ import triton.language as tl
 from detcompile.templates.device.dependent_launch import let_next_start, wait_for_earlier
 from detcompile.templates.device.widening import widened
 from detcompile.templates.matmul.gate_gpu import silu_mul
+from detcompile.templates.matmul.tree import close_leaf, root_of
 
 __all__ = [
-    "close_leaf",
     "combine_kernel",
     "grouped",
     "leaf_sum",
-    "root_of",
     "store_tile",
     "tile_kernel",
     "tma_kernel",
@@ -53,50 +52,6 @@ def store_tile(
         residual = tl.load(residual_ptr + m * residual_stride + n, mask=inside, other=0.0)
         y = (widened(residual, y.dtype) + y.to(tl.float32)).to(y.dtype)
     tl.store(out_ptr + m * N + n, y, mask=inside)
-
-
-@triton.jit
-def close_leaf(acc, leaf, t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
-    """One leaf more: adds it to its parent, and each node that is complete to its own. R3 is the level of the leaves.
-
-    Unused levels are at the root and have radix 1. t0 is the whole sum after the last leaf.
-    """
-    if leaf % R3 == 0:
-        t3 = acc
-    else:
-        t3 = t3 + acc
-    if R2 * R1 * R0 > 1:
-        if leaf % R3 == R3 - 1:
-            if (leaf // R3) % R2 == 0:
-                t2 = t3
-            else:
-                t2 = t2 + t3
-            if R1 * R0 > 1:
-                if (leaf // R3) % R2 == R2 - 1:
-                    if (leaf // (R3 * R2)) % R1 == 0:
-                        t1 = t2
-                    else:
-                        t1 = t1 + t2
-                    if R0 > 1:
-                        if (leaf // (R3 * R2)) % R1 == R1 - 1:
-                            if leaf // (R3 * R2 * R1) == 0:
-                                t0 = t1
-                            else:
-                                t0 = t0 + t1
-    return t0, t1, t2, t3
-
-
-@triton.jit
-def root_of(t0, t1, t2, t3, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
-    if R0 > 1:
-        root = t0
-    elif R1 > 1:
-        root = t1
-    elif R2 > 1:
-        root = t2
-    else:
-        root = t3
-    return root
 
 
 @triton.jit

@@ -14,19 +14,24 @@ from torch import Tensor
 
 from detcompile.errors import ScheduleError
 from detcompile.templates.device import barrier as gluon_barrier
-from detcompile.templates.device import dependent_launch
+from detcompile.templates.device import dependent_launch, exponential, widening
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Buckets, Gate, bytes_of, heavy_tailed
 from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul import launch as matmul_launch
-from detcompile.templates.matmul.schedules import GemmSchedule, reference_schedule
-from detcompile.templates.quantized import int4_decode
+from detcompile.templates.matmul import tree as matmul_tree
+from detcompile.templates.matmul.candidates import reference_schedule
+from detcompile.templates.matmul.tree import LEVELS, tree_options
+from detcompile.templates.quantized import dequantize, int4_decode
 from detcompile.templates.quantized import kernels as dequant_kernels
 from detcompile.templates.quantized.schedules import (
     EXPAND,
-    LEVELS,
     DequantProblem,
+    DequantSchedule,
+    Expand,
+    Fused,
+    Int4Decode,
     dequant_candidates,
     fits_int4_decode,
 )
@@ -66,7 +71,7 @@ def dequant_matmul_cuda(
 
 
 def run_dequant(
-    schedule: GemmSchedule,
+    schedule: DequantSchedule,
     x: Tensor,
     weight: QuantizedWeight,
     bias: Tensor | None = None,
@@ -79,7 +84,7 @@ def run_dequant(
     Raises:
         ScheduleError: the schedule does not take this weight, dtype or tree.
     """
-    if schedule == EXPAND:
+    if isinstance(schedule, Expand):
         w = expanded(weight, x.dtype)
         return matmul_gpu.matmul_cuda(x, w, bias, residual, radices, out_dtype)
     radices = tuple(radix for radix in radices if radix > 1)
@@ -88,7 +93,7 @@ def run_dequant(
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = x.new_empty((len(x), len(weight.w)), dtype=out_dtype or x.dtype)
-    if schedule.leaves == "split" and radices:
+    if schedule.split and radices:
         partials = out.new_empty((math.prod(radices), *out.shape), dtype=torch.float32)
         _launch(schedule, x, weight, None, None, radices, partials)
         matmul_launch.sum_partials_cuda(partials, bias, residual, radices, out)
@@ -103,7 +108,7 @@ def expanded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     N, K = len(w), weight.k
     out = torch.empty((N, K), dtype=dtype, device=w.device)
     block_n = 32
-    dequant_kernels.expand_kernel[(triton.cdiv(K, NIBBLE_BLOCK), triton.cdiv(N, block_n))](
+    dequantize.expand_kernel[(triton.cdiv(K, NIBBLE_BLOCK), triton.cdiv(N, block_n))](
         w, scales, scales if zeros is None else zeros, out, N, K, w.stride(0), scales.stride(0),
         BN=block_n, num_warps=4, enable_fp_fusion=False, **_format(weight), **launch_options(w.device),
     )  # fmt: skip
@@ -141,7 +146,7 @@ def dequant_problem(
     )
 
 
-def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[GemmSchedule], bytes]:
+def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[DequantSchedule], bytes]:
     """The gate's probe: bytes of the unrounded sums and of the epilogue's output under a schedule.
 
     Over the problem's own K and groups; M and N end inside a tile, so that masks are probed too: M with one token in a
@@ -175,7 +180,7 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
         None if name is None else draw(*size).to(getattr(torch, name)) for name, size in zip(added, ((N,), (M, N)))
     )
 
-    def bits(schedule: GemmSchedule) -> bytes:
+    def bits(schedule: DequantSchedule) -> bytes:
         run = functools.partial(_run_probed, schedule, x, weight, problem.radices)
         found = run(None, None, torch.float32), run(bias, residual, getattr(torch, out))
         return bytes_of(*found)
@@ -183,7 +188,8 @@ def probe_dequant(problem: DequantProblem, device: torch.device) -> Callable[[Ge
     return bits
 
 
-_MODULES = (dequant_kernels, int4_decode, matmul_kernels, matmul_launch, dependent_launch, gluon_barrier)
+_KERNELS = (dequant_kernels, dequantize, int4_decode, matmul_kernels, matmul_tree, exponential, widening)
+_MODULES = (*_KERNELS, matmul_launch, dependent_launch, gluon_barrier)
 DEQUANT = Gate(
     family="dequant",
     sources=(*(module.__file__ for module in _MODULES), __file__),
@@ -194,11 +200,11 @@ DEQUANT = Gate(
 )
 
 
-def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
+def _require_fit(schedule: Fused | Int4Decode, x: Tensor, weight: QuantizedWeight, radices: tuple[int, ...]) -> None:
     leaf_k = weight.k // math.prod(radices)
-    if schedule.kind == "warps":
+    if isinstance(schedule, Int4Decode):
         fits = fits_int4_decode(schedule, weight.group, weight.rows, len(weight.w), leaf_k)
-        if not (fits and _is_narrow(weight, x.dtype)) or (radices and schedule.leaves != "split"):
+        if not (fits and _is_narrow(weight, x.dtype)) or (radices and not schedule.split):
             raise ScheduleError(
                 f"dequant_matmul: {schedule} takes nibbles on a GPU with a scale of x's dtype for groups of "
                 f"{NIBBLE_BLOCK} k, 16 features and {schedule.block_k} k at a time, and no tree within a program"
@@ -215,12 +221,12 @@ def _require_fit(schedule: GemmSchedule, x: Tensor, weight: QuantizedWeight, rad
         raise ScheduleError(f"dequant_matmul: {schedule} takes 16-bit activations on a GPU, not float32")
 
 
-def _step(schedule: GemmSchedule, dtype: torch.dtype) -> int:
+def _step(schedule: Fused | Int4Decode, dtype: torch.dtype) -> int:
     return NIBBLE_BLOCK if dtype is torch.float32 else schedule.block_k
 
 
 def _launch(
-    schedule: GemmSchedule,
+    schedule: Fused | Int4Decode,
     x: Tensor,
     weight: QuantizedWeight,
     bias: Tensor | None,
@@ -232,12 +238,9 @@ def _launch(
     leaves = math.prod(radices)
     leaf_k, step = weight.k // leaves, _step(schedule, x.dtype)
     split = out.dim() == 3
-    w, scales, zeros = _contiguous(weight)
-    if schedule.kind == "warps":
-        int4_decode.launch(
-            x, w, scales, zeros, bias, residual, out, weight.group, leaf_k, split, block_m=schedule.block_m,
-            block_n=schedule.block_n, block_k=step, warps=schedule.warps, stages=schedule.stages,
-        )  # fmt: skip
+    w, scales, zeros = parts = _contiguous(weight)
+    if isinstance(schedule, Int4Decode):
+        int4_decode.launch(schedule, x, parts, weight.group, bias, residual, out, leaf_k)
         return
     tiles = triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n)
     dequant_kernels.dequant_kernel[(tiles, leaves if split else 1)](
@@ -245,7 +248,7 @@ def _launch(
         out if residual is None else residual, M, N, leaf_k, leaves, *x.stride(), w.stride(0),
         scales.stride(0), 0 if residual is None else residual.stride(0),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SPLIT=split,
-        **matmul_launch.tree_options(() if split else radices),
+        **tree_options(() if split else radices),
         BM=schedule.block_m, BN=schedule.block_n, BK=step, GROUP=schedule.group, BLOCKED=x.dtype is torch.float32,
         EVEN_K=leaf_k % step == 0, NARROW=_is_narrow(weight, x.dtype), num_warps=schedule.warps,
         num_stages=schedule.stages, enable_fp_fusion=False, **_format(weight), **launch_options(x.device),
@@ -253,7 +256,7 @@ def _launch(
 
 
 def _run_probed(
-    schedule: GemmSchedule,
+    schedule: DequantSchedule,
     x: Tensor,
     weight: QuantizedWeight,
     radices: tuple[int, ...],
@@ -261,7 +264,7 @@ def _run_probed(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if schedule != EXPAND:
+    if not isinstance(schedule, Expand):
         return run_dequant(schedule, x, weight, bias, residual, radices, out_dtype)
     w = expanded(weight, x.dtype)
     at = matmul_gpu.gemm_problem(x, w, bias, residual, radices, x.new_empty(1, len(w), dtype=out_dtype))

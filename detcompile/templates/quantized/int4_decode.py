@@ -27,7 +27,8 @@ from detcompile.templates.device.dependent_launch import (
     launch_options,
 )
 from detcompile.templates.device.widening import widened
-from detcompile.templates.quantized.kernels import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
+from detcompile.templates.quantized.dequantize import NARROW_BFLOAT16, NARROW_FLOAT16, NARROW_REGISTERS
+from detcompile.templates.quantized.schedules import Int4Decode
 
 __all__ = ["int4_decode_kernel", "launch"]
 
@@ -40,36 +41,30 @@ _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 def launch(
+    schedule: Int4Decode,
     x: Tensor,  # [M, K], 16 bits
-    w: Tensor,  # [N, K / 2] nibbles
-    scales: Tensor,  # [K / group, N] of x's dtype
-    zeros: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor | None],  # nibbles [N, K / 2], scales [K / group, N] of x's dtype, zero points
+    group: int,  # k that share a scale, a multiple of 128
     bias: Tensor | None,
     residual: Tensor | None,
-    out: Tensor,  # [M, N], or [leaves, M, N] if split
-    group: int,  # k that share a scale, a multiple of 128
+    out: Tensor,  # [M, N], or [leaves, M, N] if each leaf is a program's own
     leaf_k: int,  # a multiple of block_k
-    split: bool,
-    block_m: int,  # 8 or 16
-    block_n: int,  # 8 or 16 a warp
-    block_k: int,  # 256, 512 or 1024
-    warps: int,
-    stages: int,
 ) -> None:
-    """Run the kernel. N is a multiple of 16; w and scales are contiguous, x's rows and the residual's are."""
+    """Run the kernel. N is a multiple of 16; the parts are contiguous, x's rows and the residual's are."""
     M, N = out.shape[-2:]
     leaves = x.shape[1] // leaf_k
-    x, w, scales = (_aligned(tensor) for tensor in (x, w, scales))
-    zeros = scales if zeros is None else _aligned(zeros)
+    x, w, scales = (_aligned(tensor) for tensor in (x, *parts[:2]))
+    zeros = scales if parts[2] is None else _aligned(parts[2])
+    block_m, block_n, warps = schedule.block_m, schedule.block_n, schedule.warps
     tiles_n = -(-N // block_n)
     ahead = min(leaf_k // 2, _AHEAD_BYTES // (leaves * N)) // 16 * 16
     q_layout, x_layout = _layouts(block_m, block_n, warps)
-    int4_decode_kernel[(tiles_n * -(-M // block_m), leaves if split else 1)](
+    int4_decode_kernel[(tiles_n * -(-M // block_m), leaves if out.dim() == 3 else 1)](
         x, w, scales, zeros, out, out if bias is None else bias, out if residual is None else residual,
         M, N, tiles_n, leaf_k, ahead, x.stride(0), w.stride(0), scales.stride(0),
         0 if residual is None else residual.stride(0),
         GROUP_K=group, HAS_ZEROS=zeros is not scales, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        BM=block_m, BN=block_n, BK=block_k, STAGES=stages, WARPS=warps, Q=q_layout, X=x_layout,
+        BM=block_m, BN=block_n, BK=schedule.block_k, STAGES=schedule.stages, WARPS=warps, Q=q_layout, X=x_layout,
         num_warps=warps, enable_fp_fusion=False, **launch_options(x.device),
     )  # fmt: skip
 
@@ -82,7 +77,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _layouts(block_m: int, block_n: int, warps: int) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """Of 64 bytes of the features, and of 64 k of the tokens, [4, BM, 16], which every warp has."""
+    """Layouts of 64 bytes of the features, and of 64 k of the tokens, [4, BM, 16], which every warp has."""
     of_warps = range(warps.bit_length() - 1)
     wide = [[8 * warps, 0]] if block_n > 8 * warps else []
     q = gl.DistributedLinearLayout(
@@ -146,7 +141,7 @@ def _turned(rows, ROWS: gl.constexpr):
 
 @gluon.jit
 def _weights(q, scale, offset):
-    """dequant_kernels._narrow_weights, of one scale for both halves."""
+    """dequantize.narrow_weights, of one scale for both halves."""
     if scale.dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
             NARROW_BFLOAT16, NARROW_REGISTERS, [q, scale, offset, scale, offset],
@@ -180,7 +175,7 @@ def _step(
     q_tiles, x_tiles, scale_tiles, zero_tiles = ring
     x_tile = x_tiles.index(stage)
     dtype: gl.constexpr = x_tile.dtype
-    BIAS: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0  # see _narrow_weights
+    BIAS: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0  # see dequantize.narrow_weights
     W: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for block in gl.static_range(BK // 128):
         q = q_tiles.index(stage).slice(block * 64, 64, dim=1).load(Q)
@@ -205,7 +200,7 @@ def _store(
     acc, out_ptr, bias_ptr, residual_ptr, m, n, M, N, residual_stride,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """matmul_kernels.store_tile."""
+    """matmul/kernels.store_tile."""
     inside = (m < M) & (n < N)
     m = m.to(gl.int64)
     if HAS_BIAS:

@@ -6,15 +6,73 @@ that.
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TypeAlias
 
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.matmul.schedules import Tile
+from detcompile.templates.matmul.tree import LEVELS
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK
 
-__all__ = ["DequantProblem", "EXPAND", "LEVELS", "dequant_candidates", "fits_int4_decode"]
+__all__ = [
+    "DequantProblem",
+    "DequantSchedule",
+    "EXPAND",
+    "Expand",
+    "Fused",
+    "Int4Decode",
+    "dequant_candidates",
+    "fits_int4_decode",
+]
 
-EXPAND = GemmSchedule("expand", 0, 0, 0, 0, 0)  # then matmul, with a schedule of its own
-LEVELS = 4  # of a tree that one kernel can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Fused(Tile):
+    """kernels.dequant_kernel, a tile and a step of block_k at a time; weights are the M operand of the MMA.
+
+    Attributes:
+        split: Each leaf of a tree is a program's own, and a second launch adds them.
+        group: Tiles of M that share their weights in the L2 cache.
+    """
+
+    warps: int
+    stages: int
+    _: KW_ONLY
+    split: bool = False
+    group: int = 8
+
+    def __str__(self) -> str:
+        return f"fused{'-split' * self.split}-{self.size}-w{self.warps}s{self.stages}g{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Decode(Tile):
+    """int4_decode.int4_decode_kernel: nibbles and few tokens, features of a warp's own.
+
+    Attributes:
+        split: Each leaf of a tree is a program's own, as it has to be where there is a tree.
+    """
+
+    warps: int
+    stages: int
+    _: KW_ONLY
+    split: bool = False
+
+    def __str__(self) -> str:
+        return f"int4-decode{'-split' * self.split}-{self.size}-w{self.warps}s{self.stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """The weights dequantised into memory, then matmul, with a schedule of its own."""
+
+    def __str__(self) -> str:
+        return "expand"
+
+
+DequantSchedule: TypeAlias = Fused | Int4Decode | Expand
+
+EXPAND = Expand()
 # block_m, block_n, block_k, warps, stages, by the largest bucket (nibbles take 128 k a step). Of few features many
 # programs have to be made, and of few tokens the arithmetic of a weight is most of the work: more warps for a tile.
 _FUSED: dict[int, list[tuple[int, int, int, int, int]]] = {
@@ -53,17 +111,17 @@ _SPLIT: dict[int, list[tuple[int, int, int, int, int]]] = {
     32: [(32, 64, 128, 4, 4), (32, 32, 128, 4, 4)],
     64: [(64, 64, 128, 4, 4), (32, 64, 128, 4, 4)],
 }
-# Kind "warps" (int4_decode.py). A warp of 8 features has one chain of products, and with few features every part of a
+# Int4Decode. A warp of 8 features has one chain of products, and with few features every part of a
 # multiprocessor has one or two such warps; with many a warp takes 16, so that all programs run at once. Of a tree,
 # leaves are programs' own.
-_WARPS: list[tuple[int, int, int, int, int]] = [
+_INT4_DECODE: list[tuple[int, int, int, int, int]] = [
     (8, 32, 1024, 4, 3),
     (8, 64, 512, 4, 3),
     (8, 32, 512, 4, 4),
     (16, 32, 512, 4, 3),
     (16, 64, 512, 4, 3),
 ]
-_WARPS_SPLIT: list[tuple[int, int, int, int, int]] = [
+_INT4_DECODE_SPLIT: list[tuple[int, int, int, int, int]] = [
     (8, 64, 256, 4, 4),
     (8, 32, 256, 4, 3),
     (8, 64, 512, 4, 2),
@@ -78,9 +136,9 @@ class DequantProblem:
     """All that a choice of schedule may depend on.
 
     Attributes:
-        dtype: of the activations.
-        w_dtype, s_dtype: of the quantised weights and of their scales.
-        zeros: whether they have zero points.
+        dtype: Name of the activations' dtype.
+        w_dtype, s_dtype: Names of the dtypes of the quantised weights and of their scales.
+        zeros: Whether the weights have zero points.
         narrow: a product of 16 bits is the definition's weight, on a GPU: what int4_decode.py takes.
         order: the SumOrder, as text.
         epilogue: dtype names of out, bias and residual (None: absent).
@@ -103,6 +161,7 @@ class DequantProblem:
 
     @property
     def leaf_k(self) -> int:
+        """K of one leaf of the tree."""
         return self.k // math.prod(self.radices)
 
     def __str__(self) -> str:
@@ -113,38 +172,39 @@ class DequantProblem:
 
 
 @functools.cache
-def dequant_candidates(problem: DequantProblem) -> tuple[GemmSchedule, ...]:
+def dequant_candidates(problem: DequantProblem) -> tuple[DequantSchedule, ...]:
     """Schedules for this problem, the likely fastest first; EXPAND is always among them."""
     whole = not problem.radices or problem.leaf_k % NIBBLE_BLOCK == 0
     bucket = next((largest for largest in _FUSED if problem.bucket <= largest), None)
     if bucket is None or not whole or problem.dtype == "float32" or len(problem.radices) > LEVELS:
         return (EXPAND,)
-    fused = _fitting(problem, [*_BLOCKS.get(bucket, []), *_FUSED[bucket]])
+    fitting = _fitting(problem, [*_BLOCKS.get(bucket, []), *_FUSED[bucket]])
     if problem.w_dtype != "uint8":
-        fused += [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in fused[:3]]
+        fitting += [replace(schedule, block_k=64, stages=schedule.stages + 2) for schedule in fitting[:3]]
     if problem.radices:
         split = _fitting(problem, _SPLIT.get(bucket, []))
-        fused = [replace(schedule, leaves="split") for schedule in split] + fused
+        fitting = [replace(schedule, split=True) for schedule in split] + fitting
+    fused: list[Fused | Int4Decode] = [*fitting]
     if problem.narrow and bucket == min(_FUSED):
-        fused = _warps(problem) + fused
+        fused = [*_int4_decode(problem), *fused]
     return (EXPAND, *fused) if problem.bucket > _MANY_TOKENS else (*fused, EXPAND)
 
 
-def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]) -> list[GemmSchedule]:
+def _fitting(problem: DequantProblem, rows: list[tuple[int, int, int, int, int]]) -> list[Fused]:
     """A step of several blocks takes nibbles, one scale a block and whole steps."""
     several = problem.w_dtype == "uint8" and problem.group % NIBBLE_BLOCK == 0
-    found = [GemmSchedule("fused", *sizes, swapped=True) for sizes in rows]
+    found = [Fused(*sizes) for sizes in rows]
     return [s for s in found if s.block_k == NIBBLE_BLOCK or (several and problem.leaf_k % s.block_k == 0)]
 
 
-def _warps(problem: DequantProblem) -> list[GemmSchedule]:
-    leaves, rows = ("split", _WARPS_SPLIT) if problem.radices else ("register", _WARPS)
-    found = [GemmSchedule("warps", *sizes, leaves=leaves) for sizes in rows]
+def _int4_decode(problem: DequantProblem) -> list[Int4Decode]:
+    rows = _INT4_DECODE_SPLIT if problem.radices else _INT4_DECODE
+    found = [Int4Decode(*sizes, split=bool(problem.radices)) for sizes in rows]
     fitting = [s for s in found if fits_int4_decode(s, problem.group, problem.rows, problem.n, problem.leaf_k)]
     wide = bool(problem.radices) or problem.n > _MANY_FEATURES
     return sorted(fitting, key=lambda s: (s.block_m, (s.block_n >= 16 * s.warps) != wide))
 
 
-def fits_int4_decode(schedule: GemmSchedule, group: int, rows: int, n: int, leaf_k: int) -> bool:
+def fits_int4_decode(schedule: Int4Decode, group: int, rows: int, n: int, leaf_k: int) -> bool:
     """Whether int4_decode.py takes it: one scale for 128 k of a feature, whole steps, vectors of 16 features."""
     return group % NIBBLE_BLOCK == 0 and rows == 1 and n % 16 == 0 and leaf_k % schedule.block_k == 0

@@ -16,7 +16,7 @@ from detcompile.templates.device.dependent_launch import launch_options, let_nex
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.matmul.launch import run_schedule
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.matmul.schedules import HopperTiles, PointerTiles
 from detcompile.templates.rows.softmax_gpu import softmax_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import rms_norm_cuda
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda, likeliest_cuda
@@ -196,6 +196,6 @@ def test_metadata_that_the_kernel_before_wrote_are_read_as_they_are(split: bool,
 def test_rows_of_any_length_are_fetched_ahead(k: int) -> None:
     """What is fetched comes in pieces of 16 bytes; a row may end inside one, or hold less than is worth it."""
     x, w = (torch.randn(rows, 4104, device="cuda").bfloat16()[:, :k] for rows in (3, 200))
-    expected = run_schedule(GemmSchedule("pointers", 32, 64, 32, 4, 2), x, w)
-    out = run_schedule(GemmSchedule("hopper", 16, 64, 256, 4, 5, True), x, w)
+    expected = run_schedule(PointerTiles(32, 64, 32, 4, 2), x, w)
+    out = run_schedule(HopperTiles(16, 64, 256, 5, swapped=True), x, w)
     assert_bitwise_equal(out, expected)

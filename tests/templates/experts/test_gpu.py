@@ -8,25 +8,32 @@ from detcompile.errors import ScheduleError
 from detcompile.orders.numerics import matmul_order
 from detcompile.templates.experts.gpu import EXPERTS, expert_matmul_cuda, experts_problem, probe_experts, run_experts
 from detcompile.templates.experts.op import reference_expert_matmul
-from detcompile.templates.experts.schedules import REFERENCE, expert_candidates
+from detcompile.templates.experts.schedules import (
+    REFERENCE,
+    Decode,
+    ExpertsSchedule,
+    Grouped,
+    Sorted,
+    expert_candidates,
+)
 from detcompile.templates.matmul.launch import run_schedule
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.matmul.schedules import PointerTiles
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
 E, N, K = 5, 37, 134
-FEW = GemmSchedule("few", 64, 32, 32, 4, 2, swapped=True)
+DECODE = Decode(64, 32, 32, 4, 2, swapped=True)
 SMALL = [
-    FEW,
-    GemmSchedule("few", 64, 64, 32, 4, 2),
-    GemmSchedule("pointers", 16, 32, 32, 4, 2),
-    GemmSchedule("pointers", 16, 64, 64, 4, 2, swapped=True, group=2),
+    DECODE,
+    Decode(64, 64, 32, 4, 2),
+    Grouped(16, 32, 32, 4, 2),
+    Grouped(16, 64, 64, 4, 2, swapped=True, group=2),
 ]
 DESCRIBED = [
-    GemmSchedule("tma", 16, 32, 32, 4, 2),
-    GemmSchedule("tma", 16, 32, 32, 4, 2, swapped=True),
-    GemmSchedule("sorted", 16, 32, 32, 4, 2, group=2),
+    Grouped(16, 32, 32, 4, 2, descriptors=True),
+    Grouped(16, 32, 32, 4, 2, swapped=True, descriptors=True),
+    Sorted(16, 32, 32, 4, 2, group=2),
 ]
 
 
@@ -44,7 +51,7 @@ def problem(tokens: int, choices: int, dtype: torch.dtype = torch.float32, n: in
 
 def alone(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """Each row by the matmul template with a schedule of its own."""
-    schedule = GemmSchedule("pointers", 16, 32, 32, 4, 2)
+    schedule = PointerTiles(16, 32, 32, 4, 2)
     out = x.new_zeros(*ids.shape, w.shape[1])
     for t, row in enumerate(ids.tolist()):
         for c, expert in enumerate(row):
@@ -54,7 +61,7 @@ def alone(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("schedule", SMALL, ids=str)
-def test_a_row_has_the_bytes_of_its_experts_matmul(schedule: GemmSchedule) -> None:
+def test_a_row_has_the_bytes_of_its_experts_matmul(schedule: ExpertsSchedule) -> None:
     x, ids, w, bias = problem(7, 3)
     expected = alone(x, ids, w, bias)
     assert_bitwise_equal(run_experts(schedule, x, ids, w, bias), expected)
@@ -66,7 +73,7 @@ def test_a_row_has_the_bytes_of_its_experts_matmul(schedule: GemmSchedule) -> No
 
 
 @pytest.mark.parametrize("schedule", DESCRIBED, ids=str)
-def test_descriptors_have_the_bytes_of_matmul(schedule: GemmSchedule) -> None:
+def test_descriptors_have_the_bytes_of_matmul(schedule: ExpertsSchedule) -> None:
     """Of float32 up to one block of 128 k, which is one chain."""
     x, ids, w, bias = problem(9, 3, n=44, k=96)
     ids[3, 1], ids[5] = E, 2
@@ -78,14 +85,14 @@ def test_descriptors_have_the_bytes_of_matmul(schedule: GemmSchedule) -> None:
     assert_bitwise_equal(run_experts(schedule, poisoned, ids, w, bias)[7], expected[7], "beside NaN")
 
 
-@pytest.mark.parametrize("schedule", [FEW, SMALL[2], *DESCRIBED], ids=str)
-def test_a_tree_over_k_has_the_bytes_of_matmuls(schedule: GemmSchedule) -> None:
+@pytest.mark.parametrize("schedule", [DECODE, SMALL[2], *DESCRIBED], ids=str)
+def test_a_tree_over_k_has_the_bytes_of_matmuls(schedule: ExpertsSchedule) -> None:
     """Leaves of 32: descriptors take whole k-groups."""
     x, ids, w, bias = problem(9, 2, n=44, k=192)
     ids[3, 1] = E
     found = run_experts(schedule, x, ids, w, bias, None, (3, 2))
     partial = run_experts(schedule, x[:, :64], ids, w[:, :, :64], None, torch.float32, (2,))
-    by_matmul = GemmSchedule("pointers", 16, 32, 32, 4, 2)
+    by_matmul = PointerTiles(16, 32, 32, 4, 2)
     for t, row in enumerate(ids.tolist()):
         for c, expert in enumerate(row):
             if expert == E:
@@ -107,8 +114,8 @@ def test_float32_has_the_bytes_of_its_order() -> None:
             assert_bitwise_equal(found[t, c].cpu(), torch.from_numpy(exact)[0], f"token {t}, choice {c}")
 
 
-@pytest.mark.parametrize("schedule", [FEW, SMALL[-1]], ids=str)
-def test_a_row_ignores_its_neighbours(schedule: GemmSchedule) -> None:
+@pytest.mark.parametrize("schedule", [DECODE, SMALL[-1]], ids=str)
+def test_a_row_ignores_its_neighbours(schedule: ExpertsSchedule) -> None:
     x, ids, w, bias = problem(21, 3)
     whole = run_experts(schedule, x, ids, w, bias)
     others = (ids + 1) % E
@@ -123,7 +130,7 @@ def test_a_row_ignores_its_neighbours(schedule: GemmSchedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", SMALL, ids=str)
-def test_no_expert_gives_zeros(schedule: GemmSchedule) -> None:
+def test_no_expert_gives_zeros(schedule: ExpertsSchedule) -> None:
     x, ids, w, bias = problem(9, 2)
     whole = run_experts(schedule, x, ids, w, bias)
     for nobody in (E, E + 7, -1):
@@ -154,15 +161,15 @@ def test_the_gate_refuses_another_order() -> None:
     bits = probe_experts(found, x.device)
     assert bits(SMALL[-1]) == bits(SMALL[0])
     with pytest.raises(ScheduleError, match="not the blocks of float32"):
-        bits(GemmSchedule("tma", 16, 32, 32, 4, 2))
+        bits(Grouped(16, 32, 32, 4, 2, descriptors=True))
     with pytest.raises(ScheduleError, match="holds 16 rows"):
-        run_experts(GemmSchedule("few", 16, 32, 32, 4, 2), x, ids, w)
+        run_experts(Decode(16, 32, 32, 4, 2), x, ids, w)
     treed = experts_problem(ids.numel(), x[:, :120], w[:, :, :120], None, (2, 2))
     assert "Tree(120, 2x2" in str(treed)
     bits = probe_experts(treed, x.device)
     assert bits(SMALL[-1]) == bits(SMALL[0])
     with pytest.raises(ScheduleError, match="whole k-groups, not leaves of 30"):
-        bits(GemmSchedule("tma", 16, 32, 32, 4, 2))
+        bits(Grouped(16, 32, 32, 4, 2, descriptors=True))
 
 
 class TestOnTheGpu:

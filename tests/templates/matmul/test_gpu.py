@@ -11,10 +11,11 @@ from torch import Tensor
 from detcompile.errors import ScheduleError
 from detcompile.orders.numerics import matmul_order
 from detcompile.templates.device.gate import Tuner
+from detcompile.templates.matmul.candidates import candidates, reference_schedule
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
 from detcompile.templates.matmul.gpu import MATMUL, gemm_problem, matmul_cuda, probe_bits, run_gated, tune_matmul
 from detcompile.templates.matmul.launch import run_schedule
-from detcompile.templates.matmul.schedules import GemmProblem, GemmSchedule, candidates, reference_schedule
+from detcompile.templates.matmul.schedules import BatchedLeaves, GemmProblem, HopperTiles, PointerTiles, TmaTiles
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, NEEDS_GPU, NEEDS_TRITON
 
@@ -23,10 +24,10 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 BUCKETS = [8, 16, 32, 64, 128, 256, 512, 1024]
 SMALL = [
-    GemmSchedule("pointers", 16, 32, 32, 4, 2),
-    GemmSchedule("pointers", 32, 16, 64, 4, 2, swapped=True),
-    GemmSchedule("pointers", 16, 32, 16, 4, 2, leaves="split"),
-    GemmSchedule("pointers", 16, 16, 32, 4, 2, swapped=True, leaves="split"),
+    PointerTiles(16, 32, 32, 4, 2),
+    PointerTiles(32, 16, 64, 4, 2, swapped=True),
+    PointerTiles(16, 32, 16, 4, 2, split=True),
+    PointerTiles(16, 16, 32, 4, 2, swapped=True, split=True),
 ]
 
 
@@ -51,7 +52,7 @@ def test_float32_has_the_bytes_of_its_order(k: int, radices: tuple[int, ...]) ->
     order = matmul_order(k, torch.float32, radices)
     exact = torch.from_numpy(order.evaluate(x.cpu().numpy(), w.cpu().numpy())).to(DEVICE)
     for schedule in SMALL:
-        if len(radices) > 4 and schedule.leaves == "register":
+        if len(radices) > 4 and not schedule.split:
             continue
         for weights in (w, w.t().contiguous().t()):
             assert_bitwise_equal(run_schedule(schedule, x, weights, radices=radices), exact, f"{order} {schedule}")
@@ -78,7 +79,7 @@ def test_leaves_side_by_side_have_the_bytes_of_their_tree(k: int, levels: int) -
     radices = (2,) * levels
     order = matmul_order(k, torch.float32, radices)
     exact = torch.from_numpy(order.evaluate(x.cpu().numpy(), w.cpu().numpy())).to(DEVICE)
-    schedule = GemmSchedule("pointers", 16, 16, 16, 4, 2, swapped=True, leaves="together")
+    schedule = BatchedLeaves(16, 16, 16, 4, 2)
     for weights in (w, w.t().contiguous().t()):
         assert_bitwise_equal(run_schedule(schedule, x, weights, radices=radices), exact, f"{order}")
         out = run_schedule(schedule, x, weights, bias, residual, radices)
@@ -90,7 +91,7 @@ def test_leaves_side_by_side_have_the_bytes_of_their_tree(k: int, levels: int) -
 
 def test_leaves_side_by_side_refuse_other_trees() -> None:
     x, w = heavy_tailed(3, 288), heavy_tailed(16, 288)
-    schedule = GemmSchedule("pointers", 16, 16, 16, 4, 2, swapped=True, leaves="together")
+    schedule = BatchedLeaves(16, 16, 16, 4, 2)
     for radices in ((), (2, 3)):
         with pytest.raises(ScheduleError, match="radix 2"):
             run_schedule(schedule, x, w, radices=radices)
@@ -103,7 +104,7 @@ def test_leaves_side_by_side_refuse_other_trees() -> None:
 def test_a_gate_inside_the_product_has_the_bytes_of_one_behind_it(features: int, k: int, dtype: torch.dtype) -> None:
     x, w = heavy_tailed(19, k, dtype=dtype), heavy_tailed(2 * features, k, dtype=dtype, seed=1) / 64
     w[3], w[features + 5, 7] = 0, torch.inf
-    plain = GemmSchedule("pointers", 16, 32, 32, 4, 2, swapped=True)
+    plain = PointerTiles(16, 32, 32, 4, 2, swapped=True)
     expected = run_gated(plain, x, w)
     assert_bitwise_equal(run_gated(dataclasses.replace(plain, gated=True), x, w), expected)
     assert_bitwise_equal(expected, silu_mul_cuda(*run_schedule(plain, x, w).chunk(2, dim=1)))
@@ -112,7 +113,7 @@ def test_a_gate_inside_the_product_has_the_bytes_of_one_behind_it(features: int,
 def test_a_gate_needs_swapped_tiles() -> None:
     x, w = heavy_tailed(3, 32), heavy_tailed(16, 32)
     with pytest.raises(ScheduleError, match="has no gate"):
-        run_gated(GemmSchedule("pointers", 16, 16, 32, 4, 2, gated=True), x, w)
+        run_gated(PointerTiles(16, 16, 32, 4, 2, gated=True), x, w)
 
 
 def test_float32_sees_a_planted_order_swap() -> None:
@@ -158,7 +159,7 @@ class TestOnTheGpu:
         assert not any("bits differ" in reason for reason in refused.values()), refused
         assert len(admitted) >= 0.7 * len(every)
         if radices == (2, 2, 2) and dtype is not torch.float32:
-            assert any(schedule.leaves == "together" for schedule in admitted)
+            assert any(isinstance(schedule, BatchedLeaves) for schedule in admitted)
 
     @pytest.mark.parametrize("epilogue", ["plain", "bias", "residual", "both", "float32"])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -167,14 +168,14 @@ class TestOnTheGpu:
         bias = heavy_tailed(200, dtype=dtype, seed=2) if epilogue in ("bias", "both") else None
         residual = heavy_tailed(69, 200, dtype=dtype, seed=3) if epilogue in ("residual", "both") else None
         out_dtype = torch.float32 if epilogue == "float32" else dtype
-        schedules = [GemmSchedule("pointers", 64, 64, 32, 4, 2), GemmSchedule("pointers", 16, 64, 32, 4, 2, True)]
+        schedules = [PointerTiles(64, 64, 32, 4, 2), PointerTiles(16, 64, 32, 4, 2, swapped=True)]
         if dtype is not torch.float32:
-            schedules += [GemmSchedule("tma", 128, 64, 64, 4, 3), GemmSchedule("tma", 64, 64, 64, 4, 3, True)]
+            schedules += [TmaTiles(128, 64, 64, 4, 3), TmaTiles(64, 64, 64, 4, 3, swapped=True)]
         for radices in ((), (2, 2)):
             exact = run_schedule(schedules[0], x, w, radices=radices, out_dtype=torch.float32)
             y = (exact if bias is None else exact + bias.float()).to(out_dtype)
             expected = y if residual is None else (residual.float() + y.float()).to(out_dtype)
-            for schedule in (s for s in schedules for s in (s, dataclasses.replace(s, leaves="split"))):
+            for schedule in (s for s in schedules for s in (s, dataclasses.replace(s, split=True))):
                 out = run_schedule(schedule, x, w, bias, residual, radices, out_dtype)
                 assert_bitwise_equal(out, expected, f"{schedule} {radices}")
 
@@ -186,13 +187,13 @@ class TestOnTheGpu:
         k = 3072  # leaves of whole k-groups for every tree above
         x, w = heavy_tailed(203, k, dtype=torch.bfloat16), heavy_tailed(17000, k, dtype=torch.bfloat16, seed=1)
         bias, residual = (heavy_tailed(*shape, dtype=torch.bfloat16, seed=2) for shape in ((17000,), (203, 17000)))
-        plain = GemmSchedule("tma", 64, 64, 32, 4, 3)
+        plain = TmaTiles(64, 64, 32, 4, 3)
         widths = (64, 128)[: 4 - len(radices)] if radices else (16, 64, 96, 160, 256)  # as many nodes as fit
         for rows, width in itertools.product((64, 128), widths):
             if swapped and width & (width - 1):
                 continue
             blocks = (width, rows) if swapped else (rows, width)
-            schedule = GemmSchedule("hopper", *blocks, 64, 4, 3, swapped)
+            schedule = HopperTiles(*blocks, 64, 3, swapped=swapped)
             for epilogue in ((), (bias,), (None, residual), (bias, residual)):
                 expected = run_schedule(plain, x, w, *epilogue, radices=radices)
                 assert_bitwise_equal(run_schedule(schedule, x, w, *epilogue, radices=radices), expected, f"{schedule}")
@@ -204,11 +205,9 @@ class TestOnTheGpu:
     def test_the_hopper_kernel_refuses_what_it_does_not_sum(self) -> None:
         x, w = heavy_tailed(5, 512, dtype=torch.bfloat16), heavy_tailed(64, 512, dtype=torch.bfloat16, seed=1)
         with pytest.raises(ScheduleError, match="96 columns"):
-            run_schedule(GemmSchedule("hopper", 64, 96, 64, 4, 3), x, w, radices=(2, 2))
-        with pytest.raises(ScheduleError, match="splits leaves"):
-            run_schedule(GemmSchedule("hopper", 64, 64, 64, 4, 3, leaves="split"), x, w, radices=(2, 2))
+            run_schedule(HopperTiles(64, 96, 64, 3), x, w, radices=(2, 2))
         with pytest.raises(ScheduleError, match="leaves of 32"):
-            run_schedule(GemmSchedule("hopper", 64, 64, 64, 4, 3), x, w, radices=(2, 2, 2, 2))
+            run_schedule(HopperTiles(64, 64, 64, 3), x, w, radices=(2, 2, 2, 2))
 
     @pytest.mark.parametrize("radices", [(), (2, 2, 2)])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -244,7 +243,7 @@ class TestOnTheGpu:
         print(f"{dtype} {radices}: {ours:.3e} / cuBLAS {cublas:.3e}")
         assert ours <= 1.05 * cublas
         if radices and dtype is not torch.float32:  # of few tokens, the same schedule for each
-            schedule = GemmSchedule("pointers", 8, 16, 128, 8, 3, swapped=True, leaves="together")
+            schedule = BatchedLeaves(8, 16, 128, 8, 3)
             assert_bitwise_equal(run_schedule(schedule, x, w, radices=radices), matmul_cuda(x, w, None, None, radices))
 
     def test_a_schedule_of_another_order_is_refused(self) -> None:
@@ -253,7 +252,7 @@ class TestOnTheGpu:
         problem = problem_of(x, w, (), 64)
         with pytest.raises(ScheduleError, match="bits differ"):
             bits = probe_bits(problem, x.device)
-            MATMUL.tuner(x.device).require(str(problem), SMALL[0], GemmSchedule("tma", 32, 32, 32, 4, 2), bits)
+            MATMUL.tuner(x.device).require(str(problem), SMALL[0], TmaTiles(32, 32, 32, 4, 2), bits)
         half = (x.bfloat16(), w.bfloat16())
         orders = [(), (2, 2, 2), (8,), (2, 4)]
         trees = [run_schedule(SMALL[0], *half, radices=radices, out_dtype=torch.float32) for radices in orders]

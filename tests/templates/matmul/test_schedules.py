@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from detcompile.templates.matmul.schedules import GemmProblem, candidates, reference_schedule
+from detcompile.templates.matmul.candidates import candidates, reference_schedule
+from detcompile.templates.matmul.schedules import BatchedLeaves, GemmProblem, HopperTiles, PointerTiles
 
 EIGHT_LEAVES = (2, 2, 2)
 
@@ -23,24 +24,24 @@ def problem(n: int, k: int, tokens: int, radices: tuple[int, ...] = (), **change
 @pytest.mark.parametrize(
     ("of", "first"),
     [
-        (problem(6144, 4096, 8), "hopper-swapped-register-16x64x256"),  # weights that a warp of its own fetches ahead
-        (problem(24576, 4096, 16, gated=True), "hopper-swapped-register-16x64x256"),
-        (problem(4096, 1024, 8), "pointers-swapped-register-16x64x128"),  # too few for that
-        (problem(6144, 1024, 8, gated=True), "pointers-swapped-gated-register-16x64x128"),
-        (problem(1024, 2048, 8, EIGHT_LEAVES), "pointers-swapped-together-ahead-8x16x128"),
-        (problem(1024, 2048, 16, EIGHT_LEAVES), "pointers-swapped-together-ahead-16x16x128"),
-        (problem(4096, 12288, 8, EIGHT_LEAVES), "pointers-swapped-together-8x16x128"),
-        (problem(4096, 4096, 8, (2,)), "pointers-swapped-together-8x16x512"),
-        (problem(4096, 4096, 8, (4,)), "hopper-swapped-register-16x64x256"),
-        (problem(4096, 4096, 32, EIGHT_LEAVES), "hopper-swapped-register-32x64x256"),
-        (problem(6144, 4096, 32), "tma-swapped-register-32x64x256"),
-        (problem(24576, 4096, 32), "pointers-swapped-register-32x128x64"),
-        (problem(24576, 4096, 8, gated=True, hopper=False), "pointers-swapped-register-16x64x128"),
-        (problem(24576, 4096, 32, gated=True), "pointers-swapped-gated-register-32x128x64"),
-        (problem(24576, 4096, 64, gated=True), "pointers-swapped-register-64x64x64"),
-        (problem(4096, 12288, 64), "hopper-register-64x32x128"),  # others leave multiprocessors without a tile
-        (problem(24576, 4096, 2048), "hopper-register-128x256x64"),
-        (problem(24576, 4096, 2048, gated=True), "hopper-gated-register-128x256x64"),
+        (problem(6144, 4096, 8), "hopper-swapped-16x64x256"),  # weights that a warp of its own fetches ahead
+        (problem(24576, 4096, 16, gated=True), "hopper-swapped-16x64x256"),
+        (problem(4096, 1024, 8), "pointers-swapped-16x64x128"),  # too few for that
+        (problem(6144, 1024, 8, gated=True), "pointers-swapped-gated-16x64x128"),
+        (problem(1024, 2048, 8, EIGHT_LEAVES), "batched-leaves-ahead-8x16x128"),
+        (problem(1024, 2048, 16, EIGHT_LEAVES), "batched-leaves-ahead-16x16x128"),
+        (problem(4096, 12288, 8, EIGHT_LEAVES), "batched-leaves-8x16x128"),
+        (problem(4096, 4096, 8, (2,)), "batched-leaves-8x16x512"),
+        (problem(4096, 4096, 8, (4,)), "hopper-swapped-16x64x256"),
+        (problem(4096, 4096, 32, EIGHT_LEAVES), "hopper-swapped-32x64x256"),
+        (problem(6144, 4096, 32), "tma-swapped-32x64x256"),
+        (problem(24576, 4096, 32), "pointers-swapped-32x128x64"),
+        (problem(24576, 4096, 8, gated=True, hopper=False), "pointers-swapped-16x64x128"),
+        (problem(24576, 4096, 32, gated=True), "pointers-swapped-gated-32x128x64"),
+        (problem(24576, 4096, 64, gated=True), "pointers-swapped-64x64x64"),
+        (problem(4096, 12288, 64), "hopper-64x32x128"),  # others leave multiprocessors without a tile
+        (problem(24576, 4096, 2048), "hopper-128x256x64"),
+        (problem(24576, 4096, 2048, gated=True), "hopper-gated-128x256x64"),
     ],
     ids=str,
 )
@@ -59,8 +60,9 @@ def test_names_are_distinct_and_every_gpu_has_schedules(tokens: int, radices: tu
     every = *candidates(of), reference_schedule(of)
     assert len({str(schedule) for schedule in every}) == len(set(every)) >= 4
     elsewhere = candidates(replace(of, hopper=False))
-    assert elsewhere and all(schedule.kind != "hopper" for schedule in elsewhere)
+    assert elsewhere and not any(isinstance(schedule, HopperTiles) for schedule in elsewhere)
     unaligned = candidates(replace(of, hopper=False, aligned=False))
-    assert unaligned and all(schedule.kind == "pointers" for schedule in unaligned)
+    assert unaligned and all(isinstance(schedule, PointerTiles | BatchedLeaves) for schedule in unaligned)
     columns = candidates(replace(of, hopper=False, w_nk=False))
-    assert not any(schedule.ahead for schedule in columns), "rows of weights that do not lie side by side"
+    batched = [schedule for schedule in columns if isinstance(schedule, BatchedLeaves)]
+    assert not any(schedule.ahead for schedule in batched), "rows of weights that do not lie side by side"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detcompile.errors import ScheduleError
 from detcompile.templates.matmul.launch import run_schedule
-from detcompile.templates.matmul.schedules import GemmSchedule
+from detcompile.templates.matmul.schedules import PointerTiles
 from detcompile.templates.quantized.gpu import (
     DEQUANT,
     dequant_matmul_cuda,
@@ -18,7 +18,7 @@ from detcompile.templates.quantized.gpu import (
     run_dequant,
 )
 from detcompile.templates.quantized.op import reference_dequant_matmul
-from detcompile.templates.quantized.schedules import EXPAND, dequant_candidates
+from detcompile.templates.quantized.schedules import EXPAND, Fused, Int4Decode, dequant_candidates
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK, QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import assert_as_accurate
@@ -28,12 +28,12 @@ from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, 
 pytestmark = NEEDS_TRITON
 N, K = 37, 200
 DTYPE = DOT_DTYPES[0]  # of fused products: 16 bits on a GPU, where those of float32 are expanded
-PLAIN = GemmSchedule("pointers", 16, 32, 32, 4, 2)
+PLAIN = PointerTiles(16, 32, 32, 4, 2)
 # On a GPU fewer than 64 features a tile take mma.sync, which the gate may refuse.
 FEATURES = (32, 16) if INTERPRETED else (64, 64)
 SMALL = [
-    GemmSchedule("fused", 16, FEATURES[0], 128, 4, 2, True),
-    GemmSchedule("fused", 32, FEATURES[1], 128, 4, 2, True, group=2),
+    Fused(16, FEATURES[0], 128, 4, 2),
+    Fused(32, FEATURES[1], 128, 4, 2, group=2),
 ]
 MODELS = ["int4, groups of 128", "int4, groups of 32", "int8, channels", "fp8, blocks of 128"]  # what checkpoints hold
 
@@ -80,7 +80,7 @@ def test_leaves_of_programs_of_their_own_have_the_bytes_of_one_program(name: str
     weight, x = quantized_weight(name, N, 512, DEVICE), heavy_tailed(5, 512, dtype=DTYPE)
     bias, residual = heavy_tailed(N, dtype=DTYPE, seed=2), heavy_tailed(5, N, dtype=DTYPE, seed=3)
     for schedule, radices in ((SMALL[0], (2, 2)), (SMALL[1], (4,)), (SMALL[0], ())):
-        split = replace(schedule, leaves="split")
+        split = replace(schedule, split=True)
         expected = run_dequant(schedule, x, weight, bias, residual, radices)
         found = run_dequant(split, x, weight, bias, residual, radices)
         assert_bitwise_equal(found, expected, f"{name} {radices}")
@@ -93,10 +93,10 @@ def test_few_tokens_of_a_tree_may_split_its_leaves() -> None:
     for k, step in ((1024, 128), (4096, 512)):
         weight, x = quantized_weight("int4, groups of 128", N, k, DEVICE), heavy_tailed(1, k, dtype=torch.float16)
         found = dequant_candidates(dequant_problem(x, weight, None, None, (2, 2, 2), x.dtype))
-        assert max(schedule.block_k for schedule in found if schedule.leaves == "split") == step
-        assert found[0].leaves == "split" and found[-1] == EXPAND
+        assert max(schedule.block_k for schedule in found[:-1] if schedule.split) == step
+        assert found[0].split and found[-1] == EXPAND
         plain = dequant_candidates(dequant_problem(x, weight, None, None, (), x.dtype))
-        assert {schedule.leaves for schedule in plain} == {"register"}
+        assert not any(schedule.split for schedule in plain if schedule != EXPAND)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the gate decides: test_every_schedule_has_the_bytes_of_matmul")
@@ -113,7 +113,7 @@ def test_steps_of_several_blocks_have_the_bytes_of_matmul(name: str, radices: tu
 
 
 def test_steps_of_several_blocks_want_whole_steps_and_a_scale_for_a_block() -> None:
-    schedule = GemmSchedule("fused", 8, 16, 512, 1, 3, True)
+    schedule = Fused(8, 16, 512, 1, 3)
     for name, k, message in [
         ("int4, groups of 128", 768, "whole steps of 512"),
         ("int4, groups of 32", 512, "groups of 128"),
@@ -127,12 +127,12 @@ def test_steps_of_several_blocks_want_whole_steps_and_a_scale_for_a_block() -> N
 def test_warps_of_their_own_want_16_bits_throughout_and_whole_vectors() -> None:
     weight, x = quantized_weight("int4, groups of 128", 48, 4096, DEVICE), heavy_tailed(5, 4096, dtype=torch.float16)
     problem = replace(dequant_problem(x, weight, None, None, (), x.dtype), narrow=True)
-    found = [schedule for schedule in dequant_candidates(problem) if schedule.kind == "warps"]
+    found = [schedule for schedule in dequant_candidates(problem) if isinstance(schedule, Int4Decode)]
     assert found and found == list(dequant_candidates(problem)[: len(found)])
-    tree = [s for s in dequant_candidates(replace(problem, radices=(2, 2, 2))) if s.kind == "warps"]
-    assert tree and all(s.leaves == "split" and 4096 // 8 % s.block_k == 0 for s in tree)
+    tree = [s for s in dequant_candidates(replace(problem, radices=(2, 2, 2))) if isinstance(s, Int4Decode)]
+    assert tree and all(s.split and 4096 // 8 % s.block_k == 0 for s in tree)
     for misfit in ({"narrow": False}, {"n": 56}, {"group": 64}, {"k": 4096 + 128}, {"bucket": 32}):
-        assert not any(s.kind == "warps" for s in dequant_candidates(replace(problem, **misfit))), misfit
+        assert not any(isinstance(s, Int4Decode) for s in dequant_candidates(replace(problem, **misfit))), misfit
     for thin, radices in ((weight._replace(scales=weight.scales.float()), ()), (weight, (2, 2, 2))):
         with pytest.raises(ScheduleError, match="a scale of x's dtype"):
             run_dequant(found[0], x, thin, radices=radices)
@@ -189,7 +189,7 @@ class TestOnTheGpu:
         for tokens in (1, 8, 9, 20):
             x = heavy_tailed(20, 4096 + 8, dtype=dtype, seed=tokens)[:tokens, 8:]  # rows that no copy of 16 bytes takes
             problem = replace(dequant_problem(x, weight, None, None, radices, dtype), bucket=16)
-            schedules = [s for s in dequant_candidates(problem) if s.kind == "warps"]
+            schedules = [s for s in dequant_candidates(problem) if isinstance(s, Int4Decode)]
             assert len(schedules) >= 4
             for epilogue in ((None, None), (bias, residual[:tokens])):
                 expected = by_matmul(x, weight, *epilogue, radices=radices)

@@ -1,0 +1,191 @@
+"""GEMM schedules: which exist for a problem, in the order in which they are likely to be fast.
+
+Legend: M tokens, N output features, K summed features. A schedule never decides bits; `templates.device.gate` sees to
+that.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from typing import TypeAlias
+
+from detcompile.templates.matmul.schedules import (
+    BatchedLeaves,
+    GemmProblem,
+    GemmSchedule,
+    HopperTiles,
+    PointerTiles,
+    TmaTiles,
+)
+
+__all__ = ["candidates", "reference_schedule"]
+
+_Rows: TypeAlias = list[tuple[int, ...]]  # the sizes, warps (of all but hopper), stages, ctas (1 if left out)
+_POINTERS_FEW: dict[int, _Rows] = {
+    16: [(16, 64, 128, 4, 6), (16, 64, 256, 4, 5), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4)],
+    32: [(32, 64, 128, 4, 5), (32, 128, 64, 4, 4)],
+    64: [(64, 64, 128, 4, 5), (64, 64, 64, 4, 4)],
+}
+_TMA_FEW: dict[int, _Rows] = {
+    16: [(16, 64, 256, 4, 5), (16, 64, 128, 4, 6)],
+    32: [(32, 64, 256, 4, 4), (32, 64, 128, 4, 5)],
+    64: [(64, 64, 128, 4, 5), (64, 128, 64, 4, 6)],
+}
+# Features are the rows of a warpgroup here: with a tree nothing is split, and no second launch adds leaves.
+_HOPPER_FEW: dict[int, _Rows] = {
+    16: [(16, 64, 256, 5), (16, 64, 128, 8), (16, 64, 128, 4, 2), (16, 64, 64, 8, 2), (16, 64, 64, 12)],
+    32: [(32, 64, 256, 4), (32, 64, 128, 8), (32, 64, 128, 4, 2), (32, 64, 64, 8)],
+    64: [(64, 64, 128, 6), (64, 64, 64, 10), (32, 64, 128, 8)],
+}
+# Trees of radix 2, whose leaves are summed side by side: K of all leaves, warps at most, stages.
+_BATCHED_LEAVES = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
+_BATCHED_LEAVES_FEATURES = 16
+_TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
+_NARROW = (64, 32, 128, 8)
+_HOPPER: _Rows = [
+    _NARROW,
+    (64, 64, 128, 6),
+    (64, 128, 64, 8),
+    (128, 80, 64, 6),
+    (128, 96, 64, 6),
+    (128, 128, 64, 5),
+    (128, 160, 64, 4),
+    (128, 192, 64, 4),
+    (128, 256, 64, 3),
+]
+_HOPPER_GATED: _Rows = [(128, 256, 64, 4), (128, 256, 64, 3), (128, 128, 64, 6)]
+_HOPPER_TREE: _Rows = [
+    (64, 32, 128, 6),
+    (64, 32, 64, 6, 2),
+    (64, 64, 128, 5),
+    (64, 64, 64, 8),
+    (64, 128, 64, 6),
+    (128, 64, 64, 6),
+    (128, 64, 128, 3),
+]
+# One open node per level lives in registers, so that tiles are smaller.
+_TMA_TREE: _Rows = [(128, 128, 64, 8, 4), (128, 64, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2), (64, 64, 64, 4, 4, 3)]
+_ANY_STRIDES: _Rows = [(128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 3)]
+_FLOAT32: dict[int, _Rows] = {
+    16: [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 128, 32, 4, 3)],
+    64: [(32, 64, 32, 4, 3), (64, 64, 32, 4, 3)],
+    4096: [(64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 3)],
+}
+# An H200, roughly: it only sorts candidates. Multiply-adds and bytes that a multiprocessor takes in a cycle.
+_MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
+_MANY_TOKENS = 2048
+_FEW_WEIGHTS = 8 << 20  # numbers; so few are fetched ahead whole, and without a warp of its own
+_MANY_FEATURES = 16384
+_MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
+_SHARED_BYTES = 231_424  # that a program may have there, less the barriers of hopper.py
+
+
+def reference_schedule(problem: GemmProblem) -> PointerTiles:
+    """The schedule whose bits the gate asks of all others: small tiles, plain pointers."""
+    return PointerTiles(32, 64, 32, 4, 2, split=len(problem.radices) > 4)
+
+
+@functools.cache
+def candidates(problem: GemmProblem) -> tuple[GemmSchedule, ...]:
+    """Schedules for this problem, the likely fastest first. Every one can serve any token count."""
+    if problem.dtype == "float32":
+        few = next(largest for largest in _FLOAT32 if problem.bucket <= largest)
+        found: list[GemmSchedule] = [PointerTiles(*row) for row in _FLOAT32[few]]
+    else:
+        found = _few_tokens(problem) if problem.bucket <= 64 else []
+        found += _many_tokens(problem) if problem.bucket >= 64 else []
+        found = list(dict.fromkeys([*found, *(PointerTiles(*row) for row in _ANY_STRIDES)]))
+    if not problem.radices:
+        return tuple(found)
+    return tuple(_with_leaves(problem, found))
+
+
+def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
+    """Schedules that swap their operands, and for 64 tokens one that need not."""
+    bucket = max(16, problem.bucket)
+    hopper = [HopperTiles(*row, swapped=True) for row in _HOPPER_FEW[bucket]] if problem.hopper else []
+    tma = [TmaTiles(*row, swapped=True) for row in _TMA_FEW[bucket]] if problem.aligned else []
+    pointers = [PointerTiles(*row, swapped=True) for row in _POINTERS_FEW[bucket]]
+    plain: list[GemmSchedule] = [*pointers, *tma] if bucket == 16 else [*tma[:1], *pointers, *tma[1:]]
+    if bucket > 16 and problem.n >= _MANY_FEATURES:  # tiles come in waves, whose gaps short steps along K fill
+        pointers.sort(key=lambda schedule: schedule.block_k)
+        plain = [*pointers, *tma]
+    many_weights = bucket <= 16 and problem.n * problem.k > _FEW_WEIGHTS
+    if problem.gated:
+        gated = [replace(schedule, gated=True) for schedule in pointers]
+        plain = [*plain, *gated] if many_weights or bucket > 32 else [*gated, *plain]
+    # The weights that it fetches ahead, while the kernel before ends, count where many are read for few tokens.
+    if many_weights:
+        return [*hopper, *plain]
+    narrow = HopperTiles(*_NARROW)
+    if bucket == 64 and problem.hopper and problem.n <= narrow.block_n * _MULTIPROCESSORS:
+        return [narrow, *plain, *hopper]  # swapped tiles would leave half of the multiprocessors without one
+    return [*plain, *hopper]
+
+
+def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
+    found: list[TmaTiles | HopperTiles] = [TmaTiles(*row) for row in _TMA] if problem.aligned else []
+    if problem.hopper:
+        found += [HopperTiles(*row) for row in _HOPPER]
+    found.sort(key=functools.partial(_cycles, problem))
+    if problem.gated and problem.hopper and problem.bucket >= _MANY_GATED:
+        return [*(HopperTiles(*row, gated=True) for row in _HOPPER_GATED), *found]
+    return [*found]
+
+
+def _cycles(problem: GemmProblem, schedule: TmaTiles | HopperTiles) -> tuple[float, int, bool]:
+    """Cycles expected for one k, over all waves of tiles: whichever of arithmetic and loads takes longer.
+
+    Of many tokens the last wave does not count: the bucket says little about it. Equals: the larger tile, then the
+    kernel whose loads run ahead over the end of a tile.
+    """
+    m, n = schedule.block_m, schedule.block_n
+    tiles = math.ceil(problem.bucket / m) * math.ceil(problem.n / n)
+    waves = tiles / (_MULTIPROCESSORS * schedule.ctas)
+    waves = (waves if problem.bucket >= _MANY_TOKENS else math.ceil(waves)) * schedule.ctas
+    cycles = waves * max(m * n / _MULTIPLY_ADDS, 2 * (m + n) / _BYTES)
+    return round(cycles, 3), -m * n, not isinstance(schedule, HopperTiles)
+
+
+def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:
+    tiles = [schedule for schedule in found if isinstance(schedule, PointerTiles | TmaTiles)]
+    split = [replace(schedule, split=True) for schedule in tiles]
+    if len(problem.radices) > 4:
+        return _whole_groups(problem, [*split])
+    if problem.dtype != "float32" and problem.bucket > 64 and problem.aligned:
+        tiles = [*(TmaTiles(*row) for row in _TMA_TREE), *tiles]
+    hopper: list[HopperTiles] = []
+    if problem.hopper and problem.bucket >= 64:
+        hopper = sorted([HopperTiles(*row) for row in _HOPPER_TREE], key=functools.partial(_cycles, problem))
+    if problem.hopper and problem.bucket <= 64:
+        hopper += [HopperTiles(*row, swapped=True) for row in _HOPPER_FEW[max(16, problem.bucket)]]
+    rest = [*split, *tiles] if problem.bucket <= 256 else [*tiles, *split]
+    return _whole_groups(problem, [*_batched_leaves(problem), *hopper, *rest])
+
+
+def _batched_leaves(problem: GemmProblem) -> list[BatchedLeaves]:
+    leaves = math.prod(problem.radices)
+    if problem.dtype == "float32" or problem.bucket > 16 or set(problem.radices) != {2}:
+        return []
+    rows = dict.fromkeys((k // leaves, min(leaves, warps), stages) for k, warps, stages in _BATCHED_LEAVES)
+    tile = problem.bucket, _BATCHED_LEAVES_FEATURES
+    ahead = problem.w_nk and problem.n * problem.k <= _FEW_WEIGHTS
+    return [BatchedLeaves(*tile, *row, ahead=ahead) for row in rows]
+
+
+def _whole_groups(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSchedule]:
+    """A descriptor does not end at a leaf: its leaves must be whole tiles of K. And the nodes of a tree must fit."""
+    leaf_k = problem.k // math.prod(problem.radices)
+    return [
+        schedule
+        for schedule in found
+        if isinstance(schedule, PointerTiles | BatchedLeaves) or leaf_k % schedule.block_k == 0
+        if not isinstance(schedule, HopperTiles) or _fits(problem, schedule)
+    ]
+
+
+def _fits(problem: GemmProblem, schedule: HopperTiles) -> bool:
+    """Whether the ring of k-groups and the nodes that wait, one float32 tile a level, fit into shared memory."""
+    ring = 2 * (schedule.block_m + schedule.block_n) * schedule.block_k * schedule.stages
+    levels = len(problem.radices) - 1
+    return ring + 4 * levels * schedule.block_m * schedule.block_n <= _SHARED_BYTES

@@ -85,7 +85,7 @@ def repeat_ours(model: CompiledModel, work: Workload) -> tuple[list[Answer], lis
                 if output.error is not None:
                     raise output.error
                 answers.append(tuple(output.outputs[0].token_ids))
-        sizes.append(len(engine.scheduler.running))
+        sizes.append(engine.stats.num_running)
         step += 1
     assert len(answers) == work.completions
     return answers, [size for size in sizes if size]

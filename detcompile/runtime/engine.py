@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out. A RequestBook keeps the requests, a Pipeline runs the steps; threads take turns."""
+"""Engine: requests in, tokens out. A RequestBook keeps the requests, a Pipeline runs the steps, threads take turns."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,6 @@ from rich.progress import track
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_loop import EngineLoop
-from detcompile.runtime.gc_pauses import ShortCollections
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.metrics import EngineStats
 from detcompile.runtime.pipeline import Pipeline
@@ -20,15 +19,13 @@ from detcompile.runtime.requests.admission import Admission, Prompt
 from detcompile.runtime.requests.deliveries import Deliveries, Mailbox, Receiver
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.requests.turns import Turns, without_interrupts
+from detcompile.runtime.requests.turns import without_interrupts
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
 from detcompile.runtime.step.worker import Worker
+from detcompile.runtime.step_turns import StepTurns
 
 __all__ = ["Engine"]
-
-FAILED = "a step failed, and all requests with it"
 
 
 class Engine:
@@ -38,10 +35,17 @@ class Engine:
     alone, with its ``error``; a step that fails on the device ends all of them, and the engine.
 
     Args:
-        worker: runs the steps. blocks: of the worker's KV cache.
+        worker: runs the steps.
+        blocks: the blocks of the worker's KV cache.
         admission: turns prompts into checked requests.
         overlap: launch a step before the last one's tokens are read back, unless it drafts.
-        weights_version: of the model; what was computed under another one is not used.
+        max_context: tokens that a sequence may hold.
+        weights_version: returns another number once the model's weights are others; what was computed under other
+            weights is not used.
+
+    Attributes:
+        config: the settings it was made with.
+        speculator: drafts, and counts how right drafts were; None without speculation.
     """
 
     def __init__(
@@ -59,32 +63,30 @@ class Engine:
         if speculation is not None and speculation.acceptance == "rejection" and not isinstance(worker, Worker):
             raise InvalidInput("workers in other processes accept exactly: take acceptance='exact', or tp=1")
         self.config = config
-        self.scheduler = Scheduler(config, blocks)
+        self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)
         self._blocks = blocks
         self._admission = admission
-        self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)
+        self._arrivals = count()
+        self._deliveries = Deliveries()
+        self._scheduler = Scheduler(config, blocks)
         self._book = RequestBook(
-            self.scheduler,
+            self._scheduler,
             together=not blocks.prefix_caching,
             vocab_size=admission.vocab_size,
             forget=lambda sequence: self._pipeline.forget(sequence),
-            deliver=self._deliver,
+            deliveries=self._deliveries,
             weights_version=weights_version,
         )
         self._pipeline = Pipeline(
-            self.scheduler,
+            self._scheduler,
             worker,
             self._book,
             width=blocks.pool.blocks_for(max_context + 1),
             overlap=overlap,
             speculator=self.speculator,
         )
-        self._turns = Turns()
-        self._deliveries = Deliveries()
-        self._failure: BaseException | None = None
-        self._arrivals = count()
-        self._collections = ShortCollections()
-        self._loop = EngineLoop(self)  # steps this engine while somebody streams
+        self._steps = StepTurns(self._pipeline, self._book)
+        self._loop = EngineLoop(self._steps)  # steps this engine while somebody streams
 
     def add_request(
         self,
@@ -118,33 +120,25 @@ class Engine:
     @property
     def failed(self) -> bool:
         """Whether a step failed, so that this engine serves no more."""
-        return self._failure is not None
+        return self._steps.failure is not None
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do, or to give."""
         return self._pipeline.busy or self._deliveries.any_kept or not self._book.is_empty
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step can do anything."""
-        return self._failure is None and (self._pipeline.busy or not self._book.is_empty)
-
     def step(self) -> list[RequestOutput]:
-        """Launch a step and finish one; returns the outputs of ``add_request`` that got longer or ended.
+        """Run a step; returns the outputs of ``add_request`` that got longer or ended.
+
+        Plan, draft, build, launch, collect and settle (runtime/pipeline.py), in turn with other threads.
 
         Of several threads that step, each output goes to one.
 
         Raises:
             EngineError: a step failed on the device. Every request has ended then, and the engine serves no more.
         """
-        self.advance()
+        self._steps.step()
         return self._deliveries.take()
-
-    def advance(self) -> None:
-        """A step, whose outputs go to those who wait for them, or else to the next ``step``."""
-        with without_interrupts(), self._turns:
-            self._advance()
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -200,7 +194,7 @@ class Engine:
             InvalidInput: neither a prompt nor a list of them, or not one params a prompt.
             EngineError: the engine failed.
         """
-        mailbox, results = Mailbox(self._turns), []
+        mailbox, results = Mailbox(self._steps.turns), []
         found: dict[str, RequestOutput] = {}
         try:
             for prompt, own in self._admission.pairs(prompts, params):
@@ -223,13 +217,13 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
-        with without_interrupts(), self._turns:
-            return self._pipeline.tally.stats(self.scheduler, self._blocks)
+        with without_interrupts(), self._steps.turns:
+            return self._pipeline.tally.stats(self._scheduler, self._blocks)
 
     def check(self) -> None:
         """Assert that no block is lost and none counted twice; between steps, at any time."""
-        with without_interrupts(), self._turns:
-            self._blocks.check(self.scheduler.running, self._pipeline.forked)
+        with without_interrupts(), self._steps.turns:
+            self._blocks.check(self._scheduler.running, self._pipeline.forked)
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
@@ -238,8 +232,8 @@ class Engine:
         Raises:
             InvalidInput: requests are queued or running.
         """
-        with self._turns:
-            if self.has_work:
+        with self._steps.turns:
+            if self._steps.has_work:
                 raise InvalidInput("an engine has requests: serve or cancel them before its weights change")
             yield
 
@@ -256,7 +250,7 @@ class Engine:
         only_last: bool = False,
     ) -> str:
         """Queue a request under its own id, or one of its kind that nobody has; its outputs go to ``receiver``."""
-        self._check_alive()
+        self._steps.require_alive()
         request = self._admission.request(
             kind if request_id is None else request_id,
             prompt,
@@ -266,12 +260,12 @@ class Engine:
             stream_text=stream_text,
         )
         for sequence in request.sequences:
-            self._check_fits(sequence)
+            self._scheduler.require_room(sequence)
 
         def check(name: str) -> None:
             if receiver is not None:
                 self._deliveries.expect(name, receiver, only_last=only_last)
-            self._check_alive()  # once it is expected: a failure from here on is told to the receiver
+            self._steps.require_alive()  # once it is expected: a failure from here on is told to the receiver
 
         return self._book.admit(request, kind if request_id is None else None, check)
 
@@ -286,62 +280,12 @@ class Engine:
                 return
             if mailbox.error is not None:
                 raise mailbox.error
-            with without_interrupts():
-                if self._turns.take(mailbox.place):
-                    try:
-                        self._advance()
-                    finally:
-                        self._turns.give()
+            self._steps.step(mailbox.place)
 
     def _abandon(self, names: SequenceOf[str]) -> None:
         """Nobody waits for these any more: they end now, and nothing of them is left queued."""
         for name in names:
             self._deliveries.drop(name)
             self.cancel(name)
-        with without_interrupts(), self._turns:
-            if names and self._failure is None:
-                self._book.planning()
-                for output in self._book.finished_step():
-                    self._deliver(output)
-                if self._book.is_empty and self._pipeline.busy:
-                    self._advance()  # nothing is launched: what ran is read back
-
-    def _advance(self) -> None:
-        """A step, in turn."""
-        self._check_alive()
-        self._collections.begin()
-        try:
-            self._pipeline.advance()
-        except BaseException as error:
-            self._collections.end()
-            if isinstance(error, Exception) or self._pipeline.mid_step:
-                self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-            raise EngineError(f"{FAILED}: {error}. The cause is below; make a new engine") from error
-        for output in self._book.finished_step():
-            self._deliver(output)
-        if not self.has_work:
-            self._collections.end()
-
-    def _deliver(self, output: RequestOutput) -> None:
-        if not self._deliveries.give(output) and not output.finished:
-            self.cancel(output.request_id)
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._book.fail(error)
-        self._deliveries.fail(f"{FAILED}: {error}. The cause is below; make a new engine", error)
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"this engine failed before: {self._failure}. Make a new one")
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        needed, there = self.scheduler.most_blocks(sequence), self._blocks.pool.num_usable
-        if needed > there:
-            raise InvalidInput(
-                f"{len(sequence.token_ids)} prompt tokens and at most {sequence.most_tokens} in all need {needed} KV"
-                f" blocks of {self.config.block_size} tokens, the engine has {there}: shorten it, lower max_tokens, or"
-                " give the engine more memory"
-            )
+        if names:
+            self._steps.drop_cancelled()

@@ -1,31 +1,20 @@
 """EngineLoop: a thread that steps an engine while coroutines wait for what it serves."""
 
 import threading
-from typing import Protocol
 
 from detcompile.errors import EngineError
+from detcompile.runtime.step_turns import StepTurns
 
-__all__ = ["EngineLoop", "Steppable"]
+__all__ = ["EngineLoop"]
 
 IDLE_SECONDS = 60.0  # an idle thread ends, so that an engine which nobody holds can be freed
-
-
-class Steppable(Protocol):
-    """The side of an engine that its thread sees."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is anything left to do."""
-
-    def advance(self) -> None:
-        """Do some of it, in turn with other threads."""
 
 
 class EngineLoop:
     """Steps an engine in a thread of its own while it has work."""
 
-    def __init__(self, engine: Steppable) -> None:
-        self._engine = engine
+    def __init__(self, steps: StepTurns) -> None:
+        self._steps = steps
         self._work = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -40,7 +29,7 @@ class EngineLoop:
     def _run(self) -> None:
         while self._has_work():
             try:
-                self._engine.advance()
+                self._steps.step()
             except BaseException as error:
                 with self._work:
                     self._thread = None
@@ -51,7 +40,7 @@ class EngineLoop:
     def _has_work(self) -> bool:
         """Waits for it; False where none came, and the next ``wake`` begins another thread then."""
         with self._work:
-            found = self._engine.has_work or self._work.wait_for(lambda: self._engine.has_work, IDLE_SECONDS)
+            found = self._steps.has_work or self._work.wait_for(lambda: self._steps.has_work, IDLE_SECONDS)
             if not found:
                 self._thread = None
             return found

@@ -6,23 +6,23 @@ and more in which no step is launched. While requests run, collections look only
 
 import gc
 
-__all__ = ["ShortCollections"]
+__all__ = ["GCPauses"]
 
 
-class ShortCollections:
+class GCPauses:
     """Takes the objects that exist out of garbage collection, and puts them back; also those that others took out."""
 
     def __init__(self) -> None:
-        self._frozen = False
+        self._short = False
 
-    def begin(self) -> None:
-        """Collect nothing that exists now; once begun, nothing more happens until ``end``."""
-        if not self._frozen:
+    def shorten(self) -> None:
+        """Collect nothing that exists now; nothing more happens until ``restore``."""
+        if not self._short:
             gc.freeze()
-            self._frozen = True
+            self._short = True
 
-    def end(self) -> None:
+    def restore(self) -> None:
         """Everything may be collected again."""
-        if self._frozen:
+        if self._short:
             gc.unfreeze()
-            self._frozen = False
+            self._short = False

@@ -1,7 +1,7 @@
 """RequestBook: the requests of an engine, from their admission to their last output, and what happens to each.
 
-It is the pipeline's Ledger. What raises on the way of one request ends that request with the error, and no other: it
-leaves before the next step is planned, as one that was cancelled does.
+The pipeline tells it what happened to sequences (``on_token`` and the like). What raises on the way of one request ends
+that request with the error, and no other: it leaves before the next step is planned, as one that was cancelled does.
 """
 
 import threading
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import count
 
 from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sequence import Sequence
@@ -27,10 +28,10 @@ class RequestBook:
 
     Args:
         together: all samples of a request may start at once; otherwise when the first has the prompt in the cache.
-        vocab_size: ids that the model can read.
+        vocab_size: number of ids that the model can read.
         forget: called with a sequence that has ended and is still scheduled.
-        deliver: called with an output that has ended between steps.
-        weights_version: another number once the weights are others; ``look`` may take a while.
+        deliveries: where outputs go.
+        weights_version: returns another number once the weights are others; ``look`` may take a while.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class RequestBook:
         together: bool,
         vocab_size: int,
         forget: Callable[[Sequence], None],
-        deliver: Callable[[RequestOutput], None],
+        deliveries: Deliveries,
         weights_version: Callable[..., int],
     ) -> None:
         self._scheduler = scheduler
         self._together = together
         self._vocab_size = vocab_size
         self._forget_sequence = forget
-        self._deliver = deliver
+        self._deliveries = deliveries
         self._weights_version = weights_version
         self._version = weights_version(look=True)
         self._admitting = threading.Lock()  # of ``_names``
@@ -65,10 +66,10 @@ class RequestBook:
         return not (self._inbox or self._requests)
 
     def admit(self, request: Request, kind: str | None, check: Callable[[str], None]) -> str:
-        """Queue a request; its name from now on. Two of one name never get in.
+        """Queue a request and return its name from now on. Two of one name never get in.
 
         Args:
-            kind: it gets a name of this kind that nobody has; None: it has one.
+            kind: gives the request a name of this kind that nobody has; None where it has a name.
             check: called with the name before it is queued, and may raise.
 
         Raises:
@@ -90,8 +91,8 @@ class RequestBook:
         """End a request before the next step; unknown or finished ones are left alone."""
         self._inbox.append(request_id)
 
-    def planning(self) -> None:
-        """Let go of what has ended, and do what other threads asked for."""
+    def update(self) -> None:
+        """Before a step is planned: let go of what has ended, and start and cancel what other threads asked for."""
         for request in list(self._touched):
             self._settle(request)
         self._let_go()
@@ -105,8 +106,8 @@ class RequestBook:
         self._let_go()
         self._follow_weights()
 
-    def finished_step(self) -> list[RequestOutput]:
-        """Bring text that streams up to date; the outputs that got longer or ended since the last call."""
+    def deliver(self) -> None:
+        """After a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
         for request in list(self._touched):
             try:
                 for sequence in request.stream():
@@ -116,31 +117,33 @@ class RequestBook:
             self._settle(request)
         self._let_go()
         touched, self._touched = self._touched, {}
-        return [request.output for request in touched]
+        for request in touched:
+            self._deliver(request.output)
 
-    def fail(self, error: BaseException) -> None:
-        """The engine failed, and all requests with it."""
+    def fail(self, error: BaseException, text: str) -> None:
+        """The engine failed: every request ends, and whoever waits for one is told the text."""
         for request in self._requests.values():
             request.fail(EngineError(f"the engine failed: {error}"))
+        self._deliveries.fail(text, error)
 
     def is_open(self, sequence: Sequence) -> bool:
-        """Whether anybody still waits for its tokens."""
+        """Whether anybody still waits for the tokens of a sequence."""
         return sequence in self._owner
 
-    def admitted(self, entry: StepEntry) -> None:
-        """Note when the request first ran, and what the cache gave it."""
+    def on_admission(self, entry: StepEntry) -> None:
+        """A sequence got its first seat, or one again; ``entry.start`` tokens came from the cache."""
         metrics = self._metrics_of(entry.sequence)
         if metrics is not None and metrics.first_scheduled is None:
             metrics.first_scheduled, metrics.num_cached_tokens = time.monotonic(), entry.start
 
-    def preempted(self, sequence: Sequence) -> None:
-        """Count it."""
+    def on_preemption(self, sequence: Sequence) -> None:
+        """A sequence lost its seat and waits again."""
         metrics = self._metrics_of(sequence)
         if metrics is not None:
             metrics.num_preemptions += 1
 
-    def drew(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
-        """Give the sequence's request its next token; None ends it with an error. Whether it goes on."""
+    def on_token(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
+        """A sequence has its next token, or None where its logits are not numbers; returns whether it goes on."""
         request = self._owner[sequence]
         self._touched[request] = None
         try:
@@ -152,26 +155,30 @@ class RequestBook:
             self._break(request, error)
         return sequence.finish_reason is None
 
-    def scored(self, sequence: Sequence, start: int, found: list[Logprobs]) -> None:
-        """Give the request logprobs of its prompt."""
+    def on_prompt_logprobs(self, sequence: Sequence, start: int, found: list[Logprobs]) -> None:
+        """A sequence has logprobs of its prompt's tokens from ``start`` on."""
         request = self._owner[sequence]
         try:
             request.add_prompt_logprobs(start, found)
         except Exception as error:
             self._break(request, error)
 
-    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Count the drafts of the request."""
+    def on_draft(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """So many drafts of a sequence were tried, and so many were right."""
         metrics = self._metrics_of(sequence)
         if metrics is not None:
             metrics.num_drafted_tokens += num_drafted
             metrics.num_accepted_tokens += num_accepted
 
-    def broke(self, sequence: Sequence, error: Exception | str) -> None:
-        """What is the request's own raised where its sequence was planned or drawn: it ends, alone."""
+    def on_error(self, sequence: Sequence, error: Exception | str) -> None:
+        """What a sequence's request asks for raised, or finds no memory: it ends, and the others go on."""
         request = self._owner.get(sequence)
         if request is not None:
             self._break(request, error)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if not self._deliveries.give(output) and not output.finished:
+            self.cancel(output.request_id)
 
     def _attempt(self, act: Callable[[Request], None], request: Request | None) -> None:
         try:

@@ -6,6 +6,7 @@ can be undone: where a step could not be built or found no memory, its sequences
 
 from typing import NamedTuple
 
+from detcompile.errors import InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.policies import NextStep, new_policy
@@ -65,8 +66,22 @@ class Scheduler:
         in_flight = 2 * self.config.max_num_batched_tokens  # a step may run while the next is planned
         return self.blocks.peak(most, most if self.config.whole_prompts else in_flight)
 
+    def require_room(self, sequence: Sequence) -> None:
+        """Fail unless the pool has the ``most_blocks`` of a sequence.
+
+        Raises:
+            InvalidInput: it could never finish.
+        """
+        needed, there = self.most_blocks(sequence), self.blocks.pool.num_usable
+        if needed > there:
+            raise InvalidInput(
+                f"{len(sequence.token_ids)} prompt tokens and at most {sequence.most_tokens} in all need {needed} KV"
+                f" blocks of {self.config.block_size} tokens, the engine has {there}: shorten it, lower max_tokens, or"
+                " give the engine more memory"
+            )
+
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait. The pool must have its ``most_blocks``."""
+        """Let a sequence wait that the pool has room for."""
         self._queues.add(sequence)
 
     def __contains__(self, sequence: Sequence) -> bool:

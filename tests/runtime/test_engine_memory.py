@@ -135,9 +135,9 @@ def test_steps_get_large_again_once_memory_is_there(device):
     engine = engine_of(tiny_model(device), config_of(max_num_batched_tokens=64))
     with Scarce(5):
         serve(engine, [(prompt_of(60), GREEDY)])
-    assert engine.scheduler.budget <= 5
+    assert engine._scheduler.budget <= 5
     with Scarce(64) as plenty:
-        while engine.scheduler.budget < 64 and len(plenty.sizes) < 7 * CALM_STEPS:
+        while engine._scheduler.budget < 64 and len(plenty.sizes) < 7 * CALM_STEPS:
             serve(engine, [(prompt_of(100, len(plenty.sizes)), GREEDY)])
         serve(engine, [(prompt_of(100, 99), GREEDY)])
     assert max(plenty.sizes) == 64 and plenty.num_failed < 7

@@ -24,7 +24,7 @@ def test_an_engine_shortens_collections_while_it_has_requests() -> None:
 def test_an_engine_that_fails_puts_everything_back(monkeypatch) -> None:
     engine = engine_of(tiny_model(torch.device("cpu")), config_of())
     engine.add_request(prompt_of(5), GREEDY)
-    monkeypatch.setattr(engine._pipeline, "advance", lambda: 1 / 0)
+    monkeypatch.setattr(engine._pipeline, "step", lambda: 1 / 0)
     with pytest.raises(EngineError, match="a step failed"):
         engine.step()
     assert gc.get_freeze_count() == 0

@@ -24,9 +24,9 @@ SIGNS = ("out of memory", "can't allocate memory")  # in messages of CUDA, Trito
 class GPUMemory(NamedTuple):
     """Bytes of one GPU."""
 
-    total: int  # that this process may take
-    used: int  # by all processes, the allocator's cache included
-    reserved: int  # by this process's allocator, for tensors and graphs
+    total: int  # bytes that this process may take
+    used: int  # bytes that all processes hold, the allocator's cache included
+    reserved: int  # bytes that this process's allocator holds, for tensors and graphs
 
     @property
     def outside(self) -> int:
@@ -51,7 +51,8 @@ class StepMemory:
     step, everything is given back, and one block taken anew.
 
     Args:
-        block: bytes of the block. most: bytes that may be kept.
+        block: bytes of the block that is kept.
+        most: bytes that may be kept after a step.
 
     Attributes:
         num_refills: times that a block was taken.

@@ -101,11 +101,13 @@ class Engine:
 
         Args:
             prompt: text, token ids, or a dict of them (runtime.requests.prompts).
+            params: how to draw and when to end; None takes the defaults.
+            request_id: the request's id, if the caller names it.
             priority: an integer; lower is served earlier.
             stream_text: keep ``outputs[i].text`` up to date after every token, not only at the end.
 
         Returns:
-            Its id.
+            The request's id.
 
         Raises:
             InvalidInput: a prompt or parameters that cannot be served; nothing is queued then.
@@ -183,8 +185,8 @@ class Engine:
 
         Args:
             prompts: one prompt, or a list of prompts (runtime.requests.prompts says what one may be).
-            params: for all, or one a prompt.
-            progress: show a bar.
+            params: how to draw: one for all prompts, or one a prompt.
+            progress: show a bar on the terminal.
 
         Returns:
             One RequestOutput a prompt, in their order. A prompt that cannot be served has its ``error`` set, and the

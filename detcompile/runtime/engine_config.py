@@ -25,12 +25,13 @@ class EngineConfig:
         max_num_seqs: sequences that run at a time.
         block_size: tokens a KV block, a multiple of 16.
         num_blocks: blocks of the KV cache; None sizes it by memory_fraction.
-        memory_fraction: of a GPU's memory that weights, the worst step, CUDA graphs and the KV cache may take together,
-            beside what others hold there already. On a CPU: of the memory available now, for the KV cache alone.
+        memory_fraction: share of a GPU's memory that weights, the worst step, CUDA graphs and the KV cache may take
+            together, beside what others hold there already. On a CPU: share of the memory available now, for the KV
+            cache alone.
         allocation: "lazy" takes blocks as a sequence grows and preempts the least urgent one where they run out;
             "reserve" takes them for prompt and max_tokens together before a sequence starts.
         prefix_caching: reuse the keys and values of prompts' common beginnings.
-        cuda_graphs: None: on a GPU.
+        cuda_graphs: replay steps whose shapes come back from CUDA graphs; None: on a GPU.
         overlap: plan and launch a step before the last one's tokens are read back; None: on a GPU.
         aging: steps after which a waiting request counts as one priority more urgent.
 

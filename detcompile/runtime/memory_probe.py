@@ -38,9 +38,9 @@ PENALISED = SamplingParams(
 class StepNeeds(NamedTuple):
     """Bytes that steps take of a GPU beside weights, caches and graphs."""
 
-    counts: int  # of the sampler's penalties, there from the start
-    block: int  # that the largest step takes of an allocator that keeps nothing
-    most: int  # that steps of other sizes take where the allocator keeps one such block
+    counts: int  # bytes of the sampler's penalties, there from the start
+    block: int  # bytes that the largest step takes of an allocator that keeps nothing
+    most: int  # bytes that steps of other sizes take where the allocator keeps one such block
 
     @property
     def total(self) -> int:
@@ -61,9 +61,12 @@ def step_needs(
     """What the largest step takes, with all that a sampler can be asked for.
 
     Args:
-        runner: without CUDA graphs.
-        num_drafts: rows of draft trees, at most, beside one of each sequence.
-        num_prompt_tokens: rows of prompt tokens, at most, whose logprobs are wanted.
+        runner: a runner without CUDA graphs.
+        new_sampler: makes a sampler like the engine's.
+        num_tokens: tokens of the largest step.
+        num_sequences: sequences of the largest step.
+        num_drafts: most rows of draft trees, beside one of each sequence.
+        num_prompt_tokens: most rows of prompt tokens whose logprobs are wanted.
         width: blocks of the widest table.
     """
     rows = num_sequences, num_drafts, num_prompt_tokens
@@ -98,8 +101,8 @@ def graph_bytes(worker: Worker, layouts: list[tuple[int, int, int]]) -> int:
     of every size.
 
     Args:
-        worker: whose runner has captured nothing yet.
-        layouts: as of ``graph_layouts``.
+        worker: a worker whose runner has captured nothing yet.
+        layouts: tokens, sequences and table width of each graph, as ``graph_layouts`` gives them.
     """
     if not layouts:
         return 0

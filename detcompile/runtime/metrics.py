@@ -9,7 +9,7 @@ from detcompile.runtime.scheduler import Scheduler
 
 __all__ = ["EngineStats", "StepRecord", "Tally"]
 
-NUM_RECORDS = 4096  # steps kept
+MOST_RECORDS = 4096  # the last steps, of which a record is kept
 
 
 class StepRecord(NamedTuple):
@@ -28,11 +28,18 @@ class EngineStats:
     """Counts since the engine started, and its state now.
 
     Attributes:
-        num_steps, num_prefill_tokens, num_generated_tokens, num_preemptions: counts.
-        num_running, num_waiting: sequences now.
-        num_blocks, num_free_blocks: of the KV cache now; free ones include cached content that nobody uses.
-        num_queried_tokens, num_cached_tokens: prompt tokens looked up in the prefix cache, and those found.
-        host_seconds: spent on the host in all steps together.
+        num_steps: steps that finished.
+        num_prefill_tokens: prompt tokens computed.
+        num_generated_tokens: tokens drawn and kept.
+        num_preemptions: times that a sequence lost its blocks.
+        num_running: sequences that run now.
+        num_waiting: sequences that wait now.
+        num_blocks: blocks of the KV cache that sequences may have.
+        num_free_blocks: blocks that are free now, those with cached content that nobody uses included.
+        num_queried_tokens: prompt tokens looked up in the prefix cache.
+        num_cached_tokens: prompt tokens found there.
+        num_evicted_blocks: blocks whose cached content was forgotten for lack of empty ones.
+        host_seconds: time spent on the host in all steps together.
         recent: the last steps, oldest first.
     """
 
@@ -63,7 +70,7 @@ class Tally:
         self.num_preemptions = 0
         self._num_steps = self._num_prefill_tokens = self._num_generated_tokens = 0
         self._host_seconds = 0.0
-        self._records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
+        self._records: deque[StepRecord] = deque(maxlen=MOST_RECORDS)
 
     def add(self, record: StepRecord, num_generated_tokens: int) -> None:
         """One more step has finished."""

@@ -46,6 +46,9 @@ class Pipeline:
 
     Args:
         book: keeps the requests, and hears what happened to their sequences.
+        scheduler: plans the steps.
+        worker: runs them.
+        speculator: drafts; None where no step does.
         width: blocks of the longest sequence.
         overlap: launch a step before the last one's tokens are read back, if it does not draft.
         clock: returns seconds, for the speculator's switch.

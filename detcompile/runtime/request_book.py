@@ -27,7 +27,8 @@ class RequestBook:
     """Follows requests. ``admit``, ``cancel`` and the properties may be used from any thread, the rest between steps.
 
     Args:
-        together: all samples of a request may start at once; otherwise when the first has the prompt in the cache.
+        together: start all samples of a request at once; otherwise the others start when the first has the prompt in
+            the cache.
         vocab_size: number of ids that the model can read.
         forget: called with a sequence that has ended and is still scheduled.
         deliveries: where outputs go.
@@ -233,7 +234,7 @@ class RequestBook:
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """Its name is free; another request may have it by now."""
+        """Free the name of a request; another one may have it by now."""
         name = request.output.request_id
         with self._admitting:
             if self._requests.get(name) is request:

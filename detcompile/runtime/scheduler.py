@@ -125,6 +125,7 @@ class Scheduler:
                 self._queues.urgency(sequence)
                 step.chunk(sequence)
                 _ = sequence.num_pending, sequence.num_uncomputed, sequence.most_tokens, sequence.block_tables
+                _ = sequence.wants_prompt_logits
             except Exception as error:
                 found[sequence] = error
         return found

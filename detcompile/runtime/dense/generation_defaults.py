@@ -52,8 +52,8 @@ def generation_settings(model: Any, given: Mapping[str, Any], num_columns: int) 
     """The settings of SERVED by name: what is given, else what the model's ``generation_config`` says, else neutral.
 
     Args:
-        given: by name; None where the caller says nothing.
-        num_columns: of the prompts, which ``max_length`` counts too.
+        given: settings of the call by name; None where the caller says nothing.
+        num_columns: columns of the prompts, which ``max_length`` counts too.
 
     Raises:
         InvalidInput: the configuration asks for what is not served, or allows no new token.

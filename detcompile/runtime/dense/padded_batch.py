@@ -119,7 +119,9 @@ def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Te
     padding are as IGNORED_LABEL, and a row's first token is predicted by nobody, wherever the row begins.
 
     Args:
-        logits: [B, C, V]. labels: [B, C], IGNORED_LABEL where none. mask: [B, C], where there are tokens.
+        logits: [B, C, V] of any float dtype.
+        labels: [B, C] token ids; IGNORED_LABEL where there is none.
+        mask: [B, C], true where there are tokens.
 
     Raises:
         InvalidInput: no label, or one out of the vocabulary.

@@ -138,8 +138,8 @@ class BlockPool:
         """Let ``lookup`` find ``block`` under ``key``, unless another block has that key: the first one keeps it.
 
         Args:
-            block: in use, and never written again while it has the key.
-            key: says the content in full; a block has at most one.
+            block: a block in use, never written again while it has the key.
+            key: what says the content in full; a block has at most one.
         """
         assert self._references[block] > 0, f"block {block} is free: its content is not the caller's to publish"
         if self._block_of.setdefault(key, block) == block:

@@ -25,8 +25,8 @@ DIGEST_BYTES = 32  # prompts come from strangers: no collision may be findable
 class KVStatistics(NamedTuple):
     """Counts since the start; a sequence admitted again after a preemption counts again."""
 
-    num_queried_tokens: int  # of the sequences admitted with a look at the cache
-    num_hit_tokens: int  # of those, found there
+    num_queried_tokens: int  # tokens of the sequences admitted with a look at the cache
+    num_hit_tokens: int  # tokens among those that were found there
     num_evictions: int  # blocks whose content was forgotten for lack of empty ones
 
 
@@ -50,7 +50,7 @@ class KVBlocks:
 
     Args:
         groups: all layers' groups; each has a table in ``Sequence.block_tables``, at the same index.
-        prefix_caching: without it nothing is published and nothing looked up.
+        prefix_caching: publish full blocks and look prompts up among them.
         salt: begins every chain; what the contents depend on besides tokens (model, dtype of the cache) belongs here.
         num_state_slots: sequences that can have a state at a time; 0 for a model whose layers carry none. A prefix has
             no state of its own, so such models have no prefix caching.
@@ -116,8 +116,8 @@ class KVBlocks:
         compute, and may be longer than ``num_tokens``.
 
         Args:
-            num_tokens: counted from position 0.
-            reuse: False computes every token, for callers that want the logits of all.
+            num_tokens: tokens to have blocks for, counted from position 0.
+            reuse: look for a cached prefix; False computes every token, for callers that want the logits of all.
 
         Returns:
             The number of tokens hit; None if the blocks do not suffice, or no state is free, with nothing changed but

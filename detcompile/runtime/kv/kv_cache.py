@@ -36,9 +36,12 @@ class KVCache:
     use one place of it.
 
     Args:
-        shapes: one a layer.
-        groups: of layers that share a block table (``step.kv_groups``).
-        num_blocks: with the reserved block 0. block_size: tokens a block, a multiple of 16.
+        shapes: heads and widths of each layer.
+        groups: groups of layers that share a block table (``step.kv_groups``).
+        dtype: dtype of keys, values and states that do not name their own.
+        device: where the tensors are.
+        num_blocks: blocks of the cache, the reserved block 0 included.
+        block_size: tokens a block, a multiple of 16.
         states: what the model's layers carry from token to token; ``states[i]`` is [num_state_slots, *shape].
 
     Raises:

@@ -22,11 +22,12 @@ class Admission:
     """Turns prompts into requests of one model.
 
     Args:
-        tokenizer: of transformers; None for a model that takes token ids only.
-        max_context: tokens a sequence may hold. vocab_size: ids are 0 … vocab_size - 1.
-        num_logits: ids that can be drawn are 0 … num_logits - 1; default: as many as may be read.
-        eos_token_ids: end a request, unless it ignores them. Those that the model cannot draw are left out, with a
-            warning: no request can end with them.
+        tokenizer: a tokenizer of transformers; None for a model that takes token ids only.
+        max_context: tokens a sequence may hold.
+        vocab_size: number of ids that the model can read, 0 … vocab_size - 1.
+        num_logits: number of ids that it can draw, 0 … num_logits - 1; default: as many as it can read.
+        eos_token_ids: tokens that end a request, unless it ignores them. Those that the model cannot draw are left
+            out, with a warning: no request can end with them.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class Mailbox:
     """Finished outputs of the requests of one ``generate``, put there by whichever thread made them.
 
     Args:
-        turns: in which ``place`` waits; it is excused when something has come.
+        turns: the turns in which ``place`` waits; it is excused when something has come.
     """
 
     def __init__(self, turns: Turns) -> None:

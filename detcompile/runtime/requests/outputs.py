@@ -23,7 +23,8 @@ class CompletionOutput:
 
     Attributes:
         index: which of the request's n samples.
-        text: "" without a tokenizer. token_ids: a final stop token included.
+        text: the tokens as text; "" without a tokenizer.
+        token_ids: the tokens drawn, a final stop token included.
         logprobs: one entry a token, if they were asked for.
         finish_reason: None while it runs; "stop", "length", "abort" or "error".
         stop_reason: the stop token id or stop string that ended it, if one did.
@@ -66,7 +67,10 @@ class RequestOutput:
     """A request and its samples so far.
 
     Attributes:
-        seed: of its random numbers; the same prompt, parameters and seed give the same tokens and logprobs again.
+        request_id: the id that ``add_request`` gave back.
+        prompt: text of the prompt, where it was given as text.
+        prompt_token_ids: tokens of the prompt.
+        seed: seed of the random numbers; the same prompt, parameters and seed give the same tokens and logprobs again.
         prompt_logprobs: one entry a prompt token, None for the first, if they were asked for.
         error: why the request ended with finish_reason "error", or was refused; its outputs hold what came before.
     """

@@ -18,7 +18,14 @@ class Request:
     ``output`` is one object from the first token to the last, updated in place.
 
     Args:
-        tokenizer: None for a model without one.
+        prompt: the prompt as text, if it was given as text.
+        token_ids: tokens of the prompt.
+        params: what the caller asked for; a seed is drawn if it has none.
+        tokenizer: makes the text; None for a model without one.
+        arrival: number of requests that came before.
+        priority: urgency; lower is more urgent.
+        max_length: tokens that a sequence may hold.
+        stream_text: keep the text up to date after every token.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "detcompile"
 # What these refer to is the name, or nothing.
 PREPOSITIONS = {
     "about", "above", "after", "against", "along", "among", "as", "at", "before", "behind", "below", "beside",
-    "between", "beyond", "by", "during", "for", "in", "inside", "into", "of", "on", "onto", "out", "over", "since",
-    "so", "than", "through", "to", "toward", "towards", "under", "until", "up", "upon", "with", "within", "without",
+    "between", "beyond", "by", "during", "for", "in", "inside", "into", "of", "on", "onto", "over", "since",
+    "than", "through", "to", "toward", "towards", "under", "until", "up", "upon", "with", "within", "without",
 }  # fmt: skip
 PRONOUNS = {
     "it", "its", "that", "their", "them", "these", "they", "this", "those", "which", "who", "whom", "whose",
@@ -63,33 +63,21 @@ ALLOWED: dict[str, int] = {
     "passes/sharding/plans.py": 1,
     "passes/traced_call.py": 1,
     "runtime/dense/end_tokens.py": 1,
-    "runtime/dense/generation_defaults.py": 2,
     "runtime/device_memory.py": 1,
-    "runtime/engine.py": 3,
     "runtime/engine_config.py": 2,
     "runtime/engine_setup.py": 1,
-    "runtime/kv/block_pool.py": 1,
-    "runtime/kv/kv_blocks.py": 1,
-    "runtime/kv/kv_cache.py": 2,
-    "runtime/memory_probe.py": 3,
-    "runtime/metrics.py": 1,
-    "runtime/pipeline.py": 4,
     "runtime/processes/group.py": 3,
     "runtime/processes/process.py": 1,
     "runtime/processes/remote_worker.py": 8,
     "runtime/processes/start_progress.py": 2,
     "runtime/request_book.py": 2,
-    "runtime/requests/admission.py": 2,
-    "runtime/requests/deliveries.py": 1,
-    "runtime/requests/outputs.py": 2,
+    "runtime/requests/admission.py": 1,
+    "runtime/requests/outputs.py": 1,
     "runtime/requests/sampling_params.py": 5,
-    "runtime/scheduler.py": 1,
     "runtime/speculation/draft_tree.py": 2,
     "runtime/speculation/growing_tree.py": 1,
-    "runtime/speculation/medusa_drafter.py": 3,
     "runtime/speculation/medusa_heads.py": 2,
     "runtime/speculation/model_drafter.py": 4,
-    "runtime/speculation/speculator.py": 2,
     "runtime/speculation/switch.py": 1,
     "runtime/speculation/tree_drafting.py": 1,
     "runtime/step/builder.py": 1,
@@ -100,16 +88,14 @@ ALLOWED: dict[str, int] = {
     "templates/attention/hopper.py": 1,
     "templates/attention/hopper_decode.py": 1,
     "templates/attention/scores.py": 1,
-    "templates/collectives/gpu.py": 5,
-    "templates/collectives/op.py": 2,
+    "templates/collectives/gpu.py": 4,
     "templates/collectives/peer_memory.py": 5,
     "templates/cpu/fp_mode.py": 1,
     "templates/cpu/shared_objects.py": 2,
     "templates/device/gate.py": 2,
-    "templates/experts/schedules.py": 3,
+    "templates/experts/schedules.py": 2,
     "templates/matmul/gpu.py": 1,
-    "templates/matmul/kernels.py": 2,
-    "templates/quantized/schedules.py": 2,
+    "templates/matmul/kernels.py": 1,
     "templates/quantized/weights.py": 1,
     "templates/recurrences/linear_gpu.py": 1,
     "templates/rows/tiles.py": 1,
@@ -180,7 +166,7 @@ def sources() -> dict[str, str]:
 @pytest.mark.parametrize("name", sources())
 def test_docstrings_and_entries_stand_alone(name: str) -> None:
     found = list(fragments(sources()[name]))
-    assert len(found) <= ALLOWED.get(name, 0), found
+    assert len(found) == ALLOWED.get(name, 0), found
 
 
 PLANTED = '''

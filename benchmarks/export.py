@@ -2,7 +2,7 @@
 
     python -m benchmarks.export --commit $(git rev-parse --short HEAD) [--device cuda] [--architectures llama] [--tp 2]
 
-Tiny models with random weights (tests/models.py). Compared are the logits of a prompt of T tokens, those of a step in
+Tiny models with random weights (tests/model_cases.py). Compared are logits of a prompt of T tokens, those of a step in
 which T sequences decode one token each, and what an engine answers, with logprobs. The process that loads can import no
 code of a model from transformers. With --tp above 1, ranks share the model, and the bytes are those of one rank.
 

@@ -13,7 +13,7 @@ from detcompile.errors import UnsupportedModel
 from detcompile.models.compiled import CompiledModel
 from tests.model_cases import ARCHITECTURES, VOCAB_SIZE, certified, compiled, random_model
 
-# 577 tokens: past blocks of 64 keys, a chunk of 512, and the windows of 70 tokens in tests/models.py.
+# 577 tokens: past blocks of 64 keys, a chunk of 512, and the windows of 70 tokens in tests/model_cases.py.
 LENGTH = 577
 # Of the norm of the logits, against Hugging Face's model in float64.
 SLACK = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

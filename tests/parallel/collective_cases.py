@@ -114,6 +114,8 @@ def _check_special_values(tp: int, device: str) -> None:
         own = ranks.share(tp)
         given = (x[:, own], w[:, own], None, None, [], numerics.radices, ranks.group, dtype)
         out = ours.matmul_all_reduce(*given)
+        if device == "cpu":  # where several NaNs meet, which of their payloads is left is not promised
+            out, whole = (torch.where(y.isnan(), torch.nan, y) for y in (out, whole))
         assert_bitwise_equal(out, whole, f"special values, {dtype}")
 
 

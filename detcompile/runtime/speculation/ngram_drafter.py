@@ -13,7 +13,7 @@ from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter
 
 __all__ = ["NGramDrafter"]
 
-NUM_KEPT = 64  # tokens that can be taken back without reading a sequence again
+NUM_KEPT = 64  # tokens read last that can be taken back without reading a sequence again
 
 
 class NGramDrafter(Drafter):
@@ -66,8 +66,8 @@ class NGramDrafter(Drafter):
 class _NGrams:
     """Where each n-gram of a sequence was last followed by a token: ``places``, the indices of those tokens.
 
-    Each token is read once. The last ``num_kept`` can be taken back; where none of them is in its place any more, the
-    sequence is read again. What changed only before them is not seen.
+    Each token is read once. The last ``num_kept`` can be taken back, fewer by those that just were; where none of them
+    is in its place any more, the sequence is read again. What changed only before them is not seen.
     """
 
     def __init__(self, sizes: range, num_kept: int) -> None:

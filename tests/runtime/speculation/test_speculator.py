@@ -326,8 +326,12 @@ def test_the_n_gram_drafter_copies_what_followed_the_longest_latest_match(tokens
 )
 def test_the_n_gram_drafter_notices_what_was_taken_back(turns, longest):
     drafter, sequence = NGramDrafter(5, longest=longest), Sequence([0] * 70)
+    drafter.propose([sequence], [5])
+    known = NUM_KEPT  # how many of the last tokens can be taken back: fewer once some were
     for count, more in turns:
-        kept = max(1, len(sequence.token_ids) - min(count, NUM_KEPT - 1))
+        taken = min(count, known - 1)
+        kept = len(sequence.token_ids) - taken
+        known = min(NUM_KEPT, known - taken + len(more))
         sequence.token_ids = sequence.token_ids[:kept] + more
         (fresh,) = NGramDrafter(5, longest=longest).propose([sequence], [5])
         (tree,) = drafter.propose([sequence], [5])

@@ -17,12 +17,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from detcompile.errors import DetcompileError, InvalidInput, UncertifiedOp, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
+from detcompile.passes.graphs import sympy_size
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.programs.canonical_form import program_digest
 from detcompile.passes.programs.direct_calls import call_directly
 from detcompile.passes.programs.plain import run_plainly
 from detcompile.passes.proof.certificate import Certificate, Role, certify
-from detcompile.passes.proof.provenance import sympy_size
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.gates import fuse_gated_products

@@ -30,6 +30,7 @@ from detcompile.passes.capture import (
     observe_attention,
     probe_attention,
 )
+from detcompile.passes.graphs import sympy_size
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
@@ -41,7 +42,7 @@ from detcompile.passes.programs.canonical_form import NotRun, constants_of, inpu
 from detcompile.passes.programs.example_step import ExampleStep, example_step
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.proof.certificate import Certificate, Role
-from detcompile.passes.proof.provenance import Layout, sympy_size
+from detcompile.passes.proof.provenance import Layout
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.step import KVGroup, StateShape, StepInputs, step_leaves
 from detcompile.storage import disk_failure
@@ -300,10 +301,7 @@ def _trace_packed(
 
 
 def _bind(program: Program, example: ExampleStep) -> Callable[..., Any]:
-    """The graph itself as a function of a step.
-
-    Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
-    """
+    """The graph as a function of a step, without Dynamo, whose guards could only cost time or trace the model again."""
     leaves = step_leaves(*example)
     place = {id(leaf): i for i, leaf in enumerate(leaves)}
     sizes: dict[Any, tuple[int, int]] = {}  # symbol -> (leaf, dimension) that has this extent

@@ -1,38 +1,26 @@
-"""Importing this module registers every operation of torch.ops.detcompile."""
+"""torch.ops.detcompile as `ours`: whoever takes it from here finds every operation registered."""
+# ruff: noqa: F401 (a family is imported for the operations that it registers)
 
-from detcompile.templates.attention import op as attention
-from detcompile.templates.attention import rope_cache as rope
-from detcompile.templates.collectives import gather
-from detcompile.templates.collectives import op as collectives
-from detcompile.templates.experts import op as experts
-from detcompile.templates.matmul import batched as batched_matmul
-from detcompile.templates.matmul import gate as gates
-from detcompile.templates.matmul import op as matmul
-from detcompile.templates.quantized import op as dequant_matmul
-from detcompile.templates.recurrences import causal_conv, running_max, wkv
-from detcompile.templates.recurrences import linear as linear_recurrence
-from detcompile.templates.rows import norms, softmax
-from detcompile.templates.rows import sums as rows
-from detcompile.templates.tokens import embedding
+import torch
 
-__all__ = ["FAMILIES"]
+import detcompile.templates.attention.op
+import detcompile.templates.attention.rope_cache
+import detcompile.templates.collectives.gather
+import detcompile.templates.collectives.op
+import detcompile.templates.experts.op
+import detcompile.templates.matmul.batched
+import detcompile.templates.matmul.gate
+import detcompile.templates.matmul.op
+import detcompile.templates.quantized.op
+import detcompile.templates.recurrences.causal_conv
+import detcompile.templates.recurrences.linear
+import detcompile.templates.recurrences.running_max
+import detcompile.templates.recurrences.wkv
+import detcompile.templates.rows.norms
+import detcompile.templates.rows.softmax
+import detcompile.templates.rows.sums
+import detcompile.templates.tokens.embedding
 
-FAMILIES = (
-    attention,
-    batched_matmul,
-    causal_conv,
-    collectives,
-    dequant_matmul,
-    embedding,
-    experts,
-    gather,
-    gates,
-    linear_recurrence,
-    matmul,
-    norms,
-    rope,
-    rows,
-    running_max,
-    softmax,
-    wkv,
-)
+__all__ = ["ours"]
+
+ours = torch.ops.detcompile

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.passes.adapters.modules import Methods, give_methods
 from detcompile.passes.modules.experts import added, mixed
+from detcompile.templates.ops import ours
 
 __all__ = ["OWN_EXPERTS", "replace_experts"]
 
@@ -23,7 +23,7 @@ def replace_experts(model: PreTrainedModel) -> int:
 
 
 def _product(x: Tensor, ids: Tensor, w_ENK: Tensor) -> Tensor:
-    return torch.ops.detcompile.expert_matmul(x, ids, w_ENK, None)
+    return ours.expert_matmul(x, ids, w_ENK, None)
 
 
 def _aria(self: Any, hidden_states: Tensor, router_logits: Tensor) -> Tensor:

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.errors import UnsupportedModel
+from detcompile.templates.ops import ours
 
 __all__ = ["EXPERTS", "ExpertTree", "added", "experts", "find_experts", "mixed", "pin_experts"]
 
 EXPERTS = "detcompile"  # the model's experts implementation
-ops = torch.ops.detcompile
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")  # set by use_experts_implementation
 
 
@@ -78,7 +77,7 @@ def added(outer: Tensor) -> Tensor:
 
 def _product(module: Any, x: Tensor, ids: Tensor, name: str, radices: tuple[int, ...] = ()) -> Tensor:
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return ops.expert_matmul(x, ids, _weight(module, name), bias, list(radices))
+    return ours.expert_matmul(x, ids, _weight(module, name), bias, list(radices))
 
 
 def _down(module: Any, x: Tensor, ids: Tensor) -> Tensor:
@@ -86,10 +85,10 @@ def _down(module: Any, x: Tensor, ids: Tensor) -> Tensor:
     tree = getattr(module, "tree", ExpertTree())
     if tree.size == 1:
         return _product(module, x, ids, "down_proj", tree.radices)
-    partial = ops.expert_matmul_partial(x, ids, _weight(module, "down_proj"), list(tree.radices), tree.size)
+    partial = ours.expert_matmul_partial(x, ids, _weight(module, "down_proj"), list(tree.radices), tree.size)
     if not module.has_bias:
-        return ops.tree_all_reduce(partial, None, None, list(tree.above), tree.group, x.dtype)
-    total = ops.tree_all_reduce(partial, None, None, list(tree.above), tree.group, torch.float32)
+        return ours.tree_all_reduce(partial, None, None, list(tree.above), tree.group, x.dtype)
+    total = ours.tree_all_reduce(partial, None, None, list(tree.above), tree.group, torch.float32)
     return (total + F.embedding(ids, module.down_proj_bias).float()).to(x.dtype)
 
 

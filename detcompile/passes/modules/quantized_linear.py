@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.modules.quantized_layouts import float8_weight
+from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import QuantizedWeight, dequantized
 
 __all__ = ["QuantizedLinear", "pin_quantized", "replace_module"]
@@ -48,7 +48,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.order is not None:
             x = x[..., self.order]
-        out = torch.ops.detcompile.dequant_matmul(
+        out = ours.dequant_matmul(
             x.flatten(0, -2), self.packed, self.scales, self.zeros, self.bias, None, self.group, self.rows, self.radices
         )
         return out.view(*x.shape[:-1], self.out_features)

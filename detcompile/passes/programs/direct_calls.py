@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["call_directly"]
+from detcompile.passes.graphs import FUNCTIONALIZED
 
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+__all__ = ["call_directly"]
 
 
 def call_directly(gm: fx.GraphModule, direct: Mapping[Any, Any]) -> fx.GraphModule:

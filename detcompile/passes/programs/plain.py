@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
+
+from detcompile.passes.graphs import FUNCTIONALIZED
 
 __all__ = ["run_plainly"]
 
@@ -20,7 +21,7 @@ def run_plainly(gm: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized_v2):
+    for node in graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
         node.target, node.args = auto_functionalized_v2_dense, (node.args[0], ())
     run: Callable[..., Any] = make_boxed_func(fx.GraphModule(gm, graph).forward)
     return run

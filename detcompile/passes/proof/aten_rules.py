@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from detcompile.passes.graphs import shape_of, sympy_size
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import (
     Axis,
@@ -30,8 +31,6 @@ from detcompile.passes.proof.provenance import (
     permute,
     require_feature,
     require_weight,
-    shape_of,
-    sympy_size,
     view,
 )
 

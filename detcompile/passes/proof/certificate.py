@@ -18,21 +18,11 @@ from torch import fx
 from detcompile.errors import UncertifiedOp
 from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
+from detcompile.passes.graphs import layer_of, operation_of, place_of, shape_of, source_of, sympy_size
 from detcompile.passes.proof.aten_rules import MOVEMENT, ORDER_FREE
-from detcompile.passes.proof.context import Context, place_of, require_arguments, size_arithmetic, source_of
+from detcompile.passes.proof.context import Context, require_arguments, size_arithmetic
 from detcompile.passes.proof.pointwise import is_pointwise, pointwise, why_not_pointwise
-from detcompile.passes.proof.provenance import (
-    LAYOUT,
-    SIZE,
-    Layout,
-    Refusal,
-    Rows,
-    created,
-    require_apart,
-    shape_of,
-    sympy_size,
-)
-from detcompile.passes.proof.template_orders import operation_of
+from detcompile.passes.proof.provenance import LAYOUT, SIZE, Layout, Refusal, Rows, created, require_apart
 from detcompile.passes.proof.template_table import Template, template_of
 from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
 
@@ -303,9 +293,3 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
 def _name(node: fx.Node) -> str:
     target = operation_of(node)
     return str(target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", target))
-
-
-def layer_of(node: fx.Node) -> str:
-    """Path of the innermost module that produced the node, as the Hugging Face model names it."""
-    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return stack[-1].removeprefix("L['self'].").removeprefix("model.") if stack else ""

@@ -6,25 +6,15 @@ compile() and the caller see to.
 
 import math
 
-import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.graphs import shape_of
 from detcompile.passes.proof.context import Context
-from detcompile.passes.proof.provenance import (
-    Refusal,
-    Rows,
-    created,
-    join,
-    require_feature,
-    require_weight,
-    shape_of,
-)
+from detcompile.passes.proof.provenance import Refusal, Rows, created, join, require_feature, require_weight
 from detcompile.passes.proof.template_rules import of_experts
+from detcompile.templates.ops import ours
 
 __all__ = ["columns_gathered", "expert_matmul_partial", "matmul_all_reduce", "tree_all_reduce"]
-
-ours = torch.ops.detcompile
 
 
 def matmul_all_reduce(node: fx.Node, ctx: Context) -> Rows:

@@ -1,18 +1,16 @@
 """What is known while the certificate walks a graph, and what it asks of every operation before its own rule."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from detcompile.passes.graphs import VIEWS
 from detcompile.passes.proof.provenance import SIZE, Layout, Refusal, Rows, Size
 
-__all__ = ["Context", "place_of", "require_arguments", "size_arithmetic", "source_of"]
-
-TORCH = str(Path(torch.__file__).parent)
+__all__ = ["Context", "require_arguments", "size_arithmetic"]
 
 aten = torch.ops.aten
 
@@ -41,9 +39,7 @@ class Context:
 
 
 EXTENTS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
+    *VIEWS,
     aten.expand.default,
     aten.full.default,
     aten.repeat.default,
@@ -82,29 +78,3 @@ def size_arithmetic(node: fx.Node, ctx: Context) -> Size | None:
     if node.target not in SIZES and not all(isinstance(ctx.states[arg], Size) for arg in node.all_input_nodes):
         raise Refusal("a number read out of a tensor")
     return SIZE
-
-
-def place_of(node: fx.Node) -> str:
-    """File, line and function of the source that produced the node, innermost frame."""
-    frames = _frames(node)
-    return _shown(frames[-1]) if frames else "no source recorded"
-
-
-def source_of(node: fx.Node) -> str:
-    """File, line and function of the model's own source that produced the node, rather than of a module of torch's."""
-    frames = _frames(node)
-    own = [frame for frame in frames if not frame.startswith(f'File "{TORCH}/')]
-    if frames:
-        return _shown((own or frames)[-1])
-    modules = list((node.meta.get("nn_module_stack") or {}).values())  # one of torch's, which was compiled itself
-    return f"{modules[-1][0]}, a {getattr(modules[-1][1], '__name__', modules[-1][1])}" if modules else place_of(node)
-
-
-def _frames(node: fx.Node) -> list[str]:
-    trace = node.meta.get("stack_trace")
-    return [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
-
-
-def _shown(frame: str) -> str:
-    file, line, where = frame.removeprefix("File ").split(", ")[:3]
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')} {where}"

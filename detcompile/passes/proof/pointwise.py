@@ -12,8 +12,9 @@ import torch
 from torch import fx
 from torch._inductor.lowering import fallbacks
 
+from detcompile.passes.graphs import shape_of
 from detcompile.passes.proof.context import Context
-from detcompile.passes.proof.provenance import Rows, join, shape_of
+from detcompile.passes.proof.provenance import Rows, join
 
 __all__ = ["ADMITTED", "OTHERWISE_SPELLED", "UNPROVEN", "is_pointwise", "pointwise", "why_not_pointwise"]
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import sympy
-import torch
-from torch import fx
 
-__all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size", "shape_of", "sympy_size"]
+__all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size"]
 
 
 class Axis(NamedTuple):
@@ -61,16 +59,6 @@ LAYOUT, SIZE = Layout(), Size()
 
 class Refusal(Exception):
     """Why an operation is not proven to keep rows apart."""
-
-
-def sympy_size(size: int | torch.SymInt) -> sympy.Expr:
-    """The extent as a sympy expression."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-
-
-def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    """The extents of a node's tensor value."""
-    return tuple(sympy_size(size) for size in node.meta["val"].shape)
 
 
 def simplify(axes: Iterable[Axis]) -> Dim:

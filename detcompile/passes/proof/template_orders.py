@@ -6,24 +6,20 @@ Each takes (node, numerics) and returns the order, or None where this call sums 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import sympy
-import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.orders.kinds import Sequential
 from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order, state_order
 from detcompile.orders.sum_order import SumOrder
-from detcompile.passes.proof.provenance import Refusal, shape_of
+from detcompile.passes.graphs import arguments_of, shape_of
+from detcompile.passes.proof.provenance import Refusal
 from detcompile.templates.cpu.library import isa_of
 
 __all__ = [
-    "FUNCTIONALIZED",
     "Order",
-    "arguments_of",
-    "operation_of",
     "order_of_attention",
     "order_of_convolution",
     "order_of_head_norm",
@@ -35,24 +31,7 @@ __all__ = [
     "sums_nothing",
 ]
 
-ours = torch.ops.detcompile
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 Order: TypeAlias = Callable[[fx.Node, Numerics], SumOrder | None]
-
-
-def operation_of(node: fx.Node) -> Any:
-    """What a node calls, also where functionalization calls it."""
-    return node.args[0] if node.target is FUNCTIONALIZED else node.target
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The operation's arguments by their names, defaults included, but for those that functionalization took."""
-    schema = operation_of(node)._schema.arguments
-    given = dict(node.kwargs)
-    if node.target is not FUNCTIONALIZED:
-        given |= zip((argument.name for argument in schema), node.args, strict=False)
-    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return defaults | given
 
 
 def sums_nothing(node: fx.Node, numerics: Numerics) -> None:

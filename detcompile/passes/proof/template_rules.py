@@ -7,10 +7,9 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.graphs import FUNCTIONALIZED, shape_of, sympy_size
 from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import (
     Axis,
@@ -23,10 +22,8 @@ from detcompile.passes.proof.provenance import (
     join,
     require_feature,
     require_weight,
-    shape_of,
-    sympy_size,
 )
-from detcompile.passes.proof.template_orders import FUNCTIONALIZED
+from detcompile.templates.ops import ours
 
 __all__ = [
     "batched_matmul",
@@ -42,8 +39,6 @@ __all__ = [
     "row_by_row",
     "row_reduced",
 ]
-
-ours = torch.ops.detcompile
 
 
 def matmul(node: fx.Node, ctx: Context) -> Rows:

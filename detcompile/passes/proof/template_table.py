@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.passes.graphs import FUNCTIONALIZED, operation_of
 from detcompile.passes.proof.aten_rules import embedding
 from detcompile.passes.proof.collective_rules import (
     columns_gathered,
@@ -21,9 +21,7 @@ from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import Refusal, Rule
 from detcompile.passes.proof.recurrence_rules import AVERAGE, CONV, GREATEST, SCAN, dense_recurrence, packed_recurrence
 from detcompile.passes.proof.template_orders import (
-    FUNCTIONALIZED,
     Order,
-    operation_of,
     order_of_attention,
     order_of_convolution,
     order_of_head_norm,
@@ -47,10 +45,10 @@ from detcompile.passes.proof.template_rules import (
     row_by_row,
     row_reduced,
 )
+from detcompile.templates.ops import ours
 
 __all__ = ["TEMPLATES", "Template", "template_of", "without_entry"]
 
-ours = torch.ops.detcompile
 Kind = Literal["template", "attention", "recurrence", "collective"]
 
 

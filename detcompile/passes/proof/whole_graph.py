@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from detcompile.passes.proof.context import Context, source_of
+from detcompile.passes.graphs import source_of
+from detcompile.passes.proof.context import Context
 from detcompile.passes.proof.provenance import Dim, Rows, Size, describe, is_feature
 
 __all__ = ["is_assertion", "lost_of", "only_checked"]

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import insert, replace, shape_of
 
 __all__ = ["join_fills"]
 
@@ -42,8 +41,7 @@ def _drop_whole_slices(gm: fx.GraphModule) -> None:
             of_all = start in (0, None) and step == 1 and (end is None or end == ALL)
             as_wide = shape_of(kept) == shape_of(node) and kept.meta["val"].dtype == node.meta["val"].dtype
             if of_all and not node.kwargs and as_wide:
-                node.replace_all_uses_with(kept)
-                gm.graph.erase_node(node)
+                replace(node, kept)
 
 
 def _slices(last: fx.Node) -> list[fx.Node] | None:

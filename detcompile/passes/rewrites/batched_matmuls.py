@@ -3,13 +3,12 @@
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import insert, replace, shape_of
+from detcompile.templates.ops import ours
 
 __all__ = ["pin_batched_products"]
 
-aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
+aten, prims = torch.ops.aten, torch.ops.prims
 MOST_TERMS = 8  # of a sum; a longer one belongs into a template of its own
 MOST_MATRICES = 32  # each becomes a product of its own
 
@@ -39,17 +38,14 @@ def _add_apart(graph: fx.Graph, node: fx.Node) -> None:
     """Only unscaled; the sum is of two terms, each rounded."""
     if not node.kwargs:
         c, a, b = node.args
-        node.replace_all_uses_with(
-            insert(graph, aten.add.Tensor, (c, insert(graph, aten.bmm.default, (a, b), node)), node)
-        )
-        graph.erase_node(node)
+        product = insert(graph, aten.bmm.default, (a, b), node)
+        replace(node, insert(graph, aten.add.Tensor, (c, product), node))
 
 
 def _pin_batch(graph: fx.Graph, node: fx.Node) -> None:
     a, b = node.args
     turned = insert(graph, aten.permute.default, (b, [0, 2, 1]), node)
-    node.replace_all_uses_with(insert(graph, ours.batched_matmul.default, (a, turned), node))
-    graph.erase_node(node)
+    replace(node, insert(graph, ours.batched_matmul.default, (a, turned), node))
 
 
 def _pin_each(graph: fx.Graph, node: fx.Node, matrices: int) -> None:
@@ -60,8 +56,7 @@ def _pin_each(graph: fx.Graph, node: fx.Node, matrices: int) -> None:
     whole = products[0] if matrices == 1 else insert(graph, _joined, tuple(products), node)
     if matrices > 1:
         whole.target, whole.args = aten.cat.default, (products,)
-    node.replace_all_uses_with(whole)
-    graph.erase_node(node)
+    replace(node, whole)
 
 
 def _joined(*parts: torch.Tensor) -> torch.Tensor:
@@ -79,5 +74,4 @@ def _pin_sum(graph: fx.Graph, node: fx.Node) -> None:
     a = insert(graph, aten.unsqueeze.default, (a, 2), node)
     b = insert(graph, aten.unsqueeze.default, (insert(graph, aten.permute.default, (b, [0, 2, 1]), node), 1), node)
     product = insert(graph, aten.mul.Tensor, (a, b), node)
-    node.replace_all_uses_with(insert(graph, ours.row_sum.default, (product, node.meta["val"].dtype), node))
-    graph.erase_node(node)
+    replace(node, insert(graph, ours.row_sum.default, (product, node.meta["val"].dtype), node))

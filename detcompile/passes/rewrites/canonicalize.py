@@ -1,19 +1,17 @@
 """One spelling an operation, so that the rewrites that follow need one pattern each."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import sympy
 import torch
 from torch import fx
 
-from detcompile.passes.proof.provenance import shape_of
+from detcompile.passes.graphs import VIEWS, insert, shape_of
 
-__all__ = ["VIEWS", "canonicalize", "insert"]
+__all__ = ["canonicalize"]
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
@@ -98,15 +96,3 @@ def _is_masked_fill(node: fx.Node) -> bool:
     mask, kind = indices[0], value.meta["val"]
     whole = mask.meta["val"].dtype is torch.bool and shape_of(mask) == shape_of(x)
     return whole and not kind.shape and kind.dtype == x.meta["val"].dtype
-
-
-def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple, origin: fx.Node, **kwargs: Any) -> fx.Node:
-    """Add a node before ``origin`` that carries its place in the source and its own fake value."""
-    with graph.inserting_before(origin):
-        node = graph.call_function(target, args, kwargs)
-    values = fx.map_arg(args, lambda arg: arg.meta["val"])
-    mode = torch._guards.detect_fake_mode(values)
-    assert mode is not None, f"no fake value among the arguments of {target}"
-    with mode:
-        node.meta = {**origin.meta, "val": target(*values, **kwargs)}
-    return node

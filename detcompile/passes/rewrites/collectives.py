@@ -9,17 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
 from detcompile.errors import DetcompileError
 from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import process_group
-from detcompile.passes.proof.context import place_of
-from detcompile.passes.rewrites.canonicalize import VIEWS, insert
+from detcompile.passes.graphs import VIEWS, insert, place_of
 from detcompile.passes.rewrites.matmuls import transposed_weight
+from detcompile.templates.ops import ours
 
 __all__ = ["pin_collectives"]
 
-aten, c10d, ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.detcompile
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 class _Sum(NamedTuple):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
+from detcompile.templates.ops import ours
 
 __all__ = ["take_apart"]
 
-ours = torch.ops.detcompile
 # The mask_type of torch._transformer_encoder_layer_fwd for a mask [B, L]; others are [L, L] or [B, H, L, L].
 OF_KEYS = 1
 

@@ -9,13 +9,12 @@ import sympy
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.proof.provenance import shape_of, sympy_size
-from detcompile.passes.rewrites.canonicalize import VIEWS, insert
+from detcompile.passes.graphs import VIEWS, insert, replace, shape_of, sympy_size
+from detcompile.templates.ops import ours
 
 __all__ = ["fuse_gated_products", "fuse_gates"]
 
-aten, ours = torch.ops.aten, torch.ops.detcompile
+aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 DEVICES = ("cuda",)  # on a CPU Inductor's loop is as fast
 
@@ -34,8 +33,7 @@ def fuse_gates(gm: fx.GraphModule) -> fx.GraphModule:
         for silu, up in (mul.args, mul.args[::-1]):
             gate = _match_silu(silu)
             if gate is not None and isinstance(up, fx.Node) and _is_like(gate, mul) and _is_like(up, mul):
-                mul.replace_all_uses_with(insert(gm.graph, ours.silu_mul.default, (gate, up), mul))
-                gm.graph.erase_node(mul)
+                replace(mul, insert(gm.graph, ours.silu_mul.default, (gate, up), mul))
                 break
     gm.graph.eliminate_dead_code()
     return gm
@@ -54,8 +52,7 @@ def fuse_gated_products(gm: fx.GraphModule) -> fx.GraphModule:
             half = gate.args[0]
             if half.target in VIEWS:
                 out = insert(gm.graph, half.target, (out, half.args[1]), gate)
-            gate.replace_all_uses_with(out)
-            gm.graph.erase_node(gate)
+            replace(gate, out)
     gm.graph.eliminate_dead_code()
     return gm
 

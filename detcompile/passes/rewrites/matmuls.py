@@ -3,13 +3,12 @@
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import VIEWS, insert
+from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
+from detcompile.templates.ops import ours
 
 __all__ = ["fuse_residuals", "pin_matmuls", "transposed_weight"]
 
-aten, ours = torch.ops.aten, torch.ops.detcompile
+aten = torch.ops.aten
 # The argument's position.
 RESIDUAL_OF = {
     ours.matmul.default: 3,
@@ -35,8 +34,7 @@ def pin_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
 def _pin(graph: fx.Graph, node: fx.Node, x: fx.Node, w_KN: fx.Node, bias: fx.Node | None) -> None:
     w_NK = transposed_weight(graph, w_KN, node)
     pinned = insert(graph, ours.matmul.default, (x, w_NK, bias, None, []), node)
-    node.replace_all_uses_with(pinned)
-    graph.erase_node(node)
+    replace(node, pinned)
 
 
 def transposed_weight(graph: fx.Graph, w_KN: fx.Node, product: fx.Node) -> fx.Node:

@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, fx
 
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import VIEWS, insert
+from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
+from detcompile.templates.ops import ours
 
 __all__ = ["fuse_siblings", "joined", "lift_weights"]
 
-aten, ours = torch.ops.aten, torch.ops.detcompile
+aten = torch.ops.aten
 
 
 def fuse_siblings(gm: fx.GraphModule) -> fx.GraphModule:
@@ -73,8 +73,7 @@ def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
         part.meta["stack_trace"] = product.meta.get("stack_trace", "")
         parts.append(part)
     for part, product in zip(parts, products, strict=True):
-        product.replace_all_uses_with(part)
-        graph.erase_node(product)
+        replace(product, part)
 
 
 def _mixes_rows(product: fx.Node) -> bool:
@@ -107,8 +106,7 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
         lifted.append(tuple(position[node] for node in inputs))
         whole = inputs[0]
         whole.meta = {**whole.meta, "val": cat.meta["val"], "tensor_meta": None}
-        cat.replace_all_uses_with(whole)
-        gm.graph.erase_node(cat)
+        replace(cat, whole)
     gm.recompile()
     return tuple(lifted)
 

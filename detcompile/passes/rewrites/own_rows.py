@@ -3,8 +3,7 @@
 import torch
 from torch import fx
 
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import VIEWS, insert
+from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 
 __all__ = ["take_own_rows"]
 
@@ -67,5 +66,4 @@ def _index_the_rest(graph: fx.Graph, node: fx.Node, place: int) -> None:
     dims = list(range(1, len(shape_of(chosen))))
     dims.insert(rank + place, 0)
     moved = insert(graph, aten.permute.default, (chosen, dims), node)
-    node.replace_all_uses_with(insert(graph, aten.clone.default, (moved,), node, memory_format=torch.contiguous_format))
-    graph.erase_node(node)
+    replace(node, insert(graph, aten.clone.default, (moved,), node, memory_format=torch.contiguous_format))

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import insert, replace, shape_of
+from detcompile.templates.ops import ours
 
 __all__ = ["KEPT_WHOLE", "pin_reductions", "pin_rms_norms"]
 
-aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
+aten, prims = torch.ops.aten, torch.ops.prims
 
 # Operations that Inductor would decompose into reductions of its own before our passes see them.
 KEPT_WHOLE = (
@@ -104,25 +103,20 @@ def _cast(graph: fx.Graph, node: fx.Node, value: fx.Node, dtype: torch.dtype) ->
     return insert(graph, prims.convert_element_type.default, (value, dtype), node)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
 def _replace_parts(graph: fx.Graph, node: fx.Node, parts: dict[int, fx.Node]) -> bool:
     """Replace the getitems of a node with several results; False (and no change) if another result is used."""
     users = list(node.users)
     if any(user.target is not operator.getitem or user.args[1] not in parts for user in users):
         return False
     for user in users:
-        _replace(graph, user, parts[user.args[1]])
+        replace(user, parts[user.args[1]])
     graph.erase_node(node)
     return True
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> None:
     x, _ = _as_rows(graph, node)
-    _replace(graph, node, _restore(graph, node, insert(graph, ours.row_sum.default, (x, node.meta["val"].dtype), node)))
+    replace(node, _restore(graph, node, insert(graph, ours.row_sum.default, (x, node.meta["val"].dtype), node)))
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> None:
@@ -130,7 +124,7 @@ def _mean(graph: fx.Graph, node: fx.Node) -> None:
     x, length = _as_rows(graph, node)
     total = insert(graph, ours.row_sum.default, (x, torch.float32), node)
     mean = insert(graph, aten.div.Tensor, (total, length), node)
-    _replace(graph, node, _restore(graph, node, _cast(graph, node, mean, node.meta["val"].dtype)))
+    replace(node, _restore(graph, node, _cast(graph, node, mean, node.meta["val"].dtype)))
 
 
 def _moments(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> dict[int, fx.Node]:
@@ -142,7 +136,7 @@ def _moments(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> dict[int, fx
 
 
 def _var(graph: fx.Graph, node: fx.Node) -> None:
-    _replace(graph, node, _moments(graph, node, node.meta["val"].dtype)[0])
+    replace(node, _moments(graph, node, node.meta["val"].dtype)[0])
 
 
 def _var_mean(graph: fx.Graph, node: fx.Node) -> None:
@@ -208,7 +202,7 @@ def _last_dim(target: torch._ops.OpOverload):
         if dim != rank - 1:
             back = [order.index(place) for place in range(rank)]
             result = insert(graph, aten.permute.default, (result, back), node)
-        _replace(graph, node, result)
+        replace(node, result)
 
     return rewrite
 
@@ -216,7 +210,7 @@ def _last_dim(target: torch._ops.OpOverload):
 def _logsumexp(graph: fx.Graph, node: fx.Node) -> None:
     x, _ = _as_rows(graph, node)
     result = insert(graph, ours.logsumexp.default, (x, []), node)
-    _replace(graph, node, _restore(graph, node, _cast(graph, node, result, node.meta["val"].dtype)))
+    replace(node, _restore(graph, node, _cast(graph, node, result, node.meta["val"].dtype)))
 
 
 REWRITES = {
@@ -248,7 +242,7 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
         found = _match_rms_norm(mean)
         if found:
             last, args = found
-            _replace(gm.graph, last, insert(gm.graph, ours.rms_norm.default, args, last))
+            replace(last, insert(gm.graph, ours.rms_norm.default, args, last))
     gm.graph.eliminate_dead_code()
     return gm
 

@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import FUNCTIONALIZED, insert, replace, shape_of
 from detcompile.templates.attention.rope_cache_gpu import MOST_FEATURES
+from detcompile.templates.ops import ours
 
 __all__ = ["fuse_rope"]
 
-aten, ours = torch.ops.aten, torch.ops.detcompile
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+aten = torch.ops.aten
 SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
 CACHES = {"_k_cache_base_index", "_v_cache_base_index", "_all_bases"}
 DEVICES = ("cuda",)  # on a CPU launches are cheap, and Inductor's loops are faster than our composition
@@ -86,8 +84,7 @@ def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
     out.meta.pop("eager_input_vals", None)
     for user in list(attention.users):
         place = user.args[1]
-        user.replace_all_uses_with(out if place == 0 else _part(graph, attention, rope, place))
-        graph.erase_node(user)
+        replace(user, out if place == 0 else _part(graph, attention, rope, place))
     graph.erase_node(attention)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.passes.proof.provenance import shape_of
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import insert, replace, shape_of
 
 __all__ = ["pin_running_sums"]
 
@@ -44,8 +43,7 @@ def _double(graph: fx.Graph, node: fx.Node, combine: Any, neutral: int, dim: int
         filled = _filled(graph, first, neutral, node)
         shifted = insert(graph, aten.cat.default, ([filled, kept], dim), node)
         y = insert(graph, combine, (y, shifted), node)
-    node.replace_all_uses_with(insert(graph, prims.convert_element_type.default, (y, dtype), node))
-    graph.erase_node(node)
+    replace(node, insert(graph, prims.convert_element_type.default, (y, dtype), node))
 
 
 def _filled(graph: fx.Graph, like: fx.Node, neutral: int, origin: fx.Node) -> fx.Node:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import insert, replace
 
 __all__ = ["pin_sorts", "pin_topk"]
 
@@ -34,8 +34,7 @@ def pin_topk(gm: fx.GraphModule) -> fx.GraphModule:
                 whole = insert(gm.graph, operator.getitem, (both, part), node)
                 first = insert(gm.graph, aten.slice.Tensor, (whole, dim, 0, k), node)
                 dense = insert(gm.graph, aten.clone.default, (first,), node)  # as topk's: views of it may follow
-                user.replace_all_uses_with(dense)
-                gm.graph.erase_node(user)
+                replace(user, dense)
         gm.graph.erase_node(node)
     return gm
 

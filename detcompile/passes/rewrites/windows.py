@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import detcompile.templates.ops  # noqa: F401 (registers torch.ops.detcompile)
-from detcompile.passes.proof.provenance import shape_of, sympy_size
-from detcompile.passes.rewrites.canonicalize import insert
+from detcompile.passes.graphs import insert, replace, shape_of, sympy_size
+from detcompile.templates.ops import ours
 
 __all__ = ["POOLS", "pin_convolutions", "pin_pools"]
 
-aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.detcompile
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def pin_convolutions(gm: fx.GraphModule) -> fx.GraphModule:
@@ -56,7 +55,7 @@ def _convolve(graph: fx.Graph, node: fx.Node) -> None:
     result = _reshape(graph, node, product, [batch, outputs, *places])
     if groups > 1 and bias is not None:
         result = insert(graph, aten.add.Tensor, (result, _reshape(graph, node, bias, [outputs, *[1] * rank])), node)
-    _replace(graph, node, result)
+    replace(node, result)
 
 
 def _each(given: Sequence[int], rank: int) -> list[int]:
@@ -72,11 +71,6 @@ def _extent(x: fx.Node, dim: int) -> int:
 
 def _reshape(graph: fx.Graph, node: fx.Node, value: fx.Node, shape: Sequence[int]) -> fx.Node:
     return insert(graph, aten.reshape.default, (value, list(shape)), node)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
 
 
 def _windows(
@@ -177,9 +171,9 @@ def _pool(graph: fx.Graph, node: fx.Node, kernel: list[int], moves: list[list[in
     if divisor is None:
         result = insert(graph, aten.amax.default, (rows, [-1]), node)
         for user in list(node.users):
-            _replace(graph, user, result)
+            replace(user, result)
         graph.erase_node(node)
         return
     total = insert(graph, ours.row_sum.default, (rows, torch.float32), node)
     mean = insert(graph, aten.div.Tensor, (total, divisor), node)
-    _replace(graph, node, insert(graph, prims.convert_element_type.default, (mean, value.dtype), node))
+    replace(node, insert(graph, prims.convert_element_type.default, (mean, value.dtype), node))

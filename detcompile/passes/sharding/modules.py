@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from detcompile.parallel import TensorParallel
+from detcompile.templates.ops import ours
 
 __all__ = [
     "GatheredLinear",
@@ -20,8 +21,6 @@ __all__ = [
     "ShardedEmbedding",
     "keep_features",
 ]
-
-ops = torch.ops.detcompile
 
 
 class RowParallelLinear(nn.Module):
@@ -38,7 +37,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         w_NK = self.weight.t() if self.weight_is_KN else self.weight
-        out = ops.matmul(x.flatten(0, -2), w_NK, self.bias, None, self.radices)
+        out = ours.matmul(x.flatten(0, -2), w_NK, self.bias, None, self.radices)
         return out.view(*x.shape[:-1], w_NK.shape[0])
 
 
@@ -68,7 +67,7 @@ class RowShardLinear(nn.Module):
         if x.shape[-1] == self.whole:
             x = x[..., self.share]
         w_NK = self.weight.t() if self.weight_is_KN else self.weight
-        out = ops.matmul_all_reduce(
+        out = ours.matmul_all_reduce(
             x.flatten(0, -2), w_NK, self.bias, None, self.radices, self.radices_above, self.ranks.group, x.dtype
         )
         return out.view(*x.shape[:-1], w_NK.shape[0])
@@ -89,12 +88,12 @@ class GatheredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = nn.functional.linear(x, self.weight, self.bias)
-        gathered = ops.all_gather_columns(out.flatten(0, -2), self.group, self.num_features)
+        gathered = ours.all_gather_columns(out.flatten(0, -2), self.group, self.num_features)
         return gathered.view(*x.shape[:-1], self.num_features)
 
     def whole_weight(self) -> Tensor:
         """[N, K] of all ranks, each of which has to call this."""
-        columns: Tensor = ops.all_gather_columns(self.weight.detach().t(), self.group, self.num_features)
+        columns: Tensor = ours.all_gather_columns(self.weight.detach().t(), self.group, self.num_features)
         return columns.t().contiguous()
 
 
@@ -113,7 +112,7 @@ class ShardedEmbedding(nn.Module):
         self.register_buffer("embed_scale", getattr(embedding, "embed_scale", None), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = ops.sharded_embedding(self.weight, ids, self.first, self.group)
+        rows = ours.sharded_embedding(self.weight, ids, self.first, self.group)
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
 
 
@@ -135,7 +134,7 @@ class NormAcrossHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.num_features:
-            gathered = ops.all_gather_columns(x.flatten(0, -2), self.group, self.num_features)
+            gathered = ours.all_gather_columns(x.flatten(0, -2), self.group, self.num_features)
             x = gathered.view(*x.shape[:-1], self.num_features)
         return self.norm(x)[..., self.own]
 

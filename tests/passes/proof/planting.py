@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from detcompile import Numerics, UncertifiedOp
 from detcompile.parallel import TensorParallel
 from detcompile.passes import backend, lowering
+from detcompile.passes.graphs import shape_of
 from detcompile.passes.pipeline import rewrite
 from detcompile.passes.proof.certificate import Role, certify
-from detcompile.passes.proof.provenance import shape_of
 from tests.model_cases import random_model
 
 __all__ = ["MODELS", "Captured", "Planter", "candidates", "capture", "copied", "offenders_of"]

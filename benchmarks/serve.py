@@ -123,7 +123,7 @@ def plain_lowering() -> Iterator[None]:
             (backend, "ROUNDING", {"aggressive_fusion": True}),
             (backend, "certify", lambda *_: mock.create_autospec(Certificate, instance=True)),
             (lowering, "pin_row_parallel", lambda model, numerics: None),
-            (lowering, "_certify_batches", lambda *_: None),
+            (lowering, "certify_batches", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield

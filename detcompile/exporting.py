@@ -15,7 +15,7 @@ from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, certificate_json, facts_of
 from detcompile.models.remote import START_SECONDS, RemoteModel
-from detcompile.passes.lowering import package
+from detcompile.passes.packaging import package
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["KVGroup", "NO_SLOT", "PADDING_SLOT", "StateShape", "StepInputs", "kv_groups", "step_leaves"]
+__all__ = ["KVGroup", "KVShape", "NO_SLOT", "PADDING_SLOT", "StateShape", "StepInputs", "kv_groups", "step_leaves"]
 
 PADDING_SLOT = -1  # a token whose key and value are written nowhere
 NO_SLOT = -1  # a sequence that starts from a state of zeros and keeps none
@@ -20,6 +20,14 @@ class KVGroup(NamedTuple):
 
     layers: tuple[int, ...]
     window: int  # tokens that a query sees, itself included; 0 for all before it
+
+
+class KVShape(NamedTuple):
+    """One layer's share of a cache slot."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
 
 
 class StateShape(NamedTuple):

@@ -25,6 +25,7 @@ LAYERS = [
     {
         "detcompile.archives",
         "detcompile.config",
+        "detcompile.facts",
         "detcompile.orders",
         "detcompile.parallel",
         "detcompile.step",
@@ -43,9 +44,10 @@ FLOORS = [
         {"templates.cpu", "templates.device"},
     ],
     [
-        {"passes.lowering"},
+        {"passes.lowering", "passes.packaging"},
+        {"passes.tracing"},
         {"passes.backend"},
-        {"passes.calls", "passes.capture", "passes.pipeline", "passes.sharding", "passes.traced_call"},
+        {"passes.calls", "passes.capture", "passes.pipeline", "passes.roles", "passes.sharding", "passes.traced_call"},
         {"passes.adapters", "passes.programs", "passes.rewrites"},
         {"passes.modules", "passes.proof"},
         {"passes.graphs"},

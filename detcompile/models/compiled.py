@@ -31,7 +31,6 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, new_cache, new_engine
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, BlockPool, whole_blocks
 from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.kv.kv_cache import KVShape
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
@@ -71,8 +70,8 @@ class CompiledModel(WeightedModel):
         self.numerics = numerics
         self.max_context = max_context
         self.ranks = ranks
-        self.vocab_size = lowered.num_token_ids
-        self._num_logits = lowered.num_logits
+        self.vocab_size = lowered.facts.num_token_ids
+        self._num_logits = lowered.facts.num_logits
         self.program = lowered.program
         held = partial(weights_in_place, model, weight_addresses(model), lowered.constants)
         self._weights = LiveWeights(
@@ -80,9 +79,9 @@ class CompiledModel(WeightedModel):
         )
         self.certificate: Certificate = lowered.certificate
         self.forward = lowered.forward
-        self._kv_shapes = tuple(KVShape(*shape) for shape in lowered.kv_shapes)
-        self._kv_groups = lowered.kv_groups
-        self._state_shapes, self.recurrences = lowered.state_shapes, lowered.recurrences
+        self._kv_shapes = lowered.facts.kv_shapes
+        self._kv_groups = lowered.facts.kv_groups
+        self._state_shapes, self.recurrences = lowered.facts.state_shapes, lowered.recurrences
         self._parts: dict[tuple[int, ...], CompiledModel] = {}  # some of the layers, for drafting
         self._generator: Engine | None = None  # behind generate(); kept, so that its CUDA graphs are
 
@@ -280,7 +279,8 @@ class CompiledModel(WeightedModel):
             raise InvalidInput("ranks that share a model do not draft with its layers: compile with tp=1")
         if layers not in self._parts:
             view = layers_of(self.model, layers)
-            self._parts[layers] = CompiledModel(view, lower_view(view, self.numerics), self.numerics, self.max_context)
+            lowered = lower_view(view, self.numerics, self.max_context)
+            self._parts[layers] = CompiledModel(view, lowered, self.numerics, self.max_context)
         return self._parts[layers]
 
     def _runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int) -> Runner:

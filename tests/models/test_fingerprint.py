@@ -20,7 +20,7 @@ def made(change: Callable[[PreTrainedModel], object] = lambda model: None) -> Co
     """Without the proof over a batch, which takes half the time and no part in a fingerprint."""
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     change(model)
-    with mock.patch.object(lowering, "_certify_batches"):
+    with mock.patch.object(lowering, "certify_batches"):
         return certified(model)
 
 

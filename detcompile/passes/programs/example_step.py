@@ -1,22 +1,23 @@
 """The step of two tokens that a packed model is traced with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 
-from detcompile.step import StateShape, StepInputs
+from detcompile.step import KVShape, StateShape, StepInputs
 
 __all__ = ["BLOCK_SIZE", "ExampleStep", "example_step"]
 
+NUM_TOKENS, NUM_BLOCKS = 2, 2
 BLOCK_SIZE = 16  # of the step's caches; the extent is marked unknown like the others
 ExampleStep = tuple[Tensor, Tensor, StepInputs, Tensor]  # what a forward takes
 
 
 def example_step(
-    shapes: Sequence[tuple[int, int, int]],
+    shapes: Sequence[KVShape],
     num_groups: int,
     states: Sequence[StateShape],
     dtype: torch.dtype,
@@ -25,20 +26,37 @@ def example_step(
     """A step of two tokens whose extents are marked unknown, so that one graph serves every step.
 
     Args:
-        shapes: kv_heads, head_dim and v_head_dim of each layer. states: of each operation that carries one.
+        shapes: extents of a cached key and value, one a layer.
+        states: what is kept of a sequence, one an operation that carries a state.
     """
-    num_tokens, num_blocks = 2, 2
+    step = _step(shapes, num_groups, states, dtype, device)
+    input_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device=device)
+    position_ids = torch.arange(NUM_TOKENS, device=device)[None]
+    logits_to_keep = torch.arange(NUM_TOKENS, device=device)
+    _mark_unknown([input_ids, position_ids], [1])
+    _mark_unknown([logits_to_keep, *step.slot_mappings, step.cu_seqlens, step.seq_lens, step.state_slots], [0])
+    _mark_unknown([*step.block_tables, *step.k_caches, *step.v_caches], [0, 1])
+    _mark_unknown(step.states, [0])
+    return input_ids, position_ids, step, logits_to_keep
 
+
+def _step(
+    shapes: Sequence[KVShape],
+    num_groups: int,
+    states: Sequence[StateShape],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StepInputs:
     def cache(heads: int, dim: int) -> Tensor:
-        return torch.zeros(num_blocks, BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
+        return torch.zeros(NUM_BLOCKS, BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
 
     def metadata(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    step = StepInputs(
+    return StepInputs(
         slot_mappings=tuple(metadata([0, 1], torch.int64) for _ in range(num_groups)),
-        cu_seqlens=metadata([0, num_tokens]),
-        seq_lens=metadata([num_tokens]),
+        cu_seqlens=metadata([0, NUM_TOKENS]),
+        seq_lens=metadata([NUM_TOKENS]),
         block_tables=tuple(metadata([[0, 1]]) for _ in range(num_groups)),
         k_caches=tuple(cache(kv_heads, head_dim) for kv_heads, head_dim, _ in shapes),
         v_caches=tuple(cache(kv_heads, v_head_dim) for kv_heads, _, v_head_dim in shapes),
@@ -48,22 +66,8 @@ def example_step(
             for state in states
         ),
     )
-    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
-    position_ids = torch.arange(num_tokens, device=device)[None]
-    logits_to_keep = torch.arange(num_tokens, device=device)
-    for tensor, dims in [
-        (input_ids, 1),
-        (position_ids, 1),
-        (logits_to_keep, 0),
-        *((slots, 0) for slots in step.slot_mappings),
-        (step.cu_seqlens, 0),
-        (step.seq_lens, 0),
-        (step.state_slots, 0),
-        *((table, [0, 1]) for table in step.block_tables),
-    ]:
+
+
+def _mark_unknown(tensors: Iterable[Tensor], dims: list[int]) -> None:
+    for tensor in tensors:
         mark_unbacked(tensor, dims)
-    for tensor in (*step.k_caches, *step.v_caches):
-        mark_unbacked(tensor, [0, 1])
-    for state in step.states:
-        mark_unbacked(state, 0)
-    return input_ids, position_ids, step, logits_to_keep

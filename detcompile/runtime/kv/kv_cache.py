@@ -5,28 +5,19 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.block_pool import check_block_size
-from detcompile.step import KVGroup, StateShape
+from detcompile.step import KVGroup, KVShape, StateShape
 from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
 
 __all__ = ["KVCache", "KVShape"]
 
 Kind = tuple[int, int]  # heads, head_dim
 Place = tuple[Kind, int]  # which of the tensors of a kind
-
-
-class KVShape(NamedTuple):
-    """One layer's share of a cache slot."""
-
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
 
 
 class KVCache:

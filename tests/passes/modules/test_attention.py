@@ -106,4 +106,4 @@ def test_biases_are_of_their_own_query() -> None:
 
 def test_an_adapter_caches_shared_heads_once() -> None:
     """Hugging Face copies falcon's key heads to its query heads; the cache holds them as they are."""
-    assert lower(random_model("falcon", torch.float32), Numerics(), 512).kv_shapes == ((2, 20, 20), (2, 20, 20))
+    assert lower(random_model("falcon", torch.float32), Numerics(), 512).facts.kv_shapes == ((2, 20, 20), (2, 20, 20))

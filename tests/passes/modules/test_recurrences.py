@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 
 from detcompile import Numerics, UncertifiedOp
-from detcompile.passes.backend import Backend, cause
+from detcompile.passes.backend import Backend, Expected, cause
 from detcompile.passes.proof.certificate import Role
 from detcompile.passes.proof.provenance import Layout
 from tests.templates.recurrences.cases import step_of
@@ -29,7 +29,7 @@ def certified(function, **changes: Tensor) -> Backend:
     given = {"x": torch.randn(5, 8), "weight": torch.randn(8, 3), "state": torch.zeros(2, 2, 8)}
     given |= {"other_state": torch.zeros(2, 2, 8), "state_slots": slots, "cu_seqlens": ends, "seq_lens": lengths}
     mark_unbacked(given["x"], 0)
-    backend = Backend(Numerics(), role, 0, certify_only=True, expected_recurrences=1)
+    backend = Backend(Numerics(), role, expects=Expected(0, recurrences=1), certify_only=True)
     with torch.no_grad():
         torch.compile(function, backend=backend, fullgraph=True)(**(given | changes))
     return backend

@@ -71,7 +71,7 @@ def capture(name: str) -> Captured:
     model_type, _, shared = name.partition(" of ")
     with (
         _two_ranks() if shared else contextlib.nullcontext() as ranks,
-        mock.patch.object(lowering, "_certify_batches"),
+        mock.patch.object(lowering, "certify_batches"),
         mock.patch.object(lowering, "_whole_program", return_value=("", {})),
         mock.patch.object(TensorParallel, "require_equal"),
         mock.patch.object(backend, "rewrite", rewrite_seen),
@@ -84,7 +84,7 @@ def capture(name: str) -> Captured:
                 raise error
     (before,), ((chosen, after, roles),) = seen, certified
     in_order = tuple(roles[node.name] for node in after.graph.find_nodes(op="placeholder"))
-    return Captured(before, after, in_order, chosen.expected_attention)
+    return Captured(before, after, in_order, chosen.expects.attention)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import detcompile
 from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.orders.numerics import matmul_order
-from detcompile.passes.backend import cause
+from detcompile.passes.backend import Expected, cause
 from detcompile.passes.proof.certificate import Role
 from detcompile.templates.cpu.library import isa_of
 from tests.model_cases import certified, compiled, random_model
@@ -154,7 +154,7 @@ def test_a_template_forced_to_another_order_is_refused(module: nn.Module, said: 
 def test_a_missing_attention_node_is_refused() -> None:
     said = "calls attention 1 times, the graph holds 0"
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
-        torch.compile(nn.Linear(8, 8), backend=Backend(Numerics(), expected_attention=1))(torch.randn(3, 8))
+        torch.compile(nn.Linear(8, 8), backend=Backend(Numerics(), expects=Expected(attention=1)))(torch.randn(3, 8))
 
 
 def test_the_certificate_prints_and_gives_json() -> None:

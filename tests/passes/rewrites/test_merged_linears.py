@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import detcompile
 from detcompile import Backend, CompiledModel, Numerics
-from detcompile.passes import lowering
+from detcompile.passes import tracing
 from detcompile.passes.proof.certificate import Role
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import certified, random_model
@@ -59,13 +59,13 @@ def qwen3() -> CompiledModel:
 
 
 def test_shared_products_have_the_bytes_of_separate_ones(qwen3: CompiledModel) -> None:
-    with mock.patch.object(lowering, "Backend", apart):
+    with mock.patch.object(tracing, "Backend", apart):
         separate = compiled_qwen3()
     assert_same_bytes(qwen3, separate)
 
 
 def test_shared_products_with_biases_have_the_bytes_of_separate_ones() -> None:
-    with mock.patch.object(lowering, "Backend", apart):
+    with mock.patch.object(tracing, "Backend", apart):
         separate = certified(with_biases(BF16))
     assert_same_bytes(certified(with_biases(BF16)), separate)
 

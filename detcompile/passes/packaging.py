@@ -1,0 +1,72 @@
+"""The forward of a compiled model once more, ahead of time: AOTInductor's files, and what they take."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from detcompile.errors import UnsupportedModel
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.capture import PackedForward, observe_attention
+from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.programs.aot import Packaging
+from detcompile.passes.programs.canonical_form import input_names
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.tracing import Seen, trace_packed
+from detcompile.step import step_leaves
+from detcompile.weights import WeightView, named_weights, views_in
+
+__all__ = ["Packaged", "package"]
+
+
+class Packaged(NamedTuple):
+    """A compiled model as AOTInductor's files.
+
+    ``arguments`` says what the library takes, in order: an index into step.step_leaves, or the name of a weight.
+    ``views`` says where in these the model's own parameters and buffers lie, by their names in the model.
+    """
+
+    files: tuple[Path, ...]
+    arguments: tuple[int | str, ...]
+    weights: dict[str, Tensor]
+    views: dict[str, WeightView]
+
+
+def package(
+    model: PreTrainedModel,
+    numerics: Numerics,
+    certificate: Certificate,
+    recurrences: Recurrences | None,
+    program: str | None,
+) -> Packaged:
+    """Compile the forward of a model that ``lower`` has changed once more, ahead of time.
+
+    Args:
+        certificate, recurrences: what Lowered has of these names.
+        program: what Lowered has of this name, or None where the model is a rank's share.
+
+    Raises:
+        UnsupportedModel: the graph would be another one.
+    """
+    packaging = Packaging()
+    seen = Seen.of(observe_attention(model, numerics.kv_chunk, recurrences), recurrences)
+    traced = trace_packed(PackedForward(model), numerics, seen, packaging)
+    found, graph, leaves = traced.certificate, traced.graph, step_leaves(*traced.example)
+    same = found.counts == certificate.counts and found.orders == certificate.orders
+    if not same or traced.digest != (program or traced.digest):
+        raise UnsupportedModel(f"{type(model).__name__} gave another graph than the compiled one: load it again")
+    place = {id(leaf): index for index, leaf in enumerate(leaves)}
+    names = input_names(model, leaves, graph.inputs)
+    arguments: list[int | str] = []
+    weights: dict[str, Tensor] = {}
+    for position in packaging.kept:
+        given = graph.inputs[position]
+        if id(given) in place:
+            arguments.append(place[id(given)])
+            continue
+        name = names[position] + (".joined" if position in graph.joined else "")
+        weights[name] = graph.joined.get(position, given).detach()
+        arguments.append(name)
+    held = named_weights(model, every_name=True) | traced.constants
+    return Packaged(packaging.files, tuple(arguments), weights, views_in(weights, held))

@@ -1,0 +1,96 @@
+"""What each input of a traced graph holds: rows of the batch, the layout of a step, or weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from detcompile.errors import UncertifiedOp
+from detcompile.passes.calls import current_call
+from detcompile.passes.graphs import sympy_size
+from detcompile.passes.proof.certificate import Role
+from detcompile.passes.proof.provenance import Layout
+from detcompile.passes.traced_call import TracedCall
+from detcompile.step import KVGroup
+
+__all__ = ["dense_role", "join_batches", "packed_roles", "refuse", "role_by_source"]
+
+
+def packed_roles(groups: Sequence[KVGroup]) -> Callable[[str, Any], Role]:
+    """Roles by the names of PackedForward's arguments."""
+    group_of = {layer: group for group, layers in enumerate(groups) for layer in layers.layers}
+
+    def role(name: str, value: Any) -> Role:
+        arguments = ("L_input", "L_pos", "L_step", "L_logits")
+        if "_parameters_" in name or "_buffers_" in name or not name.startswith(arguments):
+            return Role("weight")
+        if name.startswith("L_step"):  # L_step_seq_lens, L_step_block_tables_0_, L_step_k_caches_3_
+            part = name.removeprefix("L_step_").removesuffix("_")
+            field, _, number = part.rpartition("_")
+            if not number.isdigit():
+                return Role("layout", layout=Layout(part))
+            of_layer = field in ("k_caches", "v_caches")
+            group = group_of[int(number)] if of_layer else int(number)
+            return Role("layout", layout=Layout(field, int(number), group))
+        if name.startswith("L_logits"):
+            return Role("rows", {0: "logits"}, final_gather=True)
+        return Role("rows", {1: "tokens"})
+
+    return role
+
+
+def dense_role(name: str, value: Any) -> Role:
+    """Roles by the names of DenseForward's arguments."""
+    return Role("rows", {0: "batch", 1: "tokens"}) if name.startswith(("L_input", "L_pos")) else Role("weight")
+
+
+def role_by_source(node: fx.Node, value: torch.Tensor, traced: TracedCall) -> Role:
+    """What the compiled module holds are weights; of an argument the first and every symbolic dimension holds rows.
+
+    Raises:
+        UncertifiedOp: an argument whose first dimension is a number, where a count would be seen as a constant.
+    """
+    given = node.meta.get("grapharg")
+    source = getattr(given, "source", None)
+    name = source.name if source is not None else str(node.target)
+    is_argument = traced.is_argument(source) if source is not None else None
+    call = current_call()
+    if is_argument is None:
+        refuse([f"{name}: neither an argument of the call nor held by the module"], "an input of unknown origin")
+    if not is_argument:
+        if call is not None and any(given.example is argument for argument in call.arguments):
+            refuse([f"{name}: held by the module, and an argument of the call"], "an input of two origins")
+        return Role("weight")
+    rows = {d: f"dim {d}" for d, size in enumerate(value.shape) if sympy_size(size).free_symbols}
+    names = {0: "batch", 1: "tokens"}
+    if value.dim() and 0 not in rows:
+        if call is not None and call.graph_breaks == "warn" and value.shape[0] > 1:  # a later part of a broken graph
+            return Role("rows", {0: "batch"} | {d: names.get(d, name) for d, name in rows.items()})
+        refuse(
+            [*traced.splits(), f"{name} has {int(value.shape[0])} rows in every call of this graph"],
+            "the number of rows is fixed, so that a value may follow it. Where no code of the module looks at it, "
+            "torch._dynamo.decorators.mark_unbacked(tensor, 0) before the call makes it unknown to torch's own code "
+            "too; tensors inside objects other than lists, tuples and dicts have to be marked in any case",
+        )
+    return Role("rows", {d: names.get(d, name) for d, name in rows.items()})
+
+
+def join_batches(gm: fx.GraphModule, roles: Sequence[Role]) -> None:
+    """Guard that arguments with as many rows as each other always have: they hold one batch, a mask and its tokens."""
+    sizes: dict[int, torch.SymInt] = {}  # by the number of rows
+    for node, role in zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True):
+        if (role.rows or {}).get(0) == "batch" and node.meta["example_value"].shape[0].node.hint is not None:
+            size = node.meta["example_value"].shape[0]
+            assert sizes.setdefault(size.node.hint, size) == size  # asked of a symbol, this becomes the guard
+
+
+def refuse(lines: Sequence[str], why: str) -> None:
+    """Refuse a module for what ``lines`` say of it; none is no reason.
+
+    Raises:
+        UncertifiedOp: there is a line.
+    """
+    if lines:
+        listed = "\n  ".join(lines)
+        raise UncertifiedOp(f"{why}:\n  {listed}\nNothing was compiled.", tuple(lines))

@@ -1,0 +1,140 @@
+"""Dynamo makes one graph of a model: over a padless batch, to certify it, and over a packed step, to serve it."""
+
+import contextlib
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
+from transformers import PreTrainedModel
+
+from detcompile.config import inductor_folder, sizes_asserted
+from detcompile.errors import DetcompileError, UnsupportedModel
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.backend import Backend, Expected, cause
+from detcompile.passes.capture import DenseForward, PackedForward
+from detcompile.passes.modules.attention import AttentionCall
+from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.programs.binding import CompiledGraph
+from detcompile.passes.programs.canonical_form import NotRun, constants_of, input_names
+from detcompile.passes.programs.example_step import ExampleStep, example_step
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.roles import dense_role, packed_roles
+from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
+from detcompile.storage import disk_failure
+
+__all__ = ["Seen", "Traced", "certify_batches", "trace_packed", "with_own_code"]
+
+DISK_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
+
+
+class Seen(NamedTuple):
+    """What one eager run of a model has shown."""
+
+    attention: tuple[AttentionCall, ...]  # in the order of layers
+    groups: tuple[KVGroup, ...]
+    states: tuple[StateShape, ...] = ()  # one a call that carries a state from token to token
+
+    @classmethod
+    def of(
+        cls, observed: tuple[tuple[AttentionCall, ...], tuple[KVGroup, ...]], recurrences: Recurrences | None = None
+    ) -> "Seen":
+        """What observe_attention gave, and the states that ``recurrences`` knows since then."""
+        return cls(*observed, () if recurrences is None else tuple(recurrences.shapes))
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Extents of a cached key and value, one a layer."""
+        return tuple(KVShape(*call.shape) for call in self.attention)
+
+    @property
+    def expected(self) -> Expected:
+        """Calls that a graph of the model has to hold."""
+        return Expected(len(self.attention), len(self.states))
+
+
+class Traced(NamedTuple):
+    """The one graph of a packed forward, compiled."""
+
+    graph: CompiledGraph
+    certificate: Certificate
+    digest: str  # digest of the graph's canonical form
+    example: ExampleStep  # the step that it was traced with
+    constants: dict[str, Tensor]  # what the graph takes that is no parameter or buffer, by name
+
+
+def certify_batches(model: PreTrainedModel, numerics: Numerics, expected: Expected) -> None:
+    """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here."""
+    backend = Backend(numerics, dense_role, expects=expected, certify_only=True)
+    device = next(model.parameters()).device
+    input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
+    position_ids = torch.arange(5, device=device).repeat(3, 1)
+    for tensor in (input_ids, position_ids):
+        torch._dynamo.mark_dynamic(tensor, [0, 1])
+    _trace(DenseForward(model), backend, (input_ids, position_ids))
+
+
+def trace_packed(
+    module: PackedForward,
+    numerics: Numerics,
+    seen: Seen,
+    compile_graph: Callable[..., Any],
+    join_weights: bool = True,
+) -> Traced:
+    """The graph of a packed forward over an example step.
+
+    Args:
+        seen: what the model has shown as it is now.
+        compile_graph, join_weights: as Backend takes them.
+    """
+    model = module.model
+    parameter = next(model.parameters())
+    example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, parameter.device)
+    leaves = step_leaves(*example)
+    backend = Backend(
+        numerics,
+        packed_roles(seen.groups),
+        expects=seen.expected,
+        compile_graph=compile_graph,
+        join_weights=join_weights,
+        name_inputs=partial(input_names, model, leaves),
+    )
+    with inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
+        _trace(module, backend, example)
+    (graph,), (certificate,), (digest,) = backend.programs, backend.certificates, backend.digests
+    return Traced(graph, certificate, digest, example, constants_of(model, leaves, graph.inputs))
+
+
+def with_own_code(module: nn.Module) -> Callable[..., Tensor]:
+    """``module.forward`` over a code object of its own: Dynamo keeps graphs by code object, and few for each."""
+    function = type(module).forward
+    code = function.__code__.replace(co_name=f"forward_{id(module):x}")
+    return types.MethodType(types.FunctionType(code, function.__globals__), module)
+
+
+def _trace(module: DenseForward | PackedForward, backend: Backend, arguments: Sequence[Any]) -> None:
+    """Make the first call, which compiles; unwrap our own errors and explain Dynamo's and the disk's.
+
+    Dynamo makes symbols of numbers that differ from those of a model which had this one's code name before it. Which
+    extents are symbolic was marked.
+    """
+    try:
+        with torch.no_grad(), dynamo_config.patch(automatic_dynamic_shapes=False):
+            torch.compile(with_own_code(module), backend=backend, fullgraph=True, dynamic=None)(*arguments)
+    except DetcompileError:
+        raise
+    except TorchDynamoException as error:
+        ours = cause(error) or disk_failure(error, inductor_folder(), DISK_ADVICE)
+        if ours is not None:
+            raise ours from None
+        raise UnsupportedModel(
+            f"{type(module.model).__name__} is not one graph over any number of tokens:"
+            f" {str(error).strip().splitlines()[0]}\nThe model's source line is in the cause below."
+        ) from error
+    except OSError as error:
+        raise disk_failure(error, inductor_folder(), DISK_ADVICE) or error from None

@@ -4,32 +4,25 @@ It knows nothing of models: a target is built in every process, and a command ca
 """
 
 import contextlib
-import json
 import os
 import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from detcompile.errors import DetcompileError, WorkerError
-from detcompile.runtime.processes import process as worker_process
 from detcompile.runtime.processes.process import DONE, NOTE, Channel, encode
+from detcompile.runtime.processes.rank_process import RankProcess, end_processes
 
 __all__ = ["WorkerGroup"]
 
 POLL_SECONDS = 0.2  # between looks at the processes and the clock, while nothing arrives
-SETTLE_SECONDS = 0.5  # a rank that raises may only feel that another one died
-REFUSAL_SECONDS = 30.0  # for the other ranks to answer a command that one rank has refused
-STOPPED_SECONDS = 0.6  # that a process may be stopped, as by a tool that looks into it
-ENDING_SECONDS = 1.0  # between asking a process to end and killing it
+SETTLE_SECONDS = 0.5  # wait for deaths after a rank raised: it may only feel that another one died
+REFUSAL_SECONDS = 30.0  # time for the other ranks to answer a command that one rank has refused
+STOPPED_SECONDS = 0.6  # longest that a process may be stopped, as by a tool that looks into it
 
 
 class _Fault(NamedTuple):
@@ -62,8 +55,9 @@ class WorkerGroup:
     Args:
         target: "module:function"; every process calls it as function(rank, *args, note), where note(text) tells the
             caller how it gets on, and keeps the result, whose methods are the commands.
-        step_seconds: that a command may take once its turn has come, where nothing else is said.
-        start_seconds: that building the target may take.
+        args: what every process passes to the function behind its rank.
+        step_seconds: longest that a command may take once its turn has come, where nothing else is said.
+        start_seconds: longest that building the target may take.
         files: descriptors that the processes inherit, under the same numbers.
 
     Raises:
@@ -90,14 +84,18 @@ class WorkerGroup:
         self._last_answer = [time.monotonic()] * num_ranks
         self._stopped_since: dict[int, float] = {}
         self._failure: WorkerError | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._channels: list[Channel] = []
-        self._ended = weakref.finalize(self, _end, self._processes, self._channels, os.getpid(), ENDING_SECONDS)
+        self._processes: list[RankProcess] = []
+        self._channels: list[Channel] = []  # theirs
+        self._ended = weakref.finalize(self, end_processes, self._processes, os.getpid())
         self._poller = select.poll()
         self._rank_of: dict[int, int] = {}
         with self._ending_on_interrupt():
             for rank in range(num_ranks):
-                self._spawn(rank, files)
+                process = RankProcess(files)
+                self._processes.append(process)
+                self._channels.append(process.channel)
+                self._rank_of[process.channel.fileno()] = rank
+                self._poller.register(process.channel.fileno(), select.POLLIN)
             self.started = next(self._tickets)
             self._pending[self.started] = _Pending("start", num_ranks, start_seconds)
             for rank in range(num_ranks):
@@ -111,7 +109,7 @@ class WorkerGroup:
         """Call a method in every process; returns a ticket for ``result``, which must be asked for.
 
         Args:
-            seconds: that it may take; default: step_seconds.
+            seconds: longest that it may take; default: step_seconds.
         """
         ticket = next(self._tickets)
         self._command(ticket, name, args, self.step_seconds if seconds is None else seconds)
@@ -121,7 +119,7 @@ class WorkerGroup:
         """Wait for a command; what it returned, one entry a rank.
 
         Raises:
-            DetcompileError: that the command raised, of the lowest rank that did.
+            DetcompileError: what the command raised, of the lowest rank that did.
         """
         with self._lock, self._ending_on_interrupt():
             self._check()
@@ -145,30 +143,8 @@ class WorkerGroup:
 
     @property
     def process_ids(self) -> list[int]:
-        """One a rank."""
-        return [process.pid for process in self._processes]
-
-    def _spawn(self, rank: int, files: Sequence[int]) -> None:
-        ours, theirs = socket.socketpair()
-        given = {
-            "path": [entry for entry in sys.path if isinstance(entry, str)],
-            "socket": theirs.fileno(),
-            # Linux sends the signal when the thread that started the process ends.
-            "die_with_thread": threading.current_thread() is threading.main_thread(),
-        }
-        channel = Channel(ours)
-        self._channels.append(channel)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(worker_process.__file__)), json.dumps(given)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the caller's results
-                pass_fds=(theirs.fileno(), *files),
-                process_group=0,  # the terminal's Ctrl-C is the parent's alone
-            )
-        self._processes.append(process)
-        self._rank_of[channel.fileno()] = rank
-        self._poller.register(channel.fileno(), select.POLLIN)
+        """Process ids, one a rank."""
+        return [process.id for process in self._processes]
 
     def _command(self, ticket: int | None, name: str, args: tuple[Any, ...], seconds: float = 0.0) -> None:
         frame = encode((ticket, name, args))
@@ -201,7 +177,7 @@ class WorkerGroup:
             return self._channels[rank].push(frame)
         except OSError:
             self._read(rank)  # its last words
-            self._fail(_Fault(0, rank, self._death_of(rank)))
+            self._fail(self._death_of(rank))
 
     def _wait(self, finished: Callable[[], bool], unsent: Collection[int] = ()) -> None:
         """Serve the channels until ``finished``; ``unsent`` are ranks that have not read all of a command yet."""
@@ -223,7 +199,7 @@ class WorkerGroup:
         try:
             messages = self._channels[rank].pull()
         except EOFError:
-            self._fail(_Fault(0, rank, self._death_of(rank)))
+            self._fail(self._death_of(rank))
         for message in messages:
             self._take(rank, *message)
 
@@ -254,10 +230,10 @@ class WorkerGroup:
 
     def _check_processes(self) -> None:
         for rank, process in enumerate(self._processes):
-            if _ending_of(process) is not None:
+            if process.ending is not None:
                 self._read(rank)  # it may have said why
-                self._fail(_Fault(0, rank, self._death_of(rank)))
-            if not _is_stopped(process.pid):
+                self._fail(self._death_of(rank))
+            if not process.is_stopped:
                 self._stopped_since.pop(rank, None)
             elif time.monotonic() - self._stopped_since.setdefault(rank, time.monotonic()) >= STOPPED_SECONDS:
                 self._fail(_Fault(0, rank, "its process is stopped (SIGSTOP) and would never answer"))
@@ -274,17 +250,8 @@ class WorkerGroup:
                     _Fault(2, rank, f"it{others} has not answered {pending.name!r} for {pending.seconds:g} s{refused}")
                 )
 
-    def _death_of(self, rank: int) -> str:
-        process = self._processes[rank]
-        deadline = time.monotonic() + ENDING_SECONDS
-        while (ended := _ending_of(process)) is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        if ended is None:
-            return "it closed its connection"
-        if ended.si_code == os.CLD_EXITED:
-            return f"its process ended with exit code {ended.si_status}"
-        advice = ": was the machine out of memory?" if ended.si_status == signal.SIGKILL else ""
-        return f"its process was ended by {signal.Signals(ended.si_status).name}{advice}"
+    def _death_of(self, rank: int) -> _Fault:
+        return _Fault(0, rank, self._processes[rank].death())
 
     def _fail(self, fault: _Fault) -> NoReturn:
         """End the group and raise what explains it best."""
@@ -304,9 +271,9 @@ class WorkerGroup:
         """Ranks that die within a moment."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
-            dead = [rank for rank, process in enumerate(self._processes) if _ending_of(process) is not None]
+            dead = [rank for rank, process in enumerate(self._processes) if process.ending is not None]
             if dead:
-                return [_Fault(0, rank, self._death_of(rank)) for rank in dead]
+                return [self._death_of(rank) for rank in dead]
             time.sleep(0.01)
         return []
 
@@ -323,42 +290,3 @@ class WorkerGroup:
                 self._failure = WorkerError(f"the workers were ended by {cause}: compile the model again")
             self._ended()
             raise
-
-
-def _ending_of(process: "subprocess.Popen[bytes]") -> Any | None:
-    """How a process ended, if it has. It is not waited for, so that its id, and its group's, stay taken."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-
-def _end(processes: "list[subprocess.Popen[bytes]]", channels: list[Channel], owner: int, seconds: float) -> None:
-    """Let the processes end, kill those that do not, with all that they have started."""
-    if os.getpid() != owner:  # a fork has inherited this; the processes are not its own
-        return
-    for channel in channels:
-        channel.close()  # they end when they see it
-    for process in processes:
-        if _is_stopped(process.pid):  # it sees nothing
-            _kill(process)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and None in map(_ending_of, processes):
-        time.sleep(0.002)
-    for process in processes:
-        _kill(process)
-        process.wait()
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, which then says nothing and does nothing until another one continues it.
-
-    Asked of Linux, not of the process: one that compiles, or that two cores have no time for, is silent too.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] == ["T"]

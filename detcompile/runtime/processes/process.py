@@ -27,7 +27,7 @@ __all__ = ["Channel", "DONE", "NOTE", "RAISED", "encode"]
 
 DONE, RAISED, NOTE = "done", "raised", "note"  # kinds of answers
 HEADER = struct.Struct("<QQ")  # number of parts; bytes of their lengths and of the parts together
-ALIGNMENT = 16  # bytes, of each part in its frame
+ALIGNMENT = 16  # bytes; each part of a frame begins at a multiple
 LEAST_BESIDE = 1 << 14  # bytes; smaller buffers travel inside the pickle
 MOST_PARTS = 512  # a call of sendmsg takes no more than 1024
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -64,7 +64,7 @@ class Channel:
         self._filled = 0
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Descriptor of the socket."""
         return self._socket.fileno()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 NO_TOKENS: tuple[int, ...] = ()
-NAMES = count(1)  # of what this process has made in its workers
+NAMES = count(1)  # names of what this process has made in its workers
 
 
 class PackedWork(NamedTuple):
@@ -100,9 +100,11 @@ class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
     Args:
-        group: whose target serves ``new_worker``, ``launch``, ``collect`` and ``free``.
+        group: processes whose target serves ``new_worker``, ``launch``, ``collect`` and ``free``.
         abandoned: names to be freed, shared by all that belongs to the group.
-        args: of ``new_worker``. seconds: that making it may take. device: where hidden states shall be.
+        args: what ``new_worker`` is given behind the name.
+        seconds: longest that making it may take.
+        device: device that hidden states are handed out on.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class RemoteWorker(_Remote):
 
     @property
     def sampler(self) -> "RemoteWorker":
-        """Where an engine says that it can forget a sequence."""
+        """Itself: an engine tells a worker's sampler what it can forget."""
         return self
 
     def forget(self, key: Hashable) -> None:
@@ -155,7 +157,10 @@ class RemoteRunner(_Remote):
     """Runs steps over a KV cache that the workers hold.
 
     Args:
-        args: of ``new_runner``. device: where the logits shall be.
+        group: processes whose target serves ``new_runner``, ``run``, ``fill_caches`` and ``free``.
+        abandoned: names to be freed, shared by all that belongs to the group.
+        args: what ``new_runner`` is given behind the name.
+        device: device that logits are handed out on.
     """
 
     def __init__(
@@ -167,11 +172,11 @@ class RemoteRunner(_Remote):
         group.call("new_runner", self.name, *args)
 
     def run(self, arrays: StepArrays) -> Tensor:
-        """As ``Runner.run``."""
+        """Run a step in the workers, as ``Runner.run`` does; return its logits [R, V] on ``device``."""
         return unpack_tensor(self._group.call("run", self.name, arrays)[0]).to(self.device)
 
     def fill_caches(self, value: float) -> None:
-        """As ``Runner.fill_caches``."""
+        """Write ``value`` into every slot of the workers' KV caches and every state."""
         self._group.post("fill_caches", self.name, value)
 
 
@@ -184,11 +189,11 @@ class PackedTensor(NamedTuple):
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
-    """On the host."""
+    """Copy a tensor to the host, as bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return PackedTensor(flat.numpy(), tensor.dtype, tuple(tensor.shape))
 
 
 def unpack_tensor(packed: PackedTensor) -> Tensor:
-    """On the CPU; it shares the memory."""
+    """The tensor on the CPU; it shares the memory."""
     return torch.from_numpy(packed.memory).view(packed.dtype).view(packed.shape)

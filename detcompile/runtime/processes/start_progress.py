@@ -22,8 +22,10 @@ class StartProgress:
     """A context in which ranks start: a bar of the bytes of weights that all of them have read, and what they do.
 
     Args:
-        console: default: standard error, if that is a terminal; it stays empty otherwise, and where nothing takes long.
-        quiet_seconds: before the bar is drawn.
+        num_ranks: processes that start.
+        console: console to draw on; default: standard error, if that is a terminal. It stays empty otherwise, and where
+            nothing takes long.
+        quiet_seconds: time before the bar is drawn.
     """
 
     def __init__(self, num_ranks: int, console: Console | None = None, quiet_seconds: float = QUIET_SECONDS) -> None:
@@ -39,7 +41,7 @@ class StartProgress:
 
     @property
     def bytes_read(self) -> tuple[int, int | None]:
-        """By all ranks together, and of how many; None before every rank has told."""
+        """Bytes of weights that all ranks have read, and how many there are; None before every rank has told."""
         done, totals = (sum(column) for column in zip(*self._read.values())) if self._read else (0, 0)
         return done, totals if len(self._read) == self._num_ranks else None
 

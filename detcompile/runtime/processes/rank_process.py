@@ -1,0 +1,114 @@
+"""RankProcess: one rank's process as its parent sees it: started, watched, and ended with all that it has started."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from detcompile.runtime.processes import process as worker_process
+from detcompile.runtime.processes.process import Channel
+
+__all__ = ["ENDING_SECONDS", "RankProcess", "end_processes"]
+
+ENDING_SECONDS = 1.0  # between asking a process to end and killing it
+
+
+class RankProcess:
+    """A process that serves commands from its ``channel``.
+
+    Args:
+        files: descriptors that the process inherits, under the same numbers.
+    """
+
+    def __init__(self, files: Sequence[int]) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        given = {
+            "path": [entry for entry in sys.path if isinstance(entry, str)],
+            "socket": theirs.fileno(),
+            # Linux sends the signal when the thread that started the process ends.
+            "die_with_thread": threading.current_thread() is threading.main_thread(),
+        }
+        with theirs, contextlib.ExitStack() as undone:
+            undone.callback(self.channel.close)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(worker_process.__file__)), json.dumps(given)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to the caller's results
+                pass_fds=(theirs.fileno(), *files),
+                process_group=0,  # the terminal's Ctrl-C is the parent's alone
+            )
+            undone.pop_all()
+
+    @property
+    def id(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def ending(self) -> Any | None:
+        """How the process ended, if it has. It is not waited for, so that its id, and its group's, stay taken."""
+        return os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, which then says and does nothing until another one continues it.
+
+        Asked of Linux, not of the process: one that compiles, or that two cores have no time for, is silent too.
+        """
+        try:
+            stat = Path(f"/proc/{self.id}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[:1] == ["T"]
+
+    def death(self) -> str:
+        """How a process whose connection is closed has ended, in words; its end may take a moment."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        while (ended := self.ending) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if ended is None:
+            return "it closed its connection"
+        if ended.si_code == os.CLD_EXITED:
+            return f"its process ended with exit code {ended.si_status}"
+        advice = ": was the machine out of memory?" if ended.si_status == signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(ended.si_status).name}{advice}"
+
+    def kill(self) -> None:
+        """End the process and its group at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.id, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait for the end of a process that was killed, and give its id back."""
+        self._process.wait()
+
+
+def end_processes(processes: list[RankProcess], owner: int) -> None:
+    """Let the processes end, kill those that do not, with all that they have started.
+
+    Args:
+        processes: a list that may have grown since this call was arranged.
+        owner: id of the process that started them; a fork of it has inherited the call and leaves them alone.
+    """
+    if os.getpid() != owner:
+        return
+    for process in processes:
+        process.channel.close()  # they end when they see it
+    for process in processes:
+        if process.is_stopped:  # it sees nothing
+            process.kill()
+    deadline = time.monotonic() + ENDING_SECONDS
+    while time.monotonic() < deadline and any(process.ending is None for process in processes):
+        time.sleep(0.002)
+    for process in processes:
+        process.kill()
+        process.reap()

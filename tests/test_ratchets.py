@@ -30,8 +30,6 @@ LONG_FILES: dict[str, int] = {
     "passes/proof/aten_rules.py": 383,
     "passes/proof/certificate.py": 311,
     "passes/rewrites/reductions.py": 307,
-    "runtime/sampling/plan.py": 304,
-    "runtime/sampling/sampler.py": 308,
     "runtime/step/builder.py": 304,
     "templates/attention/gpu.py": 373,
     "templates/attention/hopper.py": 353,

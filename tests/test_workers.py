@@ -30,7 +30,8 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.processes.start_progress import StartProgress, reading
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.sampling import plan as sampling_plan
-from detcompile.runtime.sampling.plan import RowNeeds, SampleRow
+from detcompile.runtime.sampling.plan import RowNeeds
+from detcompile.runtime.sampling.rows import SampleRow
 from detcompile.runtime.speculation.drafter import Drafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.speculator import SpeculationConfig

@@ -2,7 +2,7 @@
 
 Rows with the same needs form a group and are worked on together. The order of a plan's rows never reaches a number.
 
-Legend: R rows of a step, Q rows that need more than an argmax, V vocabulary size, B biased (row, token) pairs.
+Legend: R rows of a step, V vocabulary size.
 """
 
 import math
@@ -15,32 +15,21 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts
-from detcompile.runtime.sampling.philox import noise_keys
-from detcompile.runtime.sampling.rejection import ACCEPTANCE_STREAM, CERTAIN, NO_GUESS, RESIDUAL_STREAM, Proposals
+from detcompile.runtime.sampling.columns import (
+    Columns,
+    PackedColumns,
+    bias_columns,
+    drawing_columns,
+    fresh_columns,
+    penalty_columns,
+    proposal_columns,
+)
+from detcompile.runtime.sampling.penalties import TokenCounts
+from detcompile.runtime.sampling.rows import SampleRow
 
-__all__ = ["PackedTensors", "RowGroup", "RowNeeds", "SampleRow", "SamplingPlan", "plan_rows"]
+__all__ = ["RowGroup", "RowNeeds", "SamplingPlan", "plan_rows"]
 
-PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
-NO_LIMIT = torch.iinfo(torch.int64).max
-ALIGNMENT = 16
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class SampleRow(NamedTuple):
-    """A row of logits, and whose it is.
-
-    ``key`` and ``token_ids`` matter only with penalties: the first plan that holds a key reads all its ``position``
-    tokens; later plans follow the drawn tokens on the device, and read nothing.
-    """
-
-    params: SamplingParams  # seeded, unless greedy
-    position: int  # index in its sequence of the token that the row draws
-    num_generated: int = 0  # tokens of the output before it, those still on the device included
-    sample_index: int = 0  # which of the n completions
-    key: Hashable = None  # of the sequence
-    token_ids: Sequence[int] = ()  # prompt, then output
-    proposals: Proposals | None = None  # guesses to accept or reject; None draws plainly
 
 
 class RowNeeds(NamedTuple):
@@ -64,42 +53,12 @@ class RowGroup(NamedTuple):
     first_row: int | None  # of the logits, where the group is a run of them
 
 
-class PackedTensors(NamedTuple):
-    """Small tensors in one buffer of host memory, pinned for CUDA, that travel as one copy which nobody waits for."""
-
-    buffer: Tensor
-    places: dict[str, tuple[int, torch.Size, torch.dtype]]
-
-    @staticmethod
-    def of(tensors: dict[str, Tensor], device: torch.device) -> "PackedTensors":
-        """``tensors`` are on the CPU."""
-        places, size = {}, 0
-        for name, tensor in tensors.items():
-            places[name] = (size, tensor.shape, tensor.dtype)
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        packed = PackedTensors(buffer, places)
-        for name, place in packed._views(buffer).items():
-            place.copy_(tensors[name])
-        return packed
-
-    def to(self, device: torch.device) -> dict[str, Tensor]:
-        """The tensors on ``device``, views of one buffer."""
-        return self._views(self.buffer.to(device, non_blocking=True))
-
-    def _views(self, buffer: Tensor) -> dict[str, Tensor]:
-        return {
-            name: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for name, (start, shape, dtype) in self.places.items()
-        }
-
-
 class SamplingPlan(NamedTuple):
     """Made by ``Sampler.prepare``, used up by one call of the sampler."""
 
     num_rows: int
     groups: tuple[RowGroup, ...]
-    columns: PackedTensors | None  # None where an argmax is all
+    columns: PackedColumns | None  # None where an argmax is all
     num_slots: int  # of TokenCounts; 0 where no row has penalties
     logprob_rows: tuple[int, ...]  # rows that want logprobs, in the order of Sampled.logprobs
     num_logprobs: int  # the most alternatives that one of them wants
@@ -177,22 +136,22 @@ def _plan(
     logprob_rows = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
     if not special and not logprob_rows:
         return SamplingPlan(len(rows), (), None, 0, (), 0)
-    groups, bias_columns = _groups(special, needs, biases, at_once)
+    groups, biased = _groups(special, needs, biases, at_once)
     own = [rows[i] for i in special]
-    columns = {"rows": torch.tensor(special, dtype=torch.int64), **_drawing_columns(own), **bias_columns}
+    columns: Columns = {"rows": torch.tensor(special, dtype=torch.int64), **drawing_columns(own), **biased}
     columns["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64)
     distributions: list[Tensor] = []
     if any(need.proposed for need in needs):
-        columns |= _proposal_columns(own, distributions)
+        columns |= proposal_columns(own, distributions)
     penalised = any(need.penalised for need in needs)
     if penalised:
-        columns |= _penalty_columns(own, counts, slots)
+        columns |= penalty_columns(own, counts, slots)
     if penalised and fresh:
-        columns |= {f"fresh_{name}": value for name, value in zip(FreshCounts._fields, counts.fresh())}
+        columns |= fresh_columns(counts)
     return SamplingPlan(
         len(rows),
         tuple(groups),
-        PackedTensors.of(columns, device),
+        PackedColumns.of(columns, device),
         counts.num_slots if penalised else 0,
         logprob_rows,
         max((rows[i].params.logprobs or 0 for i in logprob_rows), default=0),
@@ -222,7 +181,7 @@ def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict
 
 def _groups(
     special: list[int], needs: list[RowNeeds], biases: list[dict[int, float]], at_once: int
-) -> tuple[list[RowGroup], dict[str, Tensor]]:
+) -> tuple[list[RowGroup], Columns]:
     """Runs of one kind, ``at_once`` rows at most; bias entries name the row within its group."""
     groups: list[RowGroup] = []
     bias_rows: list[int] = []
@@ -240,65 +199,4 @@ def _groups(
         first_row = first if last - first == stop - 1 - start else None  # rows of one kind ascend
         groups.append(RowGroup(need, start, stop, bias_start, len(bias_rows), first_row))
         start = stop
-    return groups, {
-        "bias_rows": torch.tensor(bias_rows, dtype=torch.int64),
-        "bias_tokens": torch.tensor(bias_tokens, dtype=torch.int64),
-        "bias_values": torch.tensor(bias_values, dtype=torch.float32),
-    }
-
-
-def _drawing_columns(rows: list[SampleRow]) -> dict[str, Tensor]:
-    """Keys [Q, 5]; the rest [Q, 1]."""
-    params = [row.params for row in rows]
-    keys = noise_keys([p.seed or 0 for p in params], [r.position for r in rows], [r.sample_index for r in rows])
-    limits = [max(1, int(p.top_p * PROBABILITY_UNIT)) if p.top_p < 1 else NO_LIMIT for p in params]
-    return {
-        "keys": keys,
-        "temperature": _column([p.temperature for p in params], torch.float32),
-        "top_k": _column([p.top_k if p.top_k > 0 else NO_LIMIT for p in params], torch.int64),
-        "mass_limit": _column(limits, torch.int64),
-        "min_p": _column([p.min_p for p in params], torch.float64),
-    }
-
-
-def _proposal_columns(rows: list[SampleRow], distributions: list[Tensor]) -> dict[str, Tensor]:
-    """Guesses and their sources [Q, C], and noise keys [Q, 5] of their own; known distributions are appended."""
-    most = max(len(row.proposals.tokens) for row in rows if row.proposals is not None)
-    guesses = torch.full((len(rows), most), NO_GUESS, dtype=torch.int64)
-    sources = torch.full((len(rows), most), CERTAIN, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        if row.proposals is None:
-            continue
-        guesses[index, : len(row.proposals.tokens)] = torch.tensor(row.proposals.tokens)
-        for column, distribution in enumerate(row.proposals.distributions):
-            if distribution is not None:
-                sources[index, column] = len(distributions)
-                distributions.append(distribution)
-    seeds, positions = [row.params.seed or 0 for row in rows], [row.position for row in rows]
-    return {
-        "guesses": guesses,
-        "sources": sources,
-        "acceptance_keys": noise_keys(seeds, positions, [ACCEPTANCE_STREAM + row.sample_index for row in rows]),
-        "residual_keys": noise_keys(seeds, positions, [RESIDUAL_STREAM + row.sample_index for row in rows]),
-    }
-
-
-def _penalty_columns(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hashable, int]) -> dict[str, Tensor]:
-    """Slots [Q] (-1 where there are no penalties) and penalties [Q, 1]; rows are placed last, as only once they can."""
-    params = [row.params for row in rows]
-    penalties = {
-        "repetition": _column([p.repetition_penalty for p in params], torch.float32),
-        "frequency": _column([p.frequency_penalty for p in params], torch.float32),
-        "presence": _column([p.presence_penalty for p in params], torch.float32),
-    }
-    keys = [row.key for row in rows if row.params.penalised]
-    assert len(set(keys)) == len(keys), "two rows of one step have the same key"
-    for row in rows:
-        if row.params.penalised and row.key not in slots:
-            slots[row.key] = counts.place(row.key, row.token_ids, row.position, row.num_generated)
-    own = [slots[row.key] if row.params.penalised else -1 for row in rows]
-    return {"slots": torch.tensor(own, dtype=torch.int64), **penalties}
-
-
-def _column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype).unsqueeze(1)
+    return groups, bias_columns(bias_rows, bias_tokens, bias_values)

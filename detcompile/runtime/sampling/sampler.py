@@ -2,13 +2,11 @@
 
 A row's token is a function of its logits, its SamplingParams, its place (sample_index and position) and, with
 penalties, its own tokens. Nothing here sums floating-point numbers across a row but the detcompile softmax
-operations, whose order is fixed; the cumulative sum of top-p runs over fixed-point integers, where every order gives
-the same sum. The host never waits for the device.
+operations, whose order is fixed. The host never waits for the device.
 
 Legend: R rows, V vocabulary size, Q rows of a group.
 """
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -18,13 +16,16 @@ from torch import Tensor
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.sampling.columns import Columns
+from detcompile.runtime.sampling.filters import filtered
+from detcompile.runtime.sampling.likeliest import likeliest, not_finite
 from detcompile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
-from detcompile.runtime.sampling.plan import PROBABILITY_UNIT, RowGroup, SampleRow, SamplingPlan, plan_rows
+from detcompile.runtime.sampling.plan import RowGroup, RowNeeds, SamplingPlan, plan_rows
 from detcompile.runtime.sampling.rejection import resolve
+from detcompile.runtime.sampling.rows import SampleRow
 from detcompile.templates.cpu.fp_mode import float_mode
 from detcompile.templates.tokens.gumbel import gumbel_argmax
-from detcompile.templates.tokens.next_tokens_gpu import LIKELIEST_DTYPES, likeliest_cuda
 
 __all__ = [
     "SampleRow",
@@ -32,7 +33,6 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "TokenLogprobs",
-    "likeliest",
     "sample",
     "token_logprobs",
 ]
@@ -119,7 +119,7 @@ class Sampler:
             return Sampled(drawn, None)
         columns = plan.columns.to(self.device)
         if plan.num_slots:
-            self._counts.admit(plan.num_slots, FreshCounts(*(columns[f"fresh_{f}"] for f in FreshCounts._fields)))
+            self._counts.admit(plan.num_slots, _fresh(columns))
         distributions = torch.stack(plan.distributions) if plan.distributions else None
         for group in plan.groups:
             self._work(group, rows, columns, drawn, distributions)
@@ -138,11 +138,11 @@ class Sampler:
 
     def _chances(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         found = torch.zeros(plan.num_rows, self.vocab_size, dtype=torch.float32, device=logits.device)
-        columns = {} if plan.columns is None else plan.columns.to(self.device)
+        columns: Columns = {} if plan.columns is None else plan.columns.to(self.device)
         for group in plan.groups:
             if group.needs.drawn:
                 part = slice(group.start, group.stop)
-                scaled = self._scaled(self._own_logits(group, logits, columns), group.needs.filtered, columns, part)
+                scaled = self._scaled(self._own_logits(group, logits, columns), group.needs, columns, part)
                 chances = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
                 found.index_copy_(0, columns["rows"][part], chances)
         return found
@@ -151,7 +151,7 @@ class Sampler:
         self,
         group: RowGroup,
         rows: Tensor,
-        columns: dict[str, Tensor],
+        columns: Columns,
         drawn: Tensor,
         distributions: Tensor | None,
     ) -> None:
@@ -161,7 +161,7 @@ class Sampler:
         logits = self._own_logits(group, rows, columns)
         found = likeliest(logits) if needs.biased or needs.penalised else drawn.index_select(0, index)
         if needs.drawn:
-            scaled = self._scaled(logits, needs.filtered, columns, part)
+            scaled = self._scaled(logits, needs, columns, part)
             chosen, bad = (
                 self._resolve(scaled, columns, part, distributions)
                 if needs.proposed
@@ -172,7 +172,7 @@ class Sampler:
         if needs.penalised:
             self._counts.count(columns["slots"][part], found[:, 1])
 
-    def _own_logits(self, group: RowGroup, rows: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    def _own_logits(self, group: RowGroup, rows: Tensor, columns: Columns) -> Tensor:
         """Logits [Q, V] float32 of a group, after biases and penalties."""
         needs, part = group.needs, slice(group.start, group.stop)
         if group.first_row is None:
@@ -191,29 +191,29 @@ class Sampler:
             )
         return logits
 
-    def _scaled(self, logits: Tensor, filtered: bool, columns: dict[str, Tensor], part: slice) -> Tensor:
+    def _scaled(self, logits: Tensor, needs: RowNeeds, columns: Columns, part: slice) -> Tensor:
         """Logits [Q, V] after temperature and filters."""
         # A tensor, not a number: CUDA turns a division by a number into a product with its reciprocal.
         scaled = logits / columns["temperature"][part]
-        if filtered:
-            top_k, mass_limit, min_p = (columns[name][part] for name in ("top_k", "mass_limit", "min_p"))
-            scaled = _filter(scaled, top_k, mass_limit, min_p, self.radices)
+        if needs.filtered:
+            top_k, mass_limit, min_p = columns["top_k"][part], columns["mass_limit"][part], columns["min_p"][part]
+            scaled = filtered(scaled, top_k, mass_limit, min_p, self.radices)
         return scaled
 
-    def _draw(self, scaled: Tensor, columns: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+    def _draw(self, scaled: Tensor, columns: Columns, part: slice) -> tuple[Tensor, Tensor]:
         """Gumbel-max: argmax of logprob + noise has the distribution of the softmax. Tokens [Q], and whether bad."""
         logprobs = torch.ops.detcompile.log_softmax(scaled, torch.float32, list(self.radices))
         tokens = gumbel_argmax(logprobs, columns["keys"][part])
-        return tokens, _not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+        return tokens, not_finite(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
     def _resolve(
-        self, scaled: Tensor, columns: dict[str, Tensor], part: slice, distributions: Tensor | None
+        self, scaled: Tensor, columns: Columns, part: slice, distributions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Accept a guess or draw from the residual. Tokens [Q], and whether bad."""
         probabilities = torch.ops.detcompile.softmax(scaled, torch.float32, list(self.radices))
         keys = columns["acceptance_keys"][part], columns["residual_keys"][part]
         tokens = resolve(probabilities, columns["guesses"][part], columns["sources"][part], distributions, keys)
-        return tokens, _not_finite(probabilities.sum(1))
+        return tokens, not_finite(probabilities.sum(1))
 
 
 def sample(
@@ -270,39 +270,10 @@ def sample(
     return sampler(logits, sampler.prepare(rows)).tokens
 
 
-def likeliest(logits: Tensor, sampled: Tensor | None = None) -> Tensor:
-    """Whether a row of ``logits`` [R, V] is bad, and the lowest id among its highest logits: [R, 2] int64.
-
-    It is what a row is drawn to that needs no columns of a plan. Argmax takes a NaN for the highest.
-
-    Args:
-        sampled: int64, contiguous, at least R: the ids are written to its beginning as well.
-    """
-    if logits.is_cuda and logits.dtype in LIKELIEST_DTYPES:
-        return likeliest_cuda(logits, sampled)
-    tokens = torch.argmax(logits, dim=-1, keepdim=True)
-    if sampled is not None:
-        sampled[: len(tokens)].copy_(tokens[:, 0])
-    return torch.cat([_not_finite(logits.gather(1, tokens)), tokens], dim=1)
-
-
-def _not_finite(x: Tensor) -> Tensor:
-    return x - x != 0  # fewer kernels than ~isfinite
-
-
-def _filter(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, radices: Sequence[int]) -> Tensor:
-    """``scaled`` [Q, V] with -inf at the tokens that top_k, top_p and min_p, [Q, 1] each, leave out."""
-    # -0.0 becomes +0.0: CUDA picks its sorting algorithm by batch size, and a radix sort may tell the two apart.
-    descending, ids = torch.sort(scaled + 0.0, dim=-1, descending=True, stable=True)
-    keep = torch.arange(scaled.shape[1], device=scaled.device) < top_k
-    descending = descending.masked_fill(~keep, -math.inf)
-
-    # Back in the order of the vocabulary, so that the leaves of its sum are the shards'.
-    top_k_logits = torch.empty_like(scaled).scatter_(1, ids, descending)
-    probabilities = torch.ops.detcompile.softmax(top_k_logits, torch.float32, list(radices)).double().gather(1, ids)
-
-    mass = (probabilities * PROBABILITY_UNIT).long()
-    mass_before = mass.cumsum(dim=-1) - mass
-    keep &= mass_before < mass_limit
-    keep &= probabilities >= probabilities[:, :1] * min_p
-    return torch.empty_like(scaled).scatter_(1, ids, descending.masked_fill(~keep, -math.inf))
+def _fresh(columns: Columns) -> FreshCounts:
+    return FreshCounts(
+        columns["fresh_slots"],
+        columns["fresh_entry_slots"],
+        columns["fresh_entry_tokens"],
+        columns["fresh_entry_words"],
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_cache import KVCache
-from detcompile.runtime.sampling.sampler import likeliest
+from detcompile.runtime.sampling.likeliest import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
 from detcompile.step import NO_SLOT, StepInputs

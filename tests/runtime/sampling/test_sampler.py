@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling import sampler as sampling
+from detcompile.runtime.sampling.likeliest import likeliest
 from detcompile.runtime.sampling.logprobs import token_logprobs
-from detcompile.runtime.sampling.sampler import Sampler, SampleRow, likeliest, sample
+from detcompile.runtime.sampling.sampler import Sampler, SampleRow, sample
 from tests.bits import assert_bitwise_equal
 
 EOS = 1

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.sampling import sampler as sampling
+from detcompile.runtime.sampling.filters import NO_LIMIT, PROBABILITY_UNIT, filtered
 from detcompile.runtime.sampling.philox import gumbel_noise
-from detcompile.runtime.sampling.plan import NO_LIMIT, PROBABILITY_UNIT
 from detcompile.runtime.sampling.sampler import SamplingParams, sample
 from tests.bits import assert_bitwise_equal
 
@@ -100,7 +100,7 @@ def filter_rows(scaled, params):
         torch.tensor([[value]], device=scaled.device)
         for value in (params.top_k if params.top_k > 0 else NO_LIMIT, limit, params.min_p)
     ]
-    return sampling._filter(scaled, *columns[:2], columns[2].double(), ())
+    return filtered(scaled, *columns[:2], columns[2].double(), ())
 
 
 def kept_by_definition(logits, params):

@@ -17,7 +17,6 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
-from detcompile.passes.graphs import sympy_size
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.canonical_form import program_digest

@@ -85,7 +85,7 @@ def lower(
     """Rewrite, capture, certify and lower ``model``, which is changed in place (its bits under eager change with it).
 
     Args:
-        ranks: with whom this process shares the model; every one of them has to call this with the same model.
+        ranks: the ranks that share the model, each of which has to call this with the same model.
         replicate_attention: heads that do not divide among the ranks are computed by each.
         on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
 

@@ -90,7 +90,8 @@ def trace_packed(
 
     Args:
         seen: what the model has shown as it is now.
-        compile_graph, join_weights: as Backend takes them.
+        compile_graph: what makes code of the rewritten graph; see `Backend`.
+        join_weights: whether matrices of equal width share a product; see `Backend`.
     """
     model = module.model
     parameter = next(model.parameters())

@@ -55,7 +55,7 @@ def cxx_compiler() -> str:
 
 
 def compiler_environment(folder: str) -> dict[str, str]:
-    """Of a C++ compiler that keeps its own files in ``folder`` and complains in English."""
+    """Environment for a C++ compiler: it keeps its own files in ``folder`` and complains in English."""
     return os.environ | {"TMPDIR": folder, "LC_ALL": "C"}
 
 
@@ -65,8 +65,10 @@ def inductor_folder() -> Path:
 
 
 def settle_symmetric_memory() -> None:
-    """Of communicators and memory that this process opens from now on, unless the caller decided: no NVLink multicast,
-    and ranks on one GPU where they may share it."""
+    """Have communicators and memory opened without NVLink multicast, and on one GPU by several ranks where they may.
+
+    What the caller has set in the environment stays.
+    """
     settings = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
     if gpus_shared():
         settings["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

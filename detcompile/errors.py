@@ -82,7 +82,7 @@ class WorkerError(EngineError):
     """A worker process died, hung or raised, and all workers of its group were ended.
 
     Attributes:
-        rank: of the worker; None where none of them is to blame, as after ``close``.
+        rank: the failed worker's rank; None where none of them is to blame, as after ``close``.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:

@@ -25,7 +25,7 @@ class TensorParallel:
     """One rank of a tensor-parallel group.
 
     Attributes:
-        size: ranks of the group. rank: of this process, within the group. group: name of the process group.
+        size: ranks of the group. rank: this process's number in it. group: name of the process group.
         device: where a rank puts its share of a model, wherever the whole one is; None: there.
     """
 
@@ -85,10 +85,10 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def tensor_parallel(size: int, group: dist.ProcessGroup | None = None) -> TensorParallel:
-    """This process's place among ``size`` ranks. A group that speaks of GPUs' memory alone has its shares there.
+    """The place of this process among ``size`` ranks. A group that speaks of GPUs' memory alone has its shares there.
 
     Args:
-        group: default: all processes of torch.distributed. On GPUs, the current one is this rank's.
+        group: the ranks' process group; None is all of torch.distributed. On GPUs, the current one is this rank's.
 
     Raises:
         InvalidInput: torch.distributed was not initialised, or the group has another size.

@@ -91,7 +91,7 @@ def disk_failure(error: BaseException, folder: Path, advice: str = PLACE_ADVICE)
     """The full or unwritable disk that an exception of other people's code, or what it was made of, complains about.
 
     Args:
-        folder: that was written to, where the exception says no path.
+        folder: where it was written to, if the exception says no path.
     """
     seen: BaseException | None = error
     while seen is not None:

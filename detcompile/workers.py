@@ -85,7 +85,7 @@ class RankServer:
             self.note("compiling")
 
     def fingerprint_parts(self) -> dict[str, str] | None:
-        """Of the model; every rank takes part where the ranks share the work."""
+        """Parts of the model's fingerprint, from rank 0; every rank takes part where the ranks share the work."""
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
 
@@ -94,7 +94,7 @@ class RankServer:
         return self.model._weights.version(look=True)
 
     def weight_digests(self) -> dict[str, str] | None:
-        """Of the whole weights."""
+        """Digests of the whole weights by name, from rank 0; every rank takes part."""
         digests = self.model.weight_digests()
         return digests if self.rank == 0 else None
 

@@ -80,9 +80,9 @@ def matmul_order(
 
     Args:
         k: features summed over all ranks together, not one rank's share.
-        dtype: of both operands: float32 takes Blocked leaves, bfloat16 and float16 take Sequential ones.
+        dtype: both operands' dtype: float32 takes Blocked leaves, bfloat16 and float16 take Sequential ones.
         radices: `Numerics.radices` for a row-parallel GEMM, () for any other.
-        isa: of a CPU, as `cpu_library.isa_of` gives it: with "amx", bfloat16 takes EvenOdd leaves.
+        isa: the CPU's, as `cpu.library.isa_of` gives it, or "" for a GPU: with "amx", bfloat16 takes EvenOdd leaves.
 
     Raises:
         NumericsError: K does not split into prod(radices) equal leaves; the message names tp_sizes that fit.
@@ -110,7 +110,7 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtyp
         length: elements of a whole row, over all ranks together.
         device_type: "cpu" or "cuda".
         radices: `Numerics.radices` for a row that ranks may share (the vocabulary), () for any other.
-        dtype: of the elements, which on a GPU says how many a thread loads at once.
+        dtype: the elements' dtype, which on a GPU says how many a thread loads at once.
 
     Raises:
         InvalidInput: there is no template for this device type.

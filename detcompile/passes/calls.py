@@ -66,7 +66,7 @@ class Call:
 
     Attributes:
         arguments: the tensors that the caller gave.
-        owner: of the compiled method; None if a function was compiled.
+        owner: the object whose method was compiled; None if a function was compiled.
     """
 
     def __init__(self, graph_breaks: str, mark_batch: bool) -> None:

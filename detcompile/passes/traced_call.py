@@ -40,7 +40,7 @@ class TracedCall:
     """The frame that Dynamo is compiling in this thread.
 
     Args:
-        owner: of the method that was compiled, where there is one: what it holds is no argument.
+        owner: the object whose method was compiled, or None: what it holds is no argument.
     """
 
     def __init__(self, owner: object) -> None:

@@ -22,7 +22,7 @@ class PositionTable(NamedTuple):
     """A table of learned positions.
 
     Attributes:
-        name: of the module. rows: that it has. first: the row of a sequence's first token.
+        name: the module's name. rows: rows of the table. first: the row of a sequence's first token.
         given: the row that is read for a token of position 0; None where the model counts the columns instead.
     """
 

@@ -54,7 +54,7 @@ def load_quantized(
     """The causal LM of a local folder, its quantised linears as QuantizedLinear, on the CPU; and what was not found.
 
     Args:
-        options: of from_pretrained, output_loading_info among them.
+        options: keywords of from_pretrained, output_loading_info among them.
 
     Raises:
         UnsupportedModel: the checkpoint quantises something other than linears, or in a way that is not read.

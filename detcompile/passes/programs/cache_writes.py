@@ -26,7 +26,7 @@ def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example
     """Run a step over caches that groups share, where there are several; each group has a block of its own.
 
     Args:
-        forward: as Lowered has it. Ranks that share a model have to call this together.
+        forward: the compiled forward of Lowered. Ranks that share a model have to call this together.
 
     Raises:
         UnsupportedModel: what some layer wrote is not there after the step; the message names its caches.

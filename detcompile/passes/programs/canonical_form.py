@@ -33,7 +33,7 @@ def program_digest(gm: fx.GraphModule, names: Sequence[str]) -> str:
     """sha256 of the canonical form.
 
     Args:
-        names: of the graph's inputs, in order: which weight, which constant, which part of a step each is.
+        names: what each of the graph's inputs is, in order: which weight, which constant, which part of a step.
 
     Raises:
         UnsupportedModel: an argument has no canonical form.

@@ -17,7 +17,7 @@ def call_directly(gm: fx.GraphModule, direct: Mapping[Any, Any]) -> fx.GraphModu
     Behind the certificate, which knows the operations by their first names.
 
     Args:
-        direct: as direct_ops gives it.
+        direct: the operation that is called directly for each of ours, from cpp_dispatch.direct_ops.
     """
     for node in gm.graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
         if _is_on_cpu(node):

@@ -112,7 +112,7 @@ def certify(
 
     Args:
         graph: ATen graph after all rewrites; nodes carry fake tensors in ``meta["val"]``.
-        roles: of each placeholder, by name; one that is missing counts as a weight.
+        roles: what each placeholder holds, by name; one that is missing counts as a weight.
         numerics: the declared orders.
         expected_attention: attention calls the model makes; None if the graph is not a causal LM.
         expected_recurrences: calls that carry a state from token to token, of a causal LM.

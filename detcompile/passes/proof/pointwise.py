@@ -1,4 +1,4 @@
-"""Which pointwise operations the certificate admits: those whose elements have the same bits whatever stands beside.
+"""The pointwise operations that the certificate admits: those whose elements have the same bits whatever stands beside.
 
 torch's tag says that element i of a result depends on element i of each operand; the bits may still follow the other
 lanes of a vector, or differ between vectors and the elements left over. So the tag alone admits nothing. Inductor's C++

@@ -35,7 +35,7 @@ Order: TypeAlias = Callable[[fx.Node, Numerics], SumOrder | None]
 
 
 def sums_nothing(node: fx.Node, numerics: Numerics) -> None:
-    """Of the table's templates that move values, or whose sums have two terms, each an operation of its own."""
+    """No order: the template moves values, or its sums have two terms, each an operation of its own."""
 
 
 def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
@@ -64,7 +64,7 @@ def order_of_head_norm(node: fx.Node, numerics: Numerics) -> SumOrder | None:
 
 
 def order_of_attention(node: fx.Node, numerics: Numerics) -> SumOrder:
-    """Over the keys of one sequence, in the declared chunks."""
+    """The sum over the keys of one sequence, in the declared chunks."""
     chunk = arguments_of(node)["kv_chunk"]
     if chunk != numerics.kv_chunk:
         raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")

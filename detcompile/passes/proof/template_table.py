@@ -96,7 +96,7 @@ TEMPLATES: Mapping[Any, Template] = {
 
 
 def without_entry(registered: Iterable[str]) -> tuple[str, ...]:
-    """Those of the dispatcher's names that are of torch.ops.detcompile and have no entry in TEMPLATES."""
+    """Operations of torch.ops.detcompile that TEMPLATES has no entry for, among the dispatcher's names."""
     named = {operation._schema.name for operation in TEMPLATES}
     of_ours = {name.partition(".")[0] for name in registered if name.startswith("detcompile::")}
     return tuple(sorted(of_ours - named))

@@ -1,4 +1,4 @@
-"""Which heads of an attention module a rank holds, and which features of its projections these are.
+"""The heads of an attention module that a rank holds, and the features of its projections that these are.
 
 A rank has H / tp query heads that lie side by side, and the key heads that they read. Where there are fewer key heads
 than ranks, or the ranks' borders cut a group of query heads, several ranks hold a key head, and a rank may hold it
@@ -50,7 +50,7 @@ class HeadShare:
     """One rank's heads of one attention module.
 
     Attributes:
-        num_heads, num_kv_heads: of the whole module. q, kv: the heads that this rank holds, in order.
+        num_heads, num_kv_heads: heads of the whole module. q, kv: the heads that this rank holds, in order.
         head_dim, v_head_dim: features of a query or key, and of a value.
     """
 
@@ -76,7 +76,7 @@ class HeadShare:
 
 
 def head_share(call: AttentionCall, ranks: TensorParallel, name: str, replicate: bool) -> HeadShare | None:
-    """This rank's heads of the module that made the call; None if every rank is to hold all of them.
+    """The heads that this rank holds of the module that made the call; None if every rank is to hold all of them.
 
     Raises:
         NumericsError: the heads do not divide, and they are not to be replicated.

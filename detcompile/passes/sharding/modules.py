@@ -47,7 +47,7 @@ class RowShardLinear(nn.Module):
     forward(x [..., K] or this rank's [..., K / tp]) -> [..., N] in x.dtype, the same on every rank.
 
     Args:
-        radices: of the tree above the ranks, and of the subtree that each of them holds.
+        radices: fan-ins of the tree above the ranks, and of the subtree that each of them holds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which linears of a model ranks share, and how: transformers' tensor-parallel plans, and ours where it has none.
+"""The linears of a model that ranks share, and how: transformers' tensor-parallel plans, and ours where it has none.
 
 A plan maps names of modules, with * for the layer, to styles. What a style means for a module that carries heads is
 not told by the plan; shard.py knows it by the module's name.

@@ -74,9 +74,9 @@ class Reduction(NamedTuple):
     """out [M, N] = round(residual + round(partials of all ranks + bias)).
 
     Attributes:
-        partial: of this rank, [M, N] float32, contiguous.
+        partial: this rank's share of the sum, [M, N] float32, contiguous.
         bias: [N], contiguous. residual: [M, N], unit stride along N.
-        radices: of the tree over the ranks, at most LEVELS of them above 1.
+        radices: fan-ins of the tree over the ranks, at most LEVELS of them above 1.
         out: contiguous.
     """
 
@@ -87,7 +87,7 @@ class Reduction(NamedTuple):
     out: Tensor
 
     def piece(self, rows: slice) -> "Reduction":
-        """Of these tokens alone."""
+        """The reduction of these tokens alone."""
         residual = None if self.residual is None else self.residual[rows]
         return self._replace(partial=self.partial[rows], residual=residual, out=self.out[rows])
 
@@ -140,7 +140,7 @@ def launch_arguments(reduction: Reduction) -> dict[str, Any]:
 
 
 def shot_schedule(num_elements: int, num_ranks: int, two_shot: bool) -> ReduceSchedule:
-    """Of one way: blocks as small as the boxes hold at once."""
+    """One way's schedule: blocks as small as the boxes hold at once."""
     shares = num_ranks if two_shot else 1
     fitting = [row for row in BLOCKS if num_elements <= row[0] * shares * CHANNELS]
     block, warps = fitting[0] if fitting else BLOCKS[-1]

@@ -45,8 +45,8 @@ class PeerMemory:
     """One rank's view of a group's memory.
 
     Attributes:
-        rank: of this process in the group. boxes: of every rank, as this GPU sees them.
-        flags: of this rank. flag_addresses: [R] int64, of every rank's flags, as this GPU sees them.
+        rank: this process's number in the group. boxes: every rank's box, as this GPU sees it.
+        flags: this rank's own. flag_addresses: [R] int64, every rank's flags, as this GPU sees them.
         owner: keeps the memory mapped.
     """
 
@@ -73,7 +73,7 @@ class Landing:
 
 
 def peer_memory(group: str, device: torch.device) -> PeerMemory | None:
-    """Of the group of this name; None where its GPUs cannot map each other's memory. All ranks get it, or none does.
+    """The memory of the group of this name; None where its GPUs cannot map it. All ranks get it, or none does.
 
     Raises:
         ScheduleError: the first call is made while a CUDA graph is captured.
@@ -83,7 +83,7 @@ def peer_memory(group: str, device: torch.device) -> PeerMemory | None:
 
 
 def landing_of(group: str, device: torch.device) -> Landing | None:
-    """Of a group that has ``peer_memory``; None where there is no room for it. As that, otherwise."""
+    """The landing of a group that has ``peer_memory``; None where no room is left. All ranks get it, or none does."""
     landing: Landing | None = _opened(group, device, _open_landing)
     return landing
 

@@ -29,7 +29,7 @@ def float_mode(device: torch.device, num_threads: int = 1) -> AbstractContextMan
     Any thread may enter it, again and within itself. On other devices than a CPU it does nothing.
 
     Args:
-        num_threads: that the kernels inside may ask for, beside torch.get_num_threads() when it is entered.
+        num_threads: threads that the kernels inside may ask for, beside torch.get_num_threads() when it is entered.
     """
     return _Standard(num_threads) if device.type == "cpu" else contextlib.nullcontext()
 

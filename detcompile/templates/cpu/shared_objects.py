@@ -57,8 +57,8 @@ def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: 
     """Compile the sources side by side and link them into ``path``, in a folder of storage.cache_folder.
 
     Args:
-        flags: of compiling and linking.
-        libraries: of linking alone, behind the objects.
+        flags: the compiler's, for compiling and linking.
+        libraries: the linker's arguments behind the objects.
 
     Raises:
         CompilerNotFound: the compiler ends with an error.

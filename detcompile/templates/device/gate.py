@@ -60,7 +60,7 @@ class Gate(Generic[P, S]):
         reference: gives a problem's schedule that defines the bits.
         candidates: gives a problem's schedules, the likely fastest first.
         probe: draws a problem's data; what it returns gives the bytes under a schedule, or raises.
-        buckets: which values the field `bucket` of a problem has; None if problems have no such field.
+        buckets: values that a problem's field `bucket` takes; None if problems have no such field.
         serves: whether a schedule that was chosen for another bucket can serve a problem.
     """
 
@@ -155,7 +155,7 @@ class Tuner:
         Args:
             problem: everything the decision is for; never the exact token count.
             reference: the schedule that defines the bits; it serves where no candidate passes.
-            candidates: in order of preference.
+            candidates: schedules in order of preference.
             bits: runs the probe under a schedule and returns the outputs' bytes; may raise for what cannot run.
 
         Raises:

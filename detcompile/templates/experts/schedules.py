@@ -93,8 +93,8 @@ class ExpertsProblem:
         radices: Radices of the tree over K; () for one chain.
         order: The SumOrder, as text.
         w_nk: the weights are contiguous along K (else along N).
-        aligned: they can be read through a tensor descriptor.
-        bias: its dtype, None where there is none.
+        aligned: the weights can be read through a tensor descriptor.
+        bias: dtype of the bias, None where there is none.
         bucket: rows (choices of all tokens), rounded up to a power of two.
     """
 

@@ -148,7 +148,7 @@ def _problem(
 
 
 def gated_problem(x: Tensor, w: Tensor) -> GemmProblem:
-    """As ``gemm_problem``, of ``gated_matmul_cuda``."""
+    """The problem of ``gated_matmul_cuda``, as ``gemm_problem`` is that of ``matmul_cuda``."""
     return gemm_problem(x, w, None, None, (), x, gated=True)
 
 

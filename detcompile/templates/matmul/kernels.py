@@ -242,7 +242,7 @@ def combine_kernel(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, BN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to four levels of the tree: partial [nodes * LEAVES, M, N] -> out [nodes, M, N]; axis 2 is the node."""
+    """One to four levels of the tree: partial [nodes * LEAVES, M, N] -> out [nodes, M, N]; axis 2 is the node."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     m = tl.program_id(0)

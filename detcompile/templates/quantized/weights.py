@@ -46,7 +46,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of one weight."""
+        """Bits of one weight, 4 or 8."""
         return 4 if self.w.dtype is torch.uint8 else 8
 
 

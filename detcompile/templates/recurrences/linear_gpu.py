@@ -114,7 +114,7 @@ def linear_recurrence_cuda(
     """q and k [T, G, K], v [T, H, V] float32 -> [T, H, V]; tiles and warps follow K and V alone.
 
     Args:
-        kind: of the decay, as linear_recurrence.decay_kind says it.
+        kind: the decay's kind, from linear.decay_kind.
     """
     (T, H, V), (G, K), S = v.shape, q.shape[1:], len(state_slots)
     out = torch.zeros((T, H, V), dtype=torch.float32, device=v.device)  # rows of padding stay zeros

@@ -205,7 +205,7 @@ def aligned(vector: Tensor | None) -> Tensor | None:
 
 
 class ShortTile(NamedTuple):
-    """Of rows that share a program. elements: of the program; warps: of it; folds: lanes of a row in one thread."""
+    """Rows that share a program. elements, warps: those of a program; folds: lanes of a row in one thread."""
 
     elements: int = 2048
     warps: int = 4

@@ -68,7 +68,11 @@ FLOORS = [
         {"runtime.requests"},
         {"runtime.device_memory", "runtime.gc_pauses"},
     ],
-    [{"orders.numerics"}, {"orders.kinds"}, {"orders.float32", "orders.sum_order"}],
+    [
+        {"orders.numerics"},
+        {"orders.matmul_orders", "orders.row_orders", "orders.token_orders"},
+        {"orders.float32", "orders.sum_order"},
+    ],
 ]
 STRANGERS = [
     {"detcompile.passes", "detcompile.runtime"},

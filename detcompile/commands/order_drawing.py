@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import NamedTuple
 
-from detcompile.orders.kinds import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from detcompile.orders.sum_order import SumOrder
 
 __all__ = ["Node", "order_drawing", "order_tree"]

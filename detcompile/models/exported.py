@@ -18,6 +18,7 @@ from torch._export.serde.schema import ScalarType
 from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 
+from detcompile import orders
 from detcompile.archives.archive import EXTRA, Archive, library_folder
 from detcompile.archives.machine import obstacle
 from detcompile.archives.manifest import parsed, require_model
@@ -26,7 +27,6 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.fingerprints import fingerprint, source_digest
 from detcompile.models.live_weights import LiveWeights
 from detcompile.models.remote import load_in_workers
-from detcompile.orders import kinds as orders
 from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
 from detcompile.parallel import TensorParallel, tensor_parallel

@@ -1,16 +1,20 @@
-"""What a sum is: orders of addition as values, references that evaluate in them, and the choice among them."""
+"""What a sum is: orders of addition as values, references that evaluate in them, and the choice among them.
 
-from detcompile.orders.kinds import (
-    KV,
-    Blocked,
-    EvenOdd,
-    Experts,
-    Row,
-    Sequential,
-    Size,
-    SumOrder,
-    Tree,
-)
+A SumOrder is a floating-point sum as a tree of additions: equal orders give equal bits, whatever the schedule. Each
+prints itself, hashes, states the symbols of its sizes and evaluates a reference in exactly its order. No order knows
+how many rows it will be applied to.
+
+SumOrder
+├── Sequential, Blocked, EvenOdd, Tree    GEMMs
+├── Row                                   reductions over one axis
+├── KV                                    attention over the keys of one sequence
+└── Experts                               the outputs of one token's experts
+"""
+
+from detcompile.orders.matmul_orders import Blocked, EvenOdd, Sequential, Tree
+from detcompile.orders.row_orders import Row
+from detcompile.orders.sum_order import Size, SumOrder
+from detcompile.orders.token_orders import KV, Experts
 
 __all__ = [
     "Blocked",

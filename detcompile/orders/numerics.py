@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders.kinds import KV, Blocked, EvenOdd, Row, Sequential, Tree
+from detcompile.orders.matmul_orders import Blocked, EvenOdd, Sequential, Tree
+from detcompile.orders.row_orders import Row
+from detcompile.orders.token_orders import KV
 
 __all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order", "state_order"]
 
@@ -21,13 +23,46 @@ KV_BLOCK = 64  # keys that one step of the online softmax takes
 _TILE_BLOCK = 32  # k of AMX's tiles of bfloat16
 _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
 
-# CPU: lanes double until no lane adds more than 8 terms, within these bounds; torch.sum is as accurate, one chain of
-# 64 lanes is not.
-_CPU_LANES, _CPU_MOST_LANES, _CPU_STEPS = 64, 4096, 8
-# A GPU thread takes sixteen elements of a row, in loads of 16 bytes if the rows are aligned to them, as long as 128 to
-# 1024 threads are enough. A row that one program could not hold in registers is cut into chunks, which programs share.
-_CUDA_LOAD, _CUDA_SHORTEST, _CUDA_SHORT_LANES, _CUDA_MOST_LANES = 16, 64, 128, 1024
-_CUDA_LONGEST, _CUDA_CHUNK, _CUDA_CHUNK_LANES = 16384, 4096, 512
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CpuRows:
+    """How a CPU's lanes share a row: they double from the fewest until none adds more terms than `steps`.
+
+    torch.sum is as accurate; one chain of 64 lanes is not.
+    """
+
+    fewest_lanes: int = 64
+    most_lanes: int = 4096
+    steps: int = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GpuRows:
+    """How a GPU's threads, which are the lanes, share a row.
+
+    Attributes:
+        load: bytes that a thread loads at once, if the rows are aligned to them.
+        shortest: elements that a shorter row is padded to.
+        short: elements of the longest row that shares its program with others.
+        short_lanes: the most lanes of a short row, and the fewest of any other.
+        elements: elements of a thread, as long as most_lanes are enough.
+        most_lanes: the most lanes of a row that one program holds in registers.
+        longest: elements of the longest such row; a longer one is cut into chunks, which programs share.
+        chunk, chunk_lanes: elements of a chunk, and its lanes.
+    """
+
+    load: int = 16
+    shortest: int = 64
+    short: int = 512
+    short_lanes: int = 128
+    elements: int = 16
+    most_lanes: int = 1024
+    longest: int = 16384
+    chunk: int = 4096
+    chunk_lanes: int = 512
+
+
+_CPU, _GPU = _CpuRows(), _GpuRows()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +154,9 @@ def row_order(length: int, device_type: str, radices: tuple[int, ...] = (), dtyp
     if device_type == "cpu":
         return Row(length, _cpu_lanes(leaf_length), 1, radices)
     if device_type == "cuda":
-        vector = min(leaf_length & -leaf_length, _CUDA_LOAD // dtype.itemsize)
-        if leaf_length > _CUDA_LONGEST:
-            return Row(length, _CUDA_CHUNK_LANES, vector, radices, _CUDA_CHUNK)
+        vector = min(leaf_length & -leaf_length, _GPU.load // dtype.itemsize)
+        if leaf_length > _GPU.longest:
+            return Row(length, _GPU.chunk_lanes, vector, radices, _GPU.chunk)
         return Row(length, _cuda_lanes(leaf_length, vector), vector, radices)
     raise InvalidInput(f"row reduction on device type {device_type!r}: there is an order for 'cpu' and 'cuda' only")
 
@@ -145,18 +180,18 @@ def kv_order(numerics: Numerics) -> KV:
 
 
 def _cpu_lanes(length: int) -> int:
-    lanes = _CPU_LANES
-    while lanes * _CPU_STEPS < length and lanes < _CPU_MOST_LANES:
+    lanes = _CPU.fewest_lanes
+    while lanes * _CPU.steps < length and lanes < _CPU.most_lanes:
         lanes *= 2
     return lanes
 
 
 def _cuda_lanes(length: int, vector: int) -> int:
     """Threads that share a row: of a short one, which shares its program with others, as many as have an element."""
-    width = max(1 << (length - 1).bit_length(), _CUDA_SHORTEST)
-    if width <= 512:
-        return min(width // vector, _CUDA_SHORT_LANES)
-    return max(_CUDA_SHORT_LANES, min(width // 16, _CUDA_MOST_LANES))
+    width = max(1 << (length - 1).bit_length(), _GPU.shortest)
+    if width <= _GPU.short:
+        return min(width // vector, _GPU.short_lanes)
+    return max(_GPU.short_lanes, min(width // _GPU.elements, _GPU.most_lanes))
 
 
 def _checked_tp_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""SumOrder: what every order of additions can do, whatever it sums. The orders themselves are in kinds.py."""
+"""SumOrder: what every order of additions can do, whatever it sums. The others of this folder are kinds of it."""
 
 import dataclasses
 import hashlib

@@ -20,7 +20,8 @@ from detcompile.passes.rewrites.canonicalize import canonicalize
 from detcompile.passes.rewrites.gates import fuse_gates
 from detcompile.passes.rewrites.matmuls import fuse_residuals, pin_matmuls
 from detcompile.passes.rewrites.own_rows import take_own_rows
-from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions, pin_rms_norms
+from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions
+from detcompile.passes.rewrites.rms_norms import pin_rms_norms
 from detcompile.passes.rewrites.rope import fuse_rope
 from detcompile.passes.rewrites.running_sums import pin_running_sums
 from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk

@@ -23,7 +23,7 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from detcompile.orders.kinds import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from tests.model_cases import compiled
 
 VOID = {"meta", "br"}

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders import numerics
-from detcompile.orders.kinds import KV, Blocked, EvenOdd, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Row, Sequential, Tree, numerics
 from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order
 
 CHAINS = st.lists(st.integers(2, 4), max_size=4).map(

@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders.kinds import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 
 TOKENS = sympy.Symbol("tokens", integer=True, positive=True)
 

@@ -1,7 +1,7 @@
 """Mixtures of experts reach our template through transformers' ExpertsInterface.
 
 A token's experts are multiplied one by one (detcompile.expert_matmul), weighted by the router, and added left to right
-in the router's order, in float32: the order Experts of orders.kinds, written as additions that the certificate sees.
+in the router's order, in float32: orders.token_orders.Experts, written as additions that the certificate sees.
 Where ranks share the experts (passes.sharding.experts), each product is added over the ranks and rounded before that.
 """
 

@@ -7,7 +7,7 @@ holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, 
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,10 +19,13 @@ from detcompile.errors import UncertifiedOp
 from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import layer_of, operation_of, place_of, shape_of, source_of, sympy_size
-from detcompile.passes.proof.aten_rules import MOVEMENT, ORDER_FREE
 from detcompile.passes.proof.context import Context, require_arguments, size_arithmetic
+from detcompile.passes.proof.indexing_rules import INDEXING
+from detcompile.passes.proof.movement_rules import MOVEMENT
+from detcompile.passes.proof.order_free_rules import ORDER_FREE
 from detcompile.passes.proof.pointwise import is_pointwise, pointwise, why_not_pointwise
 from detcompile.passes.proof.provenance import LAYOUT, SIZE, Layout, Refusal, Rows, created, require_apart
+from detcompile.passes.proof.refusals import reason_of
 from detcompile.passes.proof.template_table import Template, template_of
 from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
 
@@ -145,13 +148,20 @@ def certify(
             context.states[node] = None
         elif node.op == "output" and not offenders:
             offenders.extend(lost_of(node, context, leading))
-    for kind, expected in (("attention", expected_attention), ("recurrence", expected_recurrences)):
-        found = sum(entry.kind == kind for entry in entries)
-        if expected_attention is not None and found != expected and not offenders:
-            offenders.append(f"the model calls {kind} {expected} times, the graph holds {found} {kind} nodes")
+    if not offenders and expected_attention is not None:
+        offenders.extend(_miscounted(entries, {"attention": expected_attention, "recurrence": expected_recurrences}))
     if offenders:
         raise UncertifiedOp(_refusal_text(offenders), tuple(offenders))
     return Certificate(tuple(entries), numerics, tuple(sums))
+
+
+def _miscounted(entries: Iterable[Entry], expected: Mapping[str, int]) -> Iterator[str]:
+    """Calls of the model that the graph has not, or has too often: the first kind of them."""
+    for kind, number in expected.items():
+        found = sum(entry.kind == kind for entry in entries)
+        if found != number:
+            yield f"the model calls {kind} {number} times, the graph holds {found} {kind} nodes"
+            return
 
 
 def _refusal_text(offenders: list[str]) -> str:
@@ -214,7 +224,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
         return None, None, None
     template = template_of(node)
     kind, rule = ("", None) if template is None else (template.kind, template.rows)
-    for of_table, table in (("movement", MOVEMENT), ("order-free", ORDER_FREE)):
+    for of_table, table in (("movement", MOVEMENT), ("movement", INDEXING), ("order-free", ORDER_FREE)):
         if target in table:
             kind, rule = of_table, table[target]
     if rule is not None:
@@ -229,7 +239,7 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
             state = pointwise(node, context)
             _require_apart(node, state, context)
             return state, _entry(node, "pointwise", "", _proof("pointwise", state, None)), None
-    raise Refusal(why_not_pointwise(target) or _reason(str(target)))
+    raise Refusal(why_not_pointwise(target) or reason_of(target))
 
 
 def _entry(node: fx.Node, kind: str, order: str, proof: str) -> Entry:
@@ -241,32 +251,6 @@ def _require_apart(node: fx.Node, state: Any, context: Context) -> None:
     for part, value in zip(states, values, strict=False):
         if isinstance(part, Rows):
             require_apart(part, tuple(map(sympy_size, value.shape)), context.final_gather.values())
-
-
-REASONS = {
-    "dropout": "dropout draws from a generator the batch shares: call model.eval()",
-    "seeds": "random numbers inside the graph (dropout? call model.eval())",
-    "rand": "random numbers inside the graph",
-    "bernoulli": "random numbers inside the graph",
-    "cumsum": "a running sum whose order is not pinned",
-    "bmm": "a batched matrix product without a pinned order (attention outside the attention interface?)",
-    "convolution": "a convolution that is transposed, or over a length that is not fixed",
-    "pool": "a pool whose windows differ in their terms, whose indices are read, or over a length that is not fixed",
-    "prod": "a product of floating-point numbers whose order is not pinned",
-    "empty": "reads memory that nothing has written",
-    "as_strided": "a view whose rows cannot be followed",
-    "c10d": (
-        "a collective of torch.distributed, whose order of additions is its own (compile(tp=...) shards the model; an "
-        "all_reduce of a plain matrix product, over a declared number of ranks, becomes the declared tree)"
-    ),
-}
-
-
-def _reason(target: str) -> str:
-    for name, reason in REASONS.items():
-        if name in target:
-            return reason
-    return "no rule proves this operation independent of the batch"
 
 
 def _order_of(node: fx.Node, template: Template, numerics: Numerics) -> SumOrder | None:

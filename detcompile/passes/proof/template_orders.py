@@ -11,7 +11,7 @@ from typing import TypeAlias
 import sympy
 from torch import fx
 
-from detcompile.orders.kinds import Sequential
+from detcompile.orders import Sequential
 from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order, state_order
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import arguments_of, shape_of

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from detcompile.passes.graphs import FUNCTIONALIZED, operation_of
-from detcompile.passes.proof.aten_rules import embedding
 from detcompile.passes.proof.collective_rules import (
     columns_gathered,
     expert_matmul_partial,
     matmul_all_reduce,
     tree_all_reduce,
 )
+from detcompile.passes.proof.indexing_rules import embedding
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import Refusal, Rule
 from detcompile.passes.proof.recurrence_rules import AVERAGE, CONV, GREATEST, SCAN, dense_recurrence, packed_recurrence

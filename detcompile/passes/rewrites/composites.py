@@ -99,27 +99,13 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
 
 def _encoder_layer(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def encoder_layer(
-        src: Tensor,
-        embed_dim: int,
-        num_heads: int,
-        qkv_weight: Tensor,
-        qkv_bias: Tensor,
-        proj_weight: Tensor,
-        proj_bias: Tensor,
-        use_gelu: bool,
-        norm_first: bool,
-        eps: float,
-        norm_weight_1: Tensor,
-        norm_bias_1: Tensor,
-        norm_weight_2: Tensor,
-        norm_bias_2: Tensor,
-        ffn_weight_1: Tensor,
-        ffn_bias_1: Tensor,
-        ffn_weight_2: Tensor,
-        ffn_bias_2: Tensor,
-        mask: Tensor | None = None,
-        mask_type: int | None = None,
-    ) -> Tensor:
+        src: Tensor, embed_dim: int, num_heads: int,
+        qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor,
+        use_gelu: bool, norm_first: bool, eps: float,
+        norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor, norm_bias_2: Tensor,
+        ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
+        mask: Tensor | None = None, mask_type: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """torch.nn.TransformerEncoderLayer in eval mode, src [B, L, E]; its masks hide where they are True."""
         seen = None if mask is None else _seen(mask, mask_type)
 

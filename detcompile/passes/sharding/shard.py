@@ -86,31 +86,21 @@ def shard(
         raise UnsupportedModel(
             f"{type(model).__name__} has no tensor-parallel plan, in transformers or here: compile with tp=1"
         )
-    names = {module: name for name, module in model.named_modules()}
-    shares = {}
-    for call in attention:
-        if call.module not in names:
-            raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
-        share = head_share(call, ranks, names[call.module], replicate_attention)
-        shares[names[call.module]] = share
-        if share is not None:
-            _shard_heads(call.module, share, names[call.module], model.config.get_text_config().model_type, ranks)
-            call.module.to(ranks.device)
+    attending = _shard_attention(model, attention, ranks, replicate_attention)
     for name, linear in _row_parallel(model, numerics):
         _replace(model, name, RowShardLinear(linear, numerics.split_radices(ranks.size), ranks).to(ranks.device))
     mixtures = find_experts(model)
     for name, module in mixtures:
         shard_experts(name, module, numerics, ranks)
         module.to(ranks.device)
-    for name, module in list(model.named_modules()):
-        style = "" if name.rpartition(".")[0] in shares else style_of(name, plan)
+    styles = [
+        (name, module, style_of(name, plan))
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] not in attending
+    ]
+    for name, module, style in styles:
         if style == "column":
-            if getattr(model.get_submodule(name.rpartition(".")[0]), "activation_sparsity", 0):
-                raise UnsupportedModel(
-                    f"{name}: which of its features are kept depends on all of them; compile with tp=1"
-                )
-            _keep_columns(name, module, ranks)
-            module.to(ranks.device)
+            _shard_columns(model, name, module, ranks)
         elif style == "experts" and (name, module) not in mixtures:
             raise UnsupportedModel(
                 f"{name}: the experts of a {type(module).__name__} over several ranks; compile with tp=1"
@@ -143,6 +133,21 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
                 raise NumericsError(f"{name}: {error}") from error
             found.append((name, module))
     return found
+
+
+def _shard_attention(
+    model: PreTrainedModel, attention: Sequence[AttentionCall], ranks: TensorParallel, replicate: bool
+) -> set[str]:
+    """Leave the modules that attend this rank's heads, or whole where their heads do not divide; says their names."""
+    names = {module: name for name, module in model.named_modules()}
+    for call in attention:
+        if call.module not in names:
+            raise UnsupportedModel(f"{type(model).__name__}: a layer that runs several times, over several ranks")
+        share = head_share(call, ranks, names[call.module], replicate)
+        if share is not None:
+            _shard_heads(call.module, share, names[call.module], model.config.get_text_config().model_type, ranks)
+            call.module.to(ranks.device)
+    return {names[call.module] for call in attention}
 
 
 def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, ranks: TensorParallel) -> None:
@@ -194,7 +199,10 @@ def _count_heads(attention: Any, share: HeadShare) -> None:
             attention.config.num_key_value_heads = len(share.kv)
 
 
-def _keep_columns(name: str, linear: nn.Module, ranks: TensorParallel) -> None:
+def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: TensorParallel) -> None:
+    """Leave a column-parallel linear this rank's output features."""
+    if getattr(model.get_submodule(name.rpartition(".")[0]), "activation_sparsity", 0):
+        raise UnsupportedModel(f"{name}: which of its features are kept depends on all of them; compile with tp=1")
     if not isinstance(linear, (nn.Linear, Conv1D)):
         raise UnsupportedModel(f"{name}: a {type(linear).__name__} cannot be cut into columns; compile with tp=1")
     width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
@@ -203,6 +211,7 @@ def _keep_columns(name: str, linear: nn.Module, ranks: TensorParallel) -> None:
         what = f"two projections of {width // 2}" if parts == 2 else str(width)
         raise NumericsError(f"{name}: {what} features over tp={ranks.size} ranks; choose a tp that divides them")
     keep_features(linear, torch.arange(width).view(parts, -1)[:, ranks.share(width // parts)].flatten())
+    linear.to(ranks.device)
 
 
 def _shard_vocabulary(model: PreTrainedModel, ranks: TensorParallel) -> None:

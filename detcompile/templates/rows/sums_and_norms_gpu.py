@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.orders.numerics import Row, row_order
+from detcompile.orders import Row
+from detcompile.orders.numerics import row_order
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.launcher import launcher

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.orders.numerics import Row
+from detcompile.orders import Row
 from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.widening import widened
 

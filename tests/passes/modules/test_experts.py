@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile import CompiledModel, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.commands.axes import Configuration, score
-from detcompile.orders.kinds import Experts
+from detcompile.orders import Experts
 from detcompile.passes import pipeline
 from detcompile.passes.backend import Backend, cause
 from detcompile.passes.modules.experts import experts, mixed, pin_experts

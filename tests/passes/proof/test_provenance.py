@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from detcompile.passes.proof.aten_rules import MOVEMENT
 from detcompile.passes.proof.context import Context, require_arguments
+from detcompile.passes.proof.indexing_rules import INDEXING
+from detcompile.passes.proof.movement_rules import MOVEMENT
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import (
     Axis,
@@ -121,7 +122,7 @@ class Chain:
         """Append an operation if its rule accepts it, and check by value what the rule says of it."""
         node = self.graph.call_function(target, args)
         node.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-        rule = MOVEMENT.get(target, pointwise)
+        rule = {**MOVEMENT, **INDEXING}.get(target, pointwise)
         try:
             require_arguments(node, self.context)
             state = rule(node, self.context)

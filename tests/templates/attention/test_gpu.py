@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput, ScheduleError
-from detcompile.orders.kinds import KV
+from detcompile.orders import KV
 from detcompile.templates.attention import gpu as attention_triton
 from detcompile.templates.attention import hopper as attention_hopper
 from detcompile.templates.attention import hopper_merge as attention_merge

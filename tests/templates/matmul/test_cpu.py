@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders import Blocked, Sequential, Tree
 from detcompile.orders.float32 import fma_float32, fma_flushed
-from detcompile.orders.kinds import Blocked, Sequential, Tree
 from detcompile.orders.numerics import matmul_order
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.op import matmul_cpu, reference_matmul

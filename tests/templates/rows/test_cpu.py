@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders import Row
 from detcompile.orders.float32 import fma_float32
-from detcompile.orders.kinds import Row
 from detcompile.orders.numerics import row_order
 from detcompile.templates.rows import norms, softmax
 from detcompile.templates.rows import sums as rows

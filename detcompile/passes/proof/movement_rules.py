@@ -1,4 +1,4 @@
-"""What each operation does to rows: one rule an operation, and nothing for an operation without a rule.
+"""What operations that move elements do to rows: one rule an operation, and nothing for an operation without a rule.
 
 A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
 """
@@ -20,21 +20,16 @@ from detcompile.passes.proof.provenance import (
     Rows,
     Rule,
     Size,
-    choose_rows,
     created,
-    drop,
     expand,
-    gather,
-    index,
     is_feature,
     join,
     permute,
     require_feature,
-    require_weight,
     view,
 )
 
-__all__ = ["MOVEMENT", "ORDER_FREE", "embedding"]
+__all__ = ["MOVEMENT"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -194,53 +189,6 @@ def _pad(node: fx.Node, ctx: Context) -> Rows:
     return Rows(tuple(dims))
 
 
-def _index(node: fx.Node, ctx: Context) -> Rows:
-    return _indexed(node, list(node.args[1]), ctx)
-
-
-def _indexed(node: fx.Node, indices: list[fx.Node | None], ctx: Context) -> Rows:
-    value = ctx.rows(node.args[0])
-    given = [arg for arg in indices if arg is not None]
-    if len(given) == 1 and given[0].name in ctx.final_gather:
-        (size,) = shape_of(given[0])
-        return choose_rows(value, indices.index(given[0]), Axis(size, ctx.final_gather[given[0].name]))
-    if any(arg.meta["val"].dtype in (torch.bool, torch.uint8) for arg in given):
-        raise Refusal("a mask chooses how many elements there are")
-    return index(value, [None if arg is None else ctx.rows(arg, "an index") for arg in indices])
-
-
-def _gather(node: fx.Node, ctx: Context) -> Rows:
-    return gather(ctx.rows(node.args[0]), node.args[1], ctx.rows(node.args[2], "an index"))
-
-
-def _scatter_value(node: fx.Node, ctx: Context) -> Rows:
-    """x with one constant at chosen features of the same rows: where two indices are equal, both write the same."""
-    return Rows(join([ctx.rows(node.args[0]), _scattered(node, ctx)], len(shape_of(node))).dims)
-
-
-def _scattered(node: fx.Node, ctx: Context) -> Rows:
-    """The rows of the index, whose extents have to be x's but for the features that are chosen from."""
-    rank = len(shape_of(node))
-    dim = node.args[1] % rank
-    idx = ctx.rows(node.args[2], "an index")
-    require_feature(ctx.rows(node.args[0]), dim, "a scatter")
-    require_feature(idx, dim, "a scatter's index")
-    chosen, whole = shape_of(node.args[2]), shape_of(node)
-    if chosen[:dim] + chosen[dim + 1 :] != whole[:dim] + whole[dim + 1 :]:
-        raise Refusal("a scatter that leaves some rows alone")
-    return Rows((*idx.dims[:dim], (), *idx.dims[dim + 1 :]))
-
-
-def _index_select(node: fx.Node, ctx: Context) -> Rows:
-    return _indexed(node, [None] * (node.args[1] % len(shape_of(node))) + [node.args[2]], ctx)
-
-
-def embedding(node: fx.Node, ctx: Context) -> Rows:
-    weight, ids = ctx.rows(node.args[0]), ctx.rows(node.args[1], "an index")
-    require_weight(weight, "the embedding table")
-    return Rows((*ids.dims, weight.dims[1]))
-
-
 def _constant(node: fx.Node, ctx: Context) -> Rows:
     """full, zeros, ...: rows may shape the value, their number may not be the value."""
     return created(shape_of(node), ctx.row_symbols)
@@ -299,11 +247,6 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.flip.default: _flip,
     prims.rev.default: _flip,
     aten.constant_pad_nd.default: _pad,
-    aten.index.Tensor: _index,
-    aten.index_select.default: _index_select,
-    aten.gather.default: _gather,
-    aten.scatter.value: _scatter_value,
-    aten.embedding.default: embedding,
     aten.full.default: _constant,
     aten.full_like.default: _constant,
     aten.scalar_tensor.default: _constant,
@@ -314,69 +257,4 @@ MOVEMENT: Mapping[Any, Rule] = {
     aten.lift_fresh_copy.default: _keep,
     aten.copy_.default: _write_back,
     operator.getitem: _getitem,
-}
-
-
-def _reduced_dims(node: fx.Node, position: int = 1) -> list[int]:
-    rank = len(shape_of(node.args[0]))
-    dims = node.args[position] if len(node.args) > position else None
-    if dims is None or dims == []:
-        return list(range(rank))
-    return [dims] if isinstance(dims, int) else list(dims)
-
-
-def _exact_reduction(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    result = drop(ctx.rows(node.args[0]), _reduced_dims(node), keepdim, "a reduction")
-    return (result,) * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else result
-
-
-def _integer_sum(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:
-    for dtype in (node.args[0].meta["val"].dtype, node.meta["val"].dtype):
-        if dtype.is_floating_point or dtype.is_complex:
-            raise Refusal("a floating-point sum whose order is not pinned")
-    return _exact_reduction(node, ctx)
-
-
-def _running_integers(node: fx.Node, ctx: Context) -> Rows:
-    """Sums and products of integers have one result, in whatever order."""
-    if node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.is_complex:
-        raise Refusal("a running sum whose order is not pinned")
-    value = ctx.rows(node.args[0])
-    require_feature(value, node.args[1], "a running sum")
-    return value
-
-
-def _sort(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
-    value = ctx.rows(node.args[0])
-    require_feature(value, node.kwargs.get("dim", -1), "an ordering")
-    if node.target is not aten.sort.stable or not node.kwargs.get("stable"):
-        raise Refusal("which of equal elements an unstable sort puts first is not pinned; sort(stable=True) pins it")
-    return (value, value)
-
-
-def _topk(node: fx.Node, ctx: Context) -> tuple[Rows, ...]:
-    """Kernels that depend on the number of rows choose among equal elements: passes.rewrites.sorts makes it a sort."""
-    raise Refusal("which of equal elements topk finds is not pinned; sort(stable=True) pins it")
-
-
-ORDER_FREE: Mapping[Any, Rule] = {
-    aten.amax.default: _exact_reduction,
-    aten.amin.default: _exact_reduction,
-    aten.max.dim: _exact_reduction,
-    aten.min.dim: _exact_reduction,
-    aten.argmax.default: _exact_reduction,
-    aten.argmin.default: _exact_reduction,
-    aten.any.dim: _exact_reduction,
-    aten.any.dims: _exact_reduction,
-    aten.any.default: _exact_reduction,
-    aten.all.dim: _exact_reduction,
-    aten.all.default: _exact_reduction,
-    aten.sum.dim_IntList: _integer_sum,
-    aten.sum.default: _integer_sum,
-    aten.cumsum.default: _running_integers,
-    aten.cumprod.default: _running_integers,
-    aten.topk.default: _topk,
-    aten.sort.default: _sort,
-    aten.sort.stable: _sort,
 }

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from detcompile.orders.float32 import add_tree, fma_float32, fma_flushed
-from detcompile.orders.kinds import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
 from detcompile.orders.numerics import matmul_order, row_order
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -26,7 +26,7 @@ from detcompile.passes.proof.certificate import Certificate, Role, certify
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.gates import fuse_gated_products
-from detcompile.passes.rewrites.merged_linears import fuse_siblings, joined, lift_weights
+from detcompile.passes.rewrites.merged_linears import joined, lift_weights, merge_linears
 from detcompile.passes.roles import join_batches, refuse, role_by_source
 from detcompile.passes.traced_call import TracedCall
 from detcompile.templates.cpp_dispatch import direct_ops
@@ -178,7 +178,7 @@ class _Compilation:
         self._named.update(_named(gm, self._roles))
         if backend.join_weights:
             weights = {i for i, role in enumerate(self._roles) if role.kind == "weight"}
-            self._groups.extend(lift_weights(fuse_gated_products(fuse_siblings(gm)), weights))
+            self._groups.extend(lift_weights(fuse_gated_products(merge_linears(gm)), weights))
             inputs = _with_joined(gm, inputs, self._groups)
         if backend.roles_of is None:
             refuse(self._traced.splits(), "the module looks at the number of rows")  # torch's decompositions may too

@@ -15,11 +15,11 @@ from torch._inductor.decomposition import select_decomp_table
 
 from detcompile.passes.programs.lanes import lane_by_lane
 from detcompile.passes.rewrites.allocations import join_fills
+from detcompile.passes.rewrites.batch_indices import drop_batch_indices
 from detcompile.passes.rewrites.batched_matmuls import pin_batched_products
 from detcompile.passes.rewrites.canonicalize import canonicalize
 from detcompile.passes.rewrites.gates import fuse_gates
 from detcompile.passes.rewrites.matmuls import fuse_residuals, pin_matmuls
-from detcompile.passes.rewrites.own_rows import take_own_rows
 from detcompile.passes.rewrites.reductions import KEPT_WHOLE, pin_reductions
 from detcompile.passes.rewrites.rms_norms import pin_rms_norms
 from detcompile.passes.rewrites.rope import fuse_rope
@@ -34,7 +34,7 @@ PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     pin_convolutions,
     pin_pools,
     canonicalize,
-    take_own_rows,
+    drop_batch_indices,
     pin_topk,
     pin_sorts,
     pin_batched_products,

@@ -1,7 +1,7 @@
 """Linears that read one input become one matrix product over their weights together: q, k and v; gate and up.
 
 Every element of a product is a sum of its own, in an order that K alone fixes, so the bits stay. Two steps:
-`fuse_siblings` writes the concatenation of the weights into the graph, and `lift_weights` makes it an input, which
+`merge_linears` writes the concatenation of the weights into the graph, and `lift_weights` makes it an input, which
 whoever calls the graph has to concatenate once (`joined`), so that no step pays for it.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor, fx
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 from detcompile.templates.ops import ours
 
-__all__ = ["fuse_siblings", "joined", "lift_weights"]
+__all__ = ["joined", "lift_weights", "merge_linears"]
 
 aten = torch.ops.aten
 
 
-def fuse_siblings(gm: fx.GraphModule) -> fx.GraphModule:
+def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     """matmul(x, w_q), matmul(x, w_k)  ->  y = matmul(x, cat([w_q, w_k])), y[:, :Nq], y[:, Nq:]
 
     Only where each weight (and bias: all or none) is an input of the graph that nothing else reads, and no sum takes
@@ -48,7 +48,7 @@ def _is_plain(product: fx.Node) -> bool:
 
 
 def _kind(product: fx.Node) -> tuple:
-    """What siblings share: the rows they read, whatever view of them, and how they read them."""
+    """What linears that are merged share: the rows they read, whatever view of them, and how they read them."""
     x, w, bias = product.args[:3]
     sizes = shape_of(x)
     while x.target in VIEWS:

@@ -8,7 +8,7 @@ import functools
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
-from detcompile.templates.matmul.schedules import Tile
+from detcompile.templates.matmul.schedules import PipelinedTile
 
 __all__ = [
     "DECODE_ROWS",
@@ -25,15 +25,13 @@ DECODE_ROWS = 64  # that a program looks through for its expert's
 
 
 @dataclass(frozen=True, slots=True)
-class Decode(Tile):
+class Decode(PipelinedTile):
     """kernels.decode_kernel: block_m rows at most, a program an expert with rows and a tile of N.
 
     Attributes:
         swapped: The weights are the M operand of the MMA.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     swapped: bool = False
 
@@ -42,7 +40,7 @@ class Decode(Tile):
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped(Tile):
+class Grouped(PipelinedTile):
     """kernels.grouped_kernel: rows in order of their experts, a program a tile.
 
     Attributes:
@@ -51,8 +49,6 @@ class Grouped(Tile):
         group: Tiles of rows that share their weights in the L2 cache.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     swapped: bool = False
     descriptors: bool = False
@@ -64,15 +60,13 @@ class Grouped(Tile):
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted(Tile):
+class Sorted(PipelinedTile):
     """kernels.sorted_kernel: copies of the rows in order of their experts, read like the weights by descriptors.
 
     Attributes:
         group: Tiles of rows that share their weights in the L2 cache.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     group: int = 8
 

@@ -12,6 +12,7 @@ __all__ = [
     "GemmProblem",
     "GemmSchedule",
     "HopperTiles",
+    "PipelinedTile",
     "PointerTiles",
     "Tile",
     "TmaTiles",
@@ -66,7 +67,15 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class PointerTiles(Tile):
+class PipelinedTile(Tile):
+    """A tile, the warps of its program, and the stages of its loop: how many steps of K are in flight."""
+
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PointerTiles(PipelinedTile):
     """kernels.tile_kernel: operands of any strides.
 
     Attributes:
@@ -76,8 +85,6 @@ class PointerTiles(Tile):
         gated: Half of block_n is the gate's, and one launch gives silu(gate) * up; swapped alone, and without a tree.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     swapped: bool = False
     split: bool = False
@@ -90,7 +97,7 @@ class PointerTiles(Tile):
 
 
 @dataclass(frozen=True, slots=True)
-class TmaTiles(Tile):
+class TmaTiles(PipelinedTile):
     """kernels.tma_kernel: operands through tensor descriptors, programs that walk over the tiles.
 
     Attributes:
@@ -98,8 +105,6 @@ class TmaTiles(Tile):
         swapped, split, group: The same as of ``PointerTiles``.
     """
 
-    warps: int
-    stages: int
     ctas: int = 1
     _: KW_ONLY
     swapped: bool = False
@@ -133,15 +138,13 @@ class HopperTiles(Tile):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchedLeaves(Tile):
+class BatchedLeaves(PipelinedTile):
     """batched_leaves.batched_leaves_kernel: the leaves of a tree of radix 2 side by side, of few tokens.
 
     Attributes:
         ahead: The weights are brought into the L2 cache while the kernel before ends.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     ahead: bool = False
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeAlias
 
-from detcompile.templates.matmul.schedules import Tile
+from detcompile.templates.matmul.schedules import PipelinedTile
 from detcompile.templates.matmul.tree import LEVELS
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK
 
@@ -25,9 +25,8 @@ __all__ = [
 ]
 
 
-
 @dataclass(frozen=True, slots=True)
-class Fused(Tile):
+class Fused(PipelinedTile):
     """kernels.dequant_kernel, a tile and a step of block_k at a time; weights are the M operand of the MMA.
 
     Attributes:
@@ -35,8 +34,6 @@ class Fused(Tile):
         group: Tiles of M that share their weights in the L2 cache.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     split: bool = False
     group: int = 8
@@ -46,15 +43,13 @@ class Fused(Tile):
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Decode(Tile):
+class Int4Decode(PipelinedTile):
     """int4_decode.int4_decode_kernel: nibbles and few tokens, features of a warp's own.
 
     Attributes:
         split: Each leaf of a tree is a program's own, as it has to be where there is a tree.
     """
 
-    warps: int
-    stages: int
     _: KW_ONLY
     split: bool = False
 

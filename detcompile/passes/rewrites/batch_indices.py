@@ -1,17 +1,17 @@
-"""A row that is indexed by its own number is read as it stands, so that rows can be followed."""
+"""Rows that are indexed by their own numbers are read as they stand, so that they can be followed."""
 
 import torch
 from torch import fx
 
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 
-__all__ = ["take_own_rows"]
+__all__ = ["drop_batch_indices"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 SAME_NUMBERS = (*VIEWS, aten.unsqueeze.default, prims.convert_element_type.default, aten._to_copy.default)
 
 
-def take_own_rows(gm: fx.GraphModule) -> fx.GraphModule:
+def drop_batch_indices(gm: fx.GraphModule) -> fx.GraphModule:
     """index(x_BS, [arange(B) [B, 1, 1, 1], j [S]])  ->  permute(index(x_BS, [None, j [1, 1, S]]), ...)
 
     As masks of transformers read the padding of a row: mask[batch_idx, kv_idx] over all pairs.

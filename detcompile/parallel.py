@@ -25,7 +25,7 @@ class TensorParallel:
     """One rank of a tensor-parallel group.
 
     Attributes:
-        size: ranks of the group. rank: this process's number in it. group: name of the process group.
+        size: ranks of the group. rank: number of this process in it. group: name of the process group.
         device: where a rank puts its share of a model, wherever the whole one is; None: there.
     """
 

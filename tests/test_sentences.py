@@ -39,7 +39,6 @@ ALLOWED: dict[str, int] = {
     "models/exported.py": 1,
     "models/fingerprints.py": 1,
     "models/remote.py": 12,
-    "parallel.py": 1,
     "passes/capture.py": 1,
     "passes/modules/attention.py": 2,
     "runtime/dense/end_tokens.py": 1,
@@ -63,9 +62,6 @@ ALLOWED: dict[str, int] = {
     "templates/attention/hopper.py": 1,
     "templates/attention/hopper_decode.py": 1,
     "templates/attention/scores.py": 1,
-    "templates/collectives/gpu.py": 1,
-    "templates/collectives/peer_memory.py": 2,
-    "templates/tokens/gumbel.py": 1,
 }
 
 

@@ -74,7 +74,7 @@ class Reduction(NamedTuple):
     """out [M, N] = round(residual + round(partials of all ranks + bias)).
 
     Attributes:
-        partial: this rank's share of the sum, [M, N] float32, contiguous.
+        partial: share that this rank adds to the sum, [M, N] float32, contiguous.
         bias: [N], contiguous. residual: [M, N], unit stride along N.
         radices: fan-ins of the tree over the ranks, at most LEVELS of them above 1.
         out: contiguous.

@@ -45,8 +45,8 @@ class PeerMemory:
     """One rank's view of a group's memory.
 
     Attributes:
-        rank: this process's number in the group. boxes: every rank's box, as this GPU sees it.
-        flags: this rank's own. flag_addresses: [R] int64, every rank's flags, as this GPU sees them.
+        rank: number of this process in the group. boxes: every rank's box, as this GPU sees it.
+        flags: own flags of this rank. flag_addresses: [R] int64, every rank's flags, as this GPU sees them.
         owner: keeps the memory mapped.
     """
 

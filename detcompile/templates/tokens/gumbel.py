@@ -29,7 +29,7 @@ def best_scores_cpu(logprobs: Tensor, keys: Tensor, isa: str | None = None) -> t
     """The highest score of each row [T] float64, and the lowest id [T] int64 that has it; a NaN is above all.
 
     Args:
-        logprobs, keys: those of ``gumbel_argmax``, on the CPU. isa: a build of cpu.library; None is the machine's.
+        logprobs, keys: operands of ``gumbel_argmax``, on the CPU. isa: a build of cpu.library; None is the machine's.
     """
     T, V = logprobs.shape
     assert logprobs.dtype == torch.float32 and logprobs.stride(1) == 1 and V > 0, "logprobs must be [T, V] float32"

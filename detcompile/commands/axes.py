@@ -43,7 +43,8 @@ class Configuration:
     """How one target sequence is run.
 
     Attributes:
-        rows: token ids of every sequence; target: which of them is compared.
+        rows: token ids of every sequence.
+        target: index of the row that is compared.
         steps: (row, tokens) pairs of each forward step; empty: all rows whole, in one step.
         padding: None to pack; otherwise padding columns (left, right) around the longest row, through a padded call.
         block_size, placement, poison: size of KV blocks, seed of their order, NaN in all slots beforehand.
@@ -88,6 +89,11 @@ class AxisResult:
     def holds(self) -> bool:
         """Whether every configuration gave each target the same bits."""
         return self.unique_logits == 1 and self.max_probability_divergence == 0.0
+
+    @property
+    def figures(self) -> tuple[str, str, str]:
+        """Unique logits, unique outputs and the divergence, as tables show them."""
+        return str(self.unique_logits), str(self.unique_outputs), f"{self.max_probability_divergence:.3g}"
 
     def add(self, target: Tokens, logits: Tensor) -> None:
         """Take the logits [len(target), V] of one more configuration."""

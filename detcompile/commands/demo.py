@@ -1,22 +1,55 @@
-"""The main job on the embedded model: plain torch beside detcompile, over the same configurations."""
+"""`detcompile demo`: the main job on the embedded model, plain torch beside detcompile over the same configurations."""
 
 import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+import typer
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
-from detcompile.api import TINY, load_model
+from detcompile.api import TINY, TINY_FOLDER, load_model
 from detcompile.commands.axes import AxisResult, Configuration, configurations, measure, padded_batch
+from detcompile.commands.options import Device, add_columns, compile_model, progress_bar
 from detcompile.commands.verification import RESTART, ModelSpec, available_axes, prompts_for
 from detcompile.models.compiled import CompiledModel
 
-__all__ = ["Comparison", "DEMO_AXES", "compare_with_torch", "score_plain"]
+__all__ = ["Comparison", "DEMO_AXES", "command", "compare_with_torch", "score_plain"]
 
 DEMO_AXES = tuple(axis for axis in available_axes("cpu") if axis != RESTART)
+DEMO_PROMPT = '''def mean(values: list[float]) -> float:
+    """Return the arithmetic mean of a list of numbers."""
+'''
+DEMO_TOKENS = 64
+
+
+def command(
+    configurations: Annotated[int, typer.Option(min=2, help="Configurations an axis, for each of two prompts.")] = 5,
+    device: Device = None,
+) -> None:
+    """Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits."""
+    console = Console()
+    compiled = compile_model(ModelSpec(TINY, device=device))
+    console.print(f"\n[bold]Certificate[/]: {compiled.certificate.summary()}; nothing refused")
+    for order in compiled.certificate.orders:
+        console.print(f"  {order}", highlight=False)
+    _show_completion(compiled, console)
+    steps = (2 * len(DEMO_AXES) - 1) * 2 * configurations
+    with progress_bar(total=True) as progress:
+        task = progress.add_task("measuring", total=steps)
+        found = compare_with_torch(
+            compiled,
+            count=configurations,
+            tick=lambda axis: progress.update(task, advance=1, description=f"measuring {axis}"),
+        )
+    console.print(_table(found, compiled.dtype))
+    if not all(comparison.ours.holds for comparison in found):
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
@@ -66,3 +99,27 @@ def compare_with_torch(
                 tick(axis)
         comparisons.append(Comparison(axis, theirs, measure(model, plan, functools.partial(tick, axis))))
     return comparisons
+
+
+def _show_completion(compiled: CompiledModel, console: Console) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER, local_files_only=True)
+    ids = torch.tensor([tokenizer(DEMO_PROMPT)["input_ids"]], device=compiled.device)
+    text = tokenizer.decode(compiled.generate(ids, max_new_tokens=DEMO_TOKENS)[0, ids.shape[1] :])
+    console.print("\n[bold]The embedded model continues a prompt[/] (greedy)")
+    console.print(DEMO_PROMPT, style="dim", end="", markup=False, highlight=False)
+    console.print(text, markup=False, highlight=False)
+
+
+def _table(found: list[Comparison], dtype: torch.dtype) -> Table:
+    table = Table(
+        title=f"A prompt under all configurations of an axis, {str(dtype).removeprefix('torch.')}, worse of two",
+        caption="logits: distinct byte strings; outputs: distinct likeliest tokens; max Δp: largest difference of a"
+        " probability. 1, 1 and 0: the bits do not depend on the axis.",
+    )
+    add_columns(
+        table, "axis", "runs", "torch\nlogits", "\noutputs", "\nmax Δp", "ours\nlogits", "\noutputs", "\nmax Δp"
+    )
+    for comparison in found:
+        theirs = comparison.torch.figures if comparison.torch else ("–", "–", "–")
+        table.add_row(comparison.axis, str(comparison.ours.configurations), *theirs, *comparison.ours.figures)
+    return table

@@ -1,21 +1,120 @@
-"""What `detcompile generate` does with an engine: prompts in, answers out, as text or as JSON lines."""
+"""`detcompile generate`: prompts in, answers out, as text or as JSON lines."""
 
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from detcompile.commands.text_input import read_input, read_text_file
+import typer
+from rich.console import Console
+
+from detcompile.commands.options import (
+    Device,
+    Dtype,
+    Model,
+    Random,
+    TpSizes,
+    compile_model,
+    logs,
+    progress_bar,
+    sizes,
+)
+from detcompile.commands.text_files import read_input, read_text_file
+from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
 from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["answer", "as_json", "read_prompts", "show", "summary", "with_own_seeds"]
+__all__ = [
+    "Sampling",
+    "Serving",
+    "answer",
+    "as_json",
+    "command",
+    "read_prompts",
+    "show",
+    "summary",
+    "with_own_seeds",
+]
 
 NUM_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of a request, by the names that SamplingParams has for them."""
+
+    max_tokens: Annotated[int, typer.Option(help="Generated tokens at most.")] = 128
+    min_tokens: Annotated[int, typer.Option(help="Nothing ends the answer up to this many tokens.")] = 0
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0
+    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens that reach this probability.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, typer.Option(help="Keep tokens this many times as likely as the likeliest.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Of the first prompt; the next ones take seed + 1, ….")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be repeated.")] = None
+    n: Annotated[int, typer.Option(help="Answers a prompt.")] = 1
+    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens reported with each; with --json.")] = None
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen become less likely.")] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="In [-2, 2].")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2].")] = 0.0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
+
+    def params(self) -> SamplingParams:
+        """The request's parameters, checked."""
+        return SamplingParams(**asdict(self) | {"stop": tuple(self.stop or ())})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Options of the engine, by the names that EngineConfig has for them."""
+
+    scheduler: Annotated[SchedulerName, typer.Option(help="How steps are made up; changes no bit.")] = "stall_free"
+    allocation: Annotated[AllocationName, typer.Option(help="When KV blocks are taken.")] = "lazy"
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at a time; default: all, up to 1024.")] = None
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64
+    num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
+
+    def config(self, num_sequences: int) -> EngineConfig:
+        """The engine's settings for so many sequences in all, checked."""
+        seats = min(num_sequences, 1024) if self.max_num_seqs is None else self.max_num_seqs
+        return EngineConfig(**asdict(self) | {"max_num_seqs": seats})
+
+
+def command(
+    model: Model,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Text as it is, without a chat template.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts, one a line; without prompts: standard input.")] = None,
+    *,
+    sampling: Sampling,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, a line each.")] = False,
+    serving: Serving,
+    random: Random = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    tp_sizes: TpSizes = "1,2,4,8",
+) -> None:
+    """Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."""
+    if sampling.logprobs is not None and not json_output:
+        raise typer.BadParameter("log-probabilities are printed as JSON only: add --json", param_hint="--logprobs")
+    asked = read_prompts(prompts or [], file)
+    params = sampling.params()
+    config = serving.config(params.n * len(asked))
+    compiled = compile_model(ModelSpec(model, random, dtype, device, sizes(tp_sizes)))
+    engine = compiled.engine(config)
+    stream = len(asked) == 1 and params.n == 1 and not json_output and sys.stdout.isatty()
+    each = with_own_seeds(params, len(asked))
+    outputs = _stream(engine, asked, each) if stream else _answer(engine, asked, each)
+    if not stream:
+        show(outputs, compiled.fingerprint if json_output else "", json_output=json_output)
+    for number, output in enumerate(outputs, 1):
+        logs.print(summary(number, output), markup=False, highlight=False, soft_wrap=True)
+    if any(output.error is not None for output in outputs):
+        raise typer.Exit(2)
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
@@ -104,6 +203,28 @@ def summary(number: int, output: RequestOutput) -> str:
         return f"prompt {number}: {type(output.error).__name__}: {output.error}"
     ends = ", ".join(f"{len(part.token_ids)} tokens ({part.finish_reason})" for part in output.outputs)
     return f"prompt {number}: {ends}; seed {output.seed}"
+
+
+def _answer(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    with progress_bar(total=True) as progress:
+        task = progress.add_task("generating", total=len(prompts))
+        return answer(engine, prompts, params, tick=lambda output: progress.advance(task, int(output.finished)))
+
+
+def _stream(engine: Engine, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    """One prompt into a terminal: its text as it comes."""
+    console, shown = Console(), 0
+    console.print(prompts[0], style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+
+    def write(output: RequestOutput) -> None:
+        nonlocal shown
+        text = output.outputs[0].text if output.outputs else ""
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+
+    outputs = answer(engine, prompts, params, stream_text=True, tick=write)
+    print()
+    return outputs
 
 
 def _completion(completion: CompletionOutput) -> dict[str, Any]:

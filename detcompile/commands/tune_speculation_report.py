@@ -6,11 +6,11 @@ from xml.sax.saxutils import escape
 
 from rich.table import Table
 
-from detcompile.commands.text_input import read_text_file
-from detcompile.commands.tune_speculation import Advice, Trial, embedded_text
+from detcompile.commands.draft_trials import Advice, Trial, embedded_text
+from detcompile.commands.text_files import read_text_file
 from detcompile.errors import InvalidInput
 
-__all__ = ["advice_text", "read_text", "require_place", "speedup_plot", "trials_table"]
+__all__ = ["advice_text", "read_text", "speedup_plot", "trials_table"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 760, 320, 44, 50, 64
 COLORS = ("#2a6f97", "#81b29a", "#e07a5f")
@@ -28,16 +28,6 @@ def read_text(kind: str, file: Path | None) -> str:
         return read_text_file(file)
     except InvalidInput as error:
         raise InvalidInput(f"--{kind}: {error}") from error
-
-
-def require_place(path: Path, option: str) -> None:
-    """Fail before the work is done where what ``option`` asks for cannot be written.
-
-    Raises:
-        InvalidInput: no such folder, or a folder of that name.
-    """
-    if not path.parent.is_dir() or path.is_dir():
-        raise InvalidInput(f"{option} {path}: give the name of a file in a folder that exists")
 
 
 def trials_table(trials: Sequence[Trial]) -> Table:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from detcompile.commands import cli
 from detcompile.commands.certificate_page import certificate_page, refusal_page
 from detcompile.commands.order_drawing import order_drawing, order_tree
+from detcompile.commands.verification import ModelSpec
 from detcompile.errors import (
     ArchiveError,
     CompilerNotFound,
@@ -85,7 +86,7 @@ def test_a_refusal_names_each_operation():
     ],
 )
 def test_check_writes_every_refusal_and_still_fails(tmp_path, monkeypatch, error, told):
-    monkeypatch.setattr(cli, "_compile", mock.Mock(side_effect=error))
+    monkeypatch.setattr(ModelSpec, "compile", mock.Mock(side_effect=error))
     result = CliRunner().invoke(cli.app, ["check", "some/model", "--html", str(tmp_path / "page.html")])
     assert result.exception is error
     page = (tmp_path / "page.html").read_text()
@@ -93,7 +94,7 @@ def test_check_writes_every_refusal_and_still_fails(tmp_path, monkeypatch, error
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_compile", mock.Mock(side_effect=UnsupportedModel("no")))
+    monkeypatch.setattr(ModelSpec, "compile", mock.Mock(side_effect=UnsupportedModel("no")))
     place = tmp_path / "page.html"
     full = mock.patch.object(type(place), "write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with full:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from detcompile import CompiledModel
-from detcompile.commands import cli
+from detcompile.commands import cli, export
 from detcompile.commands.axes import AXES
 from detcompile.commands.generate import read_prompts, with_own_seeds
+from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.model_cases import compiled, without_inductor
@@ -64,12 +65,12 @@ def compiled_here(*_: object) -> CompiledModel:
 def answered() -> subprocess.CompletedProcess[str]:
     """Three prompts and one that is too long, a line each, on standard input."""
     lines = [PROMPTS[0], "", "x = 1 + " * 1000, *PROMPTS[1:], ""]
-    with mock.patch.object(cli, "_compile", compiled_here):
+    with mock.patch.object(ModelSpec, "compile", compiled_here):
         return run_here("generate", MODEL, *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
 
 
 def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
-    with mock.patch.object(cli, "_compile", compiled_here):
+    with mock.patch.object(ModelSpec, "compile", compiled_here):
         done = run_here("verify", MODEL, "--json", "--configurations", "3", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -95,7 +96,7 @@ def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
 
 def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
     archive = tmp_path / "model.pt2"
-    with mock.patch.object(cli, "_compile", compiled_here):
+    with mock.patch.object(ModelSpec, "compile", compiled_here):
         done = run_here("export", MODEL, str(archive), "--beside")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model.safetensors").exists()
@@ -116,8 +117,8 @@ def test_an_archive_is_taken_where_a_model_is(tmp_path: Path) -> None:
 def test_export_takes_the_number_of_ranks(tmp_path: Path) -> None:
     asked = []
     with (
-        mock.patch.object(cli.ModelSpec, "compile", lambda spec, tp: asked.append(tp) or compiled_here()),
-        mock.patch.object(cli, "export", lambda model, path, weights: path.write_bytes(b"")),
+        mock.patch.object(ModelSpec, "compile", lambda spec, tp: asked.append(tp) or compiled_here()),
+        mock.patch.object(export, "export", lambda model, path, weights: path.write_bytes(b"")),
     ):
         done = run_here("export", MODEL, str(tmp_path / "m.pt2"), "--tp", "2")
     assert done.returncode == 0 and asked == [2], done.stderr
@@ -198,7 +199,7 @@ def test_generate_streams_a_prompt_into_a_terminal() -> None:
 
 def test_texts_of_several_answers_have_headings() -> None:
     options = (*SAMPLED, "--n", "2", "--seed", "1", "--stop", "\n\n")
-    with mock.patch.object(cli, "_compile", compiled_here):
+    with mock.patch.object(ModelSpec, "compile", compiled_here):
         done = run_here("generate", MODEL, PROMPTS[1], *options)
     assert done.returncode == 0, done.stderr
     assert "== 1, sample 0: 'import json'" in done.stdout and "== 1, sample 1: 'import json'" in done.stdout

@@ -12,14 +12,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from detcompile.commands import cli
-from detcompile.commands.tune_speculation import Trial, Workload, advice, embedded_text, tune_speculation
+from detcompile.commands.draft_trials import Trial, Workload, advice, embedded_text, tune_speculation
+from detcompile.commands.text_files import require_place
 from detcompile.commands.tune_speculation_report import (
     advice_text,
     read_text,
-    require_place,
     speedup_plot,
     trials_table,
 )
+from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
@@ -67,7 +68,7 @@ class SlowAtFirst(NGramDrafter):
 
 def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
     drafter = ("n-gram", 2, SlowAtFirst())
-    monkeypatch.setattr("detcompile.commands.tune_speculation.plan", lambda draft, nodes: iter([drafter]))
+    monkeypatch.setattr("detcompile.commands.draft_trials.plan", lambda draft, nodes: iter([drafter]))
     model = compiled("tiny-draft", torch.bfloat16)
     workload = Workload.of("code", embedded_text("code"), model, 1, 20)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -76,7 +77,7 @@ def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
 
 
 def test_the_command_prints_and_plots(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_compile", lambda spec: compiled("tiny-draft", torch.bfloat16))
+    monkeypatch.setattr(ModelSpec, "compile", lambda spec, tp: compiled("tiny-draft", torch.bfloat16))
     text = tmp_path / "text"
     text.write_text("one line of a text that says little\n" * 40)
     arguments = ["tune-speculation", "tiny", "--prose", str(text), "--nodes", "1,2", "--prompt-tokens", "16"]

@@ -1,12 +1,13 @@
-"""Text from files and standard input: UTF-8, or what a byte order mark says; anything else is refused by its place."""
+"""Text from files, from standard input and to files: UTF-8, or what a byte order mark says; what is none is refused."""
 
 import codecs
 import sys
 from pathlib import Path
 
 from detcompile.errors import InvalidInput
+from detcompile.storage import naming
 
-__all__ = ["read_input", "read_text_file"]
+__all__ = ["read_input", "read_text_file", "require_place", "write_text_file"]
 
 MARKS = (  # UTF-32's begins as UTF-16's
     (codecs.BOM_UTF8, "utf-8"),
@@ -31,7 +32,7 @@ def read_text_file(path: Path) -> str:
 
 
 def read_input() -> str:
-    """As ``read_text_file``, of standard input."""
+    """Standard input, read as ``read_text_file`` reads a file."""
     where = "standard input"
     try:
         stream = getattr(sys.stdin, "buffer", None)
@@ -40,6 +41,26 @@ def read_input() -> str:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{where} cannot be read: {error}") from error
+
+
+def require_place(path: Path, option: str) -> None:
+    """Fail before the work is done where what ``option`` asks for cannot be written.
+
+    Raises:
+        InvalidInput: no such folder, or a folder of that name.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        raise InvalidInput(f"{option} {path}: give the name of a file in a folder that exists")
+
+
+def write_text_file(path: Path, text: str) -> None:
+    """Write a file in UTF-8, whatever the text holds.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with naming(path):
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _text(content: bytes, where: str) -> str:

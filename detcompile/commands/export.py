@@ -1,0 +1,31 @@
+"""`detcompile export`: a compiled model written to one file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from detcompile.commands.options import Device, Dtype, Model, Random, TpSizes, compile_model, progress_bar, sizes
+from detcompile.commands.verification import ModelSpec
+from detcompile.exporting import export, require_target
+
+__all__ = ["command"]
+
+
+def command(
+    model: Model,
+    path: Annotated[Path, typer.Argument(help="The file to write; ends with .pt2.")],
+    beside: Annotated[bool, typer.Option("--beside", help="Weights in a .safetensors next to it, not inside.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the model, here and where it is loaded.")] = 1,
+    random: Random = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    tp_sizes: TpSizes = "1,2,4,8",
+) -> None:
+    """Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."""
+    require_target(path)
+    compiled = compile_model(ModelSpec(model, random, dtype, device, sizes(tp_sizes)), tp)
+    with progress_bar() as progress:
+        progress.add_task(f"exporting to {path.name}", total=None)
+        export(compiled, path, weights="beside" if beside else "inside")
+    print(f"{path}: {path.stat().st_size} bytes, fingerprint {compiled.fingerprint}")

@@ -1,0 +1,100 @@
+"""What several commands take and show: options, the model that these name, progress on standard error, tables."""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from detcompile.api import TINY
+from detcompile.commands.verification import ModelSpec
+from detcompile.models.compiled import CompiledModel
+
+__all__ = [
+    "Device",
+    "Dtype",
+    "Json",
+    "Model",
+    "Random",
+    "TpSizes",
+    "add_columns",
+    "compile_model",
+    "logs",
+    "progress_bar",
+    "sizes",
+    "with_options",
+]
+
+logs = Console(stderr=True)
+
+Model = Annotated[
+    str, typer.Argument(help=f"A local Hugging Face model folder, '{TINY}' (the embedded model), or an exported .pt2.")
+]
+Random = Annotated[bool, typer.Option("--random", help="Random weights for the folder's config.json.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+TpSizes = Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer takes it: each parameter that is a dataclass has become its fields, as options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Callable[..., Any]] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    taken: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        taken += inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+
+    @functools.wraps(command)
+    def callback(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field: given.pop(field) for field in inspect.signature(group).parameters})
+        command(**given)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in taken]
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return callback
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """The integers in an option such as 1,2,4,8.
+
+    Raises:
+        typer.BadParameter: it holds something else.
+    """
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: give comma-separated integers, such as 1,2,4,8") from error
+
+
+def compile_model(spec: ModelSpec, tp: int = 1) -> CompiledModel:
+    """Load and compile a model, over ``tp`` ranks; says how long it took."""
+    start = time.perf_counter()
+    with progress_bar() as progress:
+        progress.add_task(f"compiling {Path(spec.name).name}", total=None)
+        compiled = spec.compile(tp)
+    logs.print(
+        f"compiled in {time.perf_counter() - start:.1f} s on {compiled.device}, {compiled.dtype}", highlight=False
+    )
+    return compiled
+
+
+def progress_bar(total: bool = False) -> Progress:
+    """Progress on standard error, gone when it ends; a bar where the ``total`` is known, else a spinner."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*(Progress.get_default_columns() if total else columns), console=logs, transient=True)
+
+
+def add_columns(table: Table, *names: str) -> None:
+    """Columns of a table of axes: names to the left, numbers to the right."""
+    for name in names:
+        table.add_column(name, justify="left" if name == "axis" else "right")

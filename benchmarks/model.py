@@ -112,7 +112,7 @@ FAMILIES = {
     "NCCL": ("nccl",),
     "next tokens": ("best_of", "fill_pending"),
     "GEMM": ("tile_kernel", "tma_kernel", "combine_kernel", "hopper_matmul_kernel", "batched_leaves_kernel"),
-    "attention": ("attention_kernel", "merge_kernel", "write_kv_kernel"),
+    "attention": ("attention_kernel", "hopper_decode_kernel", "merge_kernel", "write_kv_kernel"),
     "norms and rotation": ("rms_norm", "rope"),
     "gate": ("silu",),
 }

@@ -22,7 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from detcompile.orders.numerics import row_order
-from detcompile.templates.attention import gpu as attention_triton
+from detcompile.templates.attention.gpu import ATTENTION, cached_attention_cuda, dense_attention_cuda
+from detcompile.templates.attention.operands import Caches, StepMetadata
+from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device.cuda_graphs import graph_seconds
 from detcompile.templates.matmul import gpu as matmul_gpu
 from detcompile.templates.matmul import launch as matmul_launch
@@ -158,7 +160,7 @@ def attention_rows() -> Iterator[dict]:
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
     def ours(q, k, v):  # type: ignore[no-untyped-def]
-        return attention_triton.dense_attention_cuda(q, k, v, d**-0.5, 0, 512)
+        return dense_attention_cuda(q, k, v, AttentionRule(d**-0.5, 0, 512))
 
     def peer(backend, q, k, v):  # type: ignore[no-untyped-def]
         with sdpa_kernel(backend):
@@ -193,8 +195,8 @@ def _decode(batch: int, n: int, heads: int, kv_heads: int, d: int, page: int) ->
     q = torch.randn(batch, heads, d, device=DEVICE, dtype=torch.bfloat16)
 
     def ours(k_cache, v_cache):  # type: ignore[no-untyped-def]
-        metadata = (cu, cu, lens, table)  # no slots, as nothing is written
-        return attention_triton.paged_attention_cuda(q, None, None, k_cache, v_cache, *metadata, d**-0.5, 0, 512)
+        step, rule = StepMetadata(cu, lens, table), AttentionRule(d**-0.5, 0, 512)
+        return cached_attention_cuda(q, Caches(k_cache, v_cache), step, rule)
 
     def peer(k_cache, v_cache):  # type: ignore[no-untyped-def]
         keys, values = (t.view(batch, pages * page, kv_heads, d)[:, :n].transpose(1, 2) for t in (k_cache, v_cache))
@@ -244,7 +246,7 @@ def row_rows() -> Iterator[dict]:
 
 def gates() -> dict[str, dict[str, int]]:
     """Schedules that the gates admitted and refused, over all problems they met on this device."""
-    families = matmul_gpu.MATMUL, attention_triton.ATTENTION
+    families = matmul_gpu.MATMUL, ATTENTION
     tables = {gate.family: gate.tuner(DEVICE).table() for gate in families}
     return {
         name: {"problems": len(table)}

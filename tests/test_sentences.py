@@ -37,7 +37,6 @@ ALLOWED: dict[str, int] = {
     "models/fingerprints.py": 1,
     "models/remote.py": 12,
     "passes/capture.py": 1,
-    "passes/modules/attention.py": 2,
     "runtime/dense/end_tokens.py": 1,
     "runtime/device_memory.py": 1,
     "runtime/engine_config.py": 2,
@@ -56,9 +55,6 @@ ALLOWED: dict[str, int] = {
     "runtime/step/layout.py": 3,
     "runtime/step/runner.py": 3,
     "runtime/step/worker.py": 4,
-    "templates/attention/hopper.py": 1,
-    "templates/attention/hopper_decode.py": 1,
-    "templates/attention/scores.py": 1,
 }
 
 

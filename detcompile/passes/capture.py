@@ -28,11 +28,11 @@ from detcompile.passes.modules.attention import (
     check_call,
     layer_of,
     register_attention,
+    rule_of,
 )
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
-from detcompile.templates.attention.scores import Visible
 
 __all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
 
@@ -176,8 +176,7 @@ def _observe(
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
         check_call(module, query, key, value, attention_mask, kwargs)
-        visible = Visible(*(int(kwargs.get(name) or 0) for name in ("sliding_window", "attention_chunk")))
-        calls.append(AttentionCall(module, query, key, value, visible, place(module)))
+        calls.append(AttentionCall(module, query, key, value, rule_of(query, kv_chunk, kwargs), place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(IMPLEMENTATION, record)

@@ -1,6 +1,6 @@
 """Attention reaches our template through transformers' AttentionInterface."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 from detcompile.errors import UnsupportedModel
 from detcompile.step import KVGroup, StepInputs
-from detcompile.templates.attention.scores import Visible
+from detcompile.templates.attention.scores import AttentionRule
 
 __all__ = [
     "AttentionCall",
@@ -19,6 +19,7 @@ __all__ = [
     "check_call",
     "layer_of",
     "register_attention",
+    "rule_of",
 ]
 
 IMPLEMENTATION = "detcompile"  # the model's attn_implementation
@@ -56,24 +57,41 @@ class AttentionCall:
     """What one attention layer asks for, seen while the model runs once.
 
     Attributes:
-        module: that called. layer: index into the step's caches. num_heads: of the queries.
-        shape: kv_heads, head_dim, v_head_dim: extents of a cached key and value.
+        module: the layer's module, which called.
+        layer: index into the step's caches.
+        num_heads: heads of the queries.
+        shape: extents of a cached key and value (KV heads, head dim, head dim of the values).
         chunk: a query sees no key before its own chunk of so many tokens; 0 for none.
         window: the last tokens that hold all that a query sees, by its window or its chunk; 0 for no limit.
     """
 
-    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Visible, layer: int) -> None:
+    def __init__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, layer: int) -> None:
         self.module = module
         self.layer = layer
         self.num_heads = query.shape[1]
         self.shape = (key.shape[1], key.shape[3], value.shape[3])
-        self.chunk = visible.attention_chunk
-        self.window = visible.tokens
+        self.chunk = rule.attention_chunk
+        self.window = rule.window
 
 
 def layer_of(module: Any) -> int:
     """The index of an attention's layer, which is that of its cache where every layer attends."""
     return int(module.layer_idx)
+
+
+def rule_of(query: Tensor, kv_chunk: int, asked: Mapping[str, Any]) -> AttentionRule:
+    """What the keywords of a call through the AttentionInterface ask for."""
+    scaling = asked.get("scaling")
+    return AttentionRule(
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        sliding_window=int(asked.get("sliding_window") or 0),
+        kv_chunk=kv_chunk,
+        softcap=float(asked.get("softcap") or 0),
+        sinks=asked.get("s_aux"),
+        alibi_slopes=asked.get("alibi_slopes"),
+        attention_chunk=int(asked.get("attention_chunk") or 0),
+        relative_bias=asked.get("relative_bias"),
+    )
 
 
 def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable[[Any], int] = layer_of) -> None:
@@ -92,25 +110,17 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        attention_chunk: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        **kwargs: Any,
+        **asked: Any,
     ) -> tuple[Tensor, None]:
-        scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        window, chunk = int(sliding_window or 0), int(attention_chunk or 0)
-        order = (scale, window, kv_chunk, float(softcap or 0), s_aux, alibi_slopes, chunk)
-        step: StepInputs | None = kwargs.get(STEP_KWARG)
+        rule = rule_of(query, kv_chunk, asked)
+        step: StepInputs | None = asked.get(STEP_KWARG)
         if step is None:
-            out = torch.ops.detcompile.dense_attention(query, key, value, *order, relative_bias)
+            out = torch.ops.detcompile.dense_attention(query, key, value, *rule)
             return out.transpose(1, 2).contiguous(), None  # as transformers' own: models view it
         layer = place(module)
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+        if rule.relative_bias is not None:
+            rule = rule._replace(relative_bias=rule.relative_bias.transpose(1, 2).squeeze(0))
         out = torch.ops.detcompile.paged_attention(
             q,
             k,
@@ -121,8 +131,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
             step.cu_seqlens,
             step.seq_lens,
             step.block_tables[group_of[layer]],
-            *order,
-            None if relative_bias is None else relative_bias.transpose(1, 2).squeeze(0),
+            *rule,
         )
         return out.unsqueeze(0), None
 

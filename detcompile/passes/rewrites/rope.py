@@ -7,7 +7,9 @@ import torch
 from torch import fx
 
 from detcompile.passes.graphs import FUNCTIONALIZED, insert, replace, shape_of
+from detcompile.templates.attention.operands import StepMetadata
 from detcompile.templates.attention.rope_cache_gpu import MOST_FEATURES
+from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.ops import ours
 
 __all__ = ["fuse_rope"]
@@ -16,8 +18,7 @@ aten = torch.ops.aten
 SWAP = [0, 2, 1, 3]  # [1, T, H, D] <-> [1, H, T, D]
 CACHES = {"_k_cache_base_index", "_v_cache_base_index", "_all_bases"}
 DEVICES = ("cuda",)  # on a CPU launches are cheap, and Inductor's loops are faster than our composition
-LATER = ("cu_seqlens", "seq_lens", "block_table", "scale", "sliding_window", "kv_chunk")
-OPTIONAL = (("softcap", 0.0), ("sinks", None), ("alibi_slopes", None), ("attention_chunk", 0), ("relative_bias", None))
+LATER = (*StepMetadata._fields, *AttentionRule._fields)
 
 
 class Norm(NamedTuple):
@@ -79,7 +80,8 @@ def _fuse(graph: fx.Graph, attention: fx.Node, q: Rotated, k: Rotated) -> None:
     rope.meta["val"] = (given["q"].meta["val"], *attention.meta["val"][1:])
     turned = _part(graph, attention, rope, 0)
     caches = [_part(graph, attention, rope, 1 + given[f"_{name}_cache_base_index"]) for name in ("k", "v")]
-    later = [given[name] for name in LATER] + [given.get(name, default) for name, default in OPTIONAL]
+    stated = {**AttentionRule._field_defaults, **given}
+    later = [stated[name] for name in LATER]
     out = insert(graph, ours.cached_attention.default, (turned, *caches, *later), attention)
     out.meta.pop("eager_input_vals", None)
     for user in list(attention.users):

@@ -9,161 +9,54 @@ stage holds a block, k_free and v_free that every warpgroup is done with it. Slo
 block in which not every row sees every key is looked through for values that are not finite before it is multiplied.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from detcompile.templates.attention.hopper_blocks import copy_tile, descriptor, row_of, row_steps, sequence_of
 from detcompile.templates.attention.hopper_tile import KEYS, LANES, SUMS, attend_tile
+from detcompile.templates.attention.operands import AttentionLaunch
+from detcompile.templates.attention.schedules import HOPPER_ROWS
 from detcompile.templates.device.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier, launch_options
 from detcompile.templates.device.gate import multiprocessors
+from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.launcher import launcher
-from detcompile.templates.matmul import hopper as matmul_hopper
 
-__all__ = [
-    "REGISTERS",
-    "copy_tile",
-    "descriptor",
-    "hopper_attention_kernel",
-    "launch",
-    "row_of",
-    "row_steps",
-    "sequence_of",
-    "supports",
-]
+__all__ = ["REGISTERS", "hopper_attention_kernel", "launch"]
 
-ROWS = 64
-_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 REGISTERS = {1: 128, 2: 168}  # a thread, by CONSUMERS: the warpgroups then get 232 or 240 of them
 
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]))
 
 
-def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
-    """Whether descriptors can read k and v: [pages, page, KV heads, D] or dense [B, T, KV heads, D]."""
-    if not matmul_hopper.supports(k.device, k.dtype):
-        return False
-    d, page = k.shape[3], k.shape[1]
-    if d not in (64, 128) or v.shape[3] != d or (paged and page % 64 and page not in (16, 32)):
-        return False
-    return all(_has_rows(t) for t in (k, v)) and row_steps(k) == row_steps(v)
-
-
-def _has_rows(t: Tensor) -> bool:
-    """Whether t is rows of one stride, a head's D values contiguous in each; descriptors want multiples of 16 bytes,
-    and those of whole blocks heads that begin at multiples of 64 columns."""
-    batch, token, head, inner = t.stride()
-    if inner != 1 or token == 0 or t.data_ptr() % 16 or token * t.element_size() % 16:
-        return False
-    return batch % token == 0 and (head % token == 0 if head >= token else head % 64 == 0)
-
-
-def row_steps(t: Tensor) -> tuple[int, int, int]:
-    """Rows from one batch (or page) to the next, rows and columns from one head to the next."""
-    batch, token, head, _ = t.stride()
-    return (batch // token, head // token, 0) if head >= token else (batch // token, 0, head)
-
-
-def launch(
-    q: Tensor,  # [B, T, H, D]; paged: B = 1
-    k: Tensor,  # [pages or B, page or T, KV heads, D]
-    v: Tensor,
-    target: Tensor,  # out, or its chunks' partials
-    stat: Tensor,
-    metadata: tuple[Tensor, Tensor, Tensor],  # cu_seqlens, seq_lens, block_table (dense: anything)
-    numbers: Mapping[str, Any],  # c, window, T, S, tiles, H, chunks
-    strides: Sequence[int],  # of out: batch, token, head
-    constants: Mapping[str, Any],  # G, HEADS, D, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES
-) -> None:
-    """Run the kernel; `supports(k, v)` holds."""
-    page, consumers, kv_heads = constants["PAGE"], constants["CONSUMERS"], k.shape[2]
-    piece = min(page, 64) if page else 64
+def launch(given: AttentionLaunch) -> None:
+    """Run the kernel; `hopper_blocks.supports(k, v)` holds."""
+    schedule, problem, rule, q, k, v, out, target, max_and_sum, step, T, S, chunks, split = given
+    heads = min(next_power_of_2(problem.group), HOPPER_ROWS)
+    consumers = schedule.block_m // HOPPER_ROWS
+    paged = problem.block_size > 0
+    piece = min(problem.block_size, 64) if paged else 64
     batch_rows, head_rows, head_columns = row_steps(k)
-    groups = kv_heads * -(-constants["G"] // constants["HEADS"])
+    tiles = given.tiles(heads)
     # Programs of one warpgroup walk through many pieces of work, two programs a multiprocessor. Those of two attend
     # one tile each: the hardware hands the tiles out, and balances their unequal lengths better.
-    programs = numbers["tiles"] * groups * (numbers["chunks"] if constants["SPLIT"] else 1)
+    programs = tiles * problem.kv_heads * cdiv(problem.group, heads) * (chunks if split else 1)
     if consumers == 1:
         programs = min(programs, 2 * multiprocessors(q.device))
     launcher(hopper_attention_kernel)[(programs,)](
-        q, descriptor(k, piece), descriptor(v, piece), target, stat, *metadata, **numbers,
-        q_batch=0 if page else q.stride(0), q_token=q.stride(1), q_head=q.stride(2),
-        batch_rows=batch_rows, head_rows=head_rows, head_columns=head_columns,
-        out_batch=0 if page else strides[0], out_token=strides[1], out_head=strides[2],
-        table_row=metadata[2].stride(0) if page else 0,
-        **constants, KV_HEADS=kv_heads, num_warps=4, maxnreg=REGISTERS[consumers], enable_fp_fusion=False,
-        **launch_options(q.device),
+        q, descriptor(k, piece), descriptor(v, piece), target, max_and_sum, *step, rule.log2e_scale, rule.window, T, S,
+        tiles, problem.heads, chunks,
+        0 if paged else q.stride(0), *q.stride()[1:3], batch_rows, head_rows, head_columns,
+        0 if paged else out.stride(0), *out.stride()[1:3], step.block_table.stride(0) if paged else 0,
+        G=problem.group, HEADS=heads, D=problem.d, BLOCK_SIZE=problem.block_size, CHUNK=problem.chunk,
+        WINDOWED=problem.windowed, SPLIT=split, CONSUMERS=consumers, STAGES=schedule.stages, KV_HEADS=problem.kv_heads,
+        num_warps=4, maxnreg=REGISTERS[consumers], enable_fp_fusion=False, **launch_options(q.device),
     )  # fmt: skip
-
-
-def descriptor(t: Tensor, piece: int) -> TensorDescriptor:
-    """Of t, [pages, page, KV heads, D] or dense: the rows that `row_steps` counts, by pieces of 64 columns."""
-    batch_rows, head_rows, head_columns = row_steps(t)
-    last = t.shape[2] - 1
-    shape = [(t.shape[0] - 1) * batch_rows + last * head_rows + t.shape[1], last * head_columns + t.shape[3]]
-    return TensorDescriptor(t, shape, [t.stride(1), 1], [piece, 64], _SHARED)
-
-
-@gluon.jit
-def sequence_of(index, cu_ptr, S, BQ: gl.constexpr, PER_SEQUENCE: gl.constexpr, WARPS: gl.constexpr):
-    """attention_kernels.sequence_of."""
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    low = 0
-    high = S + 1
-    while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
-        step = (high - low + 31) // 32
-        place = low + (1 + lane) * step
-        before = gl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place * PER_SEQUENCE <= index
-        low += gl.sum(((place < high) & before).to(gl.int32), 0) * step
-        high = gl.minimum(low + step, high)
-    return low
-
-
-@gluon.jit
-def row_of(table_ptr, n, last, page_rows, PAGE: gl.constexpr, I: gl.constexpr):
-    """Row where piece I of the block at key n starts. A piece past the last key repeats that key's page."""
-    if PAGE == 0:
-        row = n
-    elif PAGE >= 64:
-        row = gl.load(table_ptr + n // PAGE) * page_rows + n % PAGE
-    else:
-        row = gl.load(table_ptr + gl.minimum(n + I * PAGE, last - 1) // PAGE) * page_rows
-    return row
-
-
-@gluon.jit
-def _fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
-    """Block of 64 rows x D into tile; `full` completes with its last piece."""
-    mbarrier.expect(full, 64 * D * 2)
-    copy_tile(desc, r0, r1, r2, r3, column, full, tile, True, D, PIECES)
-
-
-@gluon.jit
-def copy_tile(desc, r0, r1, r2, r3, column, full, tile, wanted, D: gl.constexpr, PIECES: gl.constexpr):
-    """`_fetch_tile` where `full` expects the block already: 64 columns and a piece of rows at a time, if wanted."""
-    HALVES: gl.constexpr = D // 64
-    pieces = tile._reinterpret(desc.dtype, [HALVES * PIECES, 64 // PIECES, 64], desc.layout)
-    for half in gl.static_range(HALVES):
-        at = column + half * 64
-        tma.async_copy_global_to_shared(desc, [r0, at], full, pieces.index(half * PIECES), pred=wanted)
-        if PIECES > 1:
-            tma.async_copy_global_to_shared(desc, [r1, at], full, pieces.index(half * PIECES + 1), pred=wanted)
-        if PIECES > 2:
-            tma.async_copy_global_to_shared(desc, [r2, at], full, pieces.index(half * PIECES + 2), pred=wanted)
-            tma.async_copy_global_to_shared(desc, [r3, at], full, pieces.index(half * PIECES + 3), pred=wanted)
 
 
 @gluon.jit
 def _task(
-    work, cu_ptr, lens_ptr, window, T, S, tiles, G: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr,
+    work, cu_ptr, lens_ptr, window, T, S, tiles, G: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, KV_HEADS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -178,7 +71,7 @@ def _task(
     work = work // (KV_HEADS * GROUPS)
     tile = tiles - 1 - work % tiles
     chunk = work // tiles
-    if PAGE == 0:
+    if BLOCK_SIZE == 0:
         per_sequence = (T + BQ - 1) // BQ
         sequence = tile // per_sequence
         local = tile % per_sequence * BQ
@@ -198,20 +91,27 @@ def _task(
     if SPLIT:
         first = gl.maximum(first, chunk * CHUNK)
         last = gl.minimum(last, (chunk + 1) * CHUNK)
-    if PAGE != 0:
+    if BLOCK_SIZE != 0:
         last = gl.where(sequence < S, last, first)
     last = gl.where(local < length, last, first)
     return first, last, sequence, start, past, length, local, head // GROUPS, head % GROUPS * HEADS, chunk
 
 
 @gluon.jit
+def _fetch_tile(desc, r0, r1, r2, r3, column, full, tile, D: gl.constexpr, PIECES: gl.constexpr):
+    """Block of 64 rows x D into tile; `full` completes with its last piece."""
+    mbarrier.expect(full, 64 * D * 2)
+    copy_tile(desc, r0, r1, r2, r3, column, full, tile, True, D, PIECES)
+
+
+@gluon.jit
 def _fetch(
     k_desc, v_desc, ring, plan, metadata, rows, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """The keys and values of every task into the ring; the pages of the next block are looked up meanwhile."""
-    PIECES: gl.constexpr = 4 if PAGE == 16 else 2 if PAGE == 32 else 1
+    """The keys and values of every task into the ring; where the next 64 keys lie is looked up meanwhile."""
+    PIECES: gl.constexpr = 4 if BLOCK_SIZE == 16 else 2 if BLOCK_SIZE == 32 else 1
     k_tiles, v_tiles, k_full, v_full, k_free, v_free = ring
     works, tiles, window, T, S = plan
     cu_ptr, lens_ptr, tables_ptr, table_row = metadata
@@ -219,24 +119,25 @@ def _fetch(
     filled = 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         first, last, sequence, _, _, _, _, kv_head, _, _ = _task(
-            work, cu_ptr, lens_ptr, window, T, S, tiles, G, HEADS, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS, 1,
-        )
+            work, cu_ptr, lens_ptr, window, T, S, tiles,
+            G, HEADS, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS, 1,
+        )  # fmt: skip
         row = kv_head * head_rows
         table_ptr = tables_ptr
-        if PAGE == 0:
+        if BLOCK_SIZE == 0:
             row += sequence * batch_rows
         else:
             table_ptr += sequence.to(gl.int64) * table_row
         if last > first:
-            r0 = row_of(table_ptr, first, last, batch_rows, PAGE, 0)
+            r0 = row_of(table_ptr, first, last, batch_rows, BLOCK_SIZE, 0)
             r1 = r0
             r2 = r0
             r3 = r0
             if PIECES > 1:
-                r1 = row_of(table_ptr, first, last, batch_rows, PAGE, 1)
+                r1 = row_of(table_ptr, first, last, batch_rows, BLOCK_SIZE, 1)
             if PIECES > 2:
-                r2 = row_of(table_ptr, first, last, batch_rows, PAGE, 2)
-                r3 = row_of(table_ptr, first, last, batch_rows, PAGE, 3)
+                r2 = row_of(table_ptr, first, last, batch_rows, BLOCK_SIZE, 2)
+                r3 = row_of(table_ptr, first, last, batch_rows, BLOCK_SIZE, 3)
             for n in range(first, last, KEYS):
                 stage = filled % STAGES
                 phase = (filled // STAGES) & 1
@@ -245,12 +146,12 @@ def _fetch(
                 a2 = row + r2
                 a3 = row + r3
                 following = gl.minimum(n + KEYS, (last - 1) // KEYS * KEYS)
-                r0 = row_of(table_ptr, following, last, batch_rows, PAGE, 0)
+                r0 = row_of(table_ptr, following, last, batch_rows, BLOCK_SIZE, 0)
                 if PIECES > 1:
-                    r1 = row_of(table_ptr, following, last, batch_rows, PAGE, 1)
+                    r1 = row_of(table_ptr, following, last, batch_rows, BLOCK_SIZE, 1)
                 if PIECES > 2:
-                    r2 = row_of(table_ptr, following, last, batch_rows, PAGE, 2)
-                    r3 = row_of(table_ptr, following, last, batch_rows, PAGE, 3)
+                    r2 = row_of(table_ptr, following, last, batch_rows, BLOCK_SIZE, 2)
+                    r3 = row_of(table_ptr, following, last, batch_rows, BLOCK_SIZE, 3)
                 column = kv_head * head_columns
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
                 _fetch_tile(k_desc, a0, a1, a2, a3, column, k_full.index(stage), k_tiles.index(stage), D, PIECES)
@@ -262,7 +163,7 @@ def _fetch(
 @gluon.jit
 def _attend(
     W: gl.constexpr, ring, q_tiles, totals, ones, pointers, plan, metadata, c, H, chunks, strides, G: gl.constexpr,
-    HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr,
     SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: its 64 rows of every task."""
@@ -271,8 +172,9 @@ def _attend(
     taken = 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         first, last, sequence, start, past, length, local, kv_head, member0, chunk = _task(
-            work, cu_ptr, lens_ptr, window, T, S, tiles, G, HEADS, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS, 4,
-        )
+            work, cu_ptr, lens_ptr, window, T, S, tiles,
+            G, HEADS, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, KV_HEADS, 4,
+        )  # fmt: skip
         if (last > first) | ((not SPLIT) & (local < length)):
             base = local + W * (64 // HEADS)
             place = (sequence, start, past, length, base, kv_head, member0, chunk)
@@ -295,13 +197,13 @@ def _longest(lens_ptr, S):
 
 @gluon.jit(do_not_specialize=["window", "T", "S", "tiles", "H", "chunks"])
 def hopper_attention_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, stat_ptr, cu_ptr, lens_ptr, table_ptr, c, window, T, S, tiles, H, chunks,
+    q_ptr, k_desc, v_desc, out_ptr, max_and_sum_ptr, cu_ptr, lens_ptr, table_ptr, c, window, T, S, tiles, H, chunks,
     q_batch, q_token, q_head, batch_rows, head_rows, head_columns, out_batch, out_token, out_head, table_row,
-    G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
+    G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr,
     WINDOWED: gl.constexpr, SPLIT: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, KV_HEADS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs. Arguments, tiles and results as in attention_kernels.attention_kernel; padding rows get
+    """Persistent programs. Arguments, tiles and results as in kernels.attention_kernel; padding rows get
     zeros (SPLIT: nothing)."""
     gl.static_assert(STAGES > 1, "the next block's keys are waited for before this one's values make room")
     gluon_let_next_start(PDL)
@@ -333,21 +235,21 @@ def hopper_attention_kernel(
     plan = (works, tiles, window, T, S)
     metadata = (cu_ptr, lens_ptr, table_ptr, table_row)
     rows = (batch_rows, head_rows, head_columns)
-    pointers = (q_ptr, out_ptr, stat_ptr)
+    pointers = (q_ptr, out_ptr, max_and_sum_ptr)
     strides = (q_batch, q_token, q_head, out_batch, out_token, out_head)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_attend, (gl.constexpr(0), ring, q_tiles, totals, ones, pointers, plan, metadata, c, H, chunks, strides,
-                       G, HEADS, D, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
+                       G, HEADS, D, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
             (_fetch, (k_desc, v_desc, ring, plan, metadata, rows,
-                      G, HEADS, D, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
+                      G, HEADS, D, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend, (gl.constexpr(0), ring, q_tiles, totals, ones, pointers, plan, metadata, c, H, chunks, strides,
-                       G, HEADS, D, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
+                       G, HEADS, D, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
             (_attend, (gl.constexpr(1), ring, q_tiles, totals, ones, pointers, plan, metadata, c, H, chunks, strides,
-                       G, HEADS, D, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
+                       G, HEADS, D, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
             (_fetch, (k_desc, v_desc, ring, plan, metadata, rows,
-                      G, HEADS, D, PAGE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
+                      G, HEADS, D, BLOCK_SIZE, CHUNK, WINDOWED, SPLIT, CONSUMERS, STAGES, KV_HEADS)),
         ], [4, 1], [240, 24])  # fmt: skip

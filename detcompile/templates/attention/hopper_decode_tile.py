@@ -16,11 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from detcompile.templates.attention.hopper import copy_tile, row_of
+from detcompile.templates.attention.hopper_blocks import copy_tile, row_of
 from detcompile.templates.attention.hopper_tile import KEYS, LANES
 from detcompile.templates.device.barrier import barrier
 
-__all__ = ["attend_columns", "copy_block", "merge_columns", "rows_of"]
+__all__ = ["attend_columns", "copy_block", "merge_columns", "piece_rows"]
 
 # [4 warps, 8 columns], all four of a column in a thread: one exchange through shared memory finds their maximum.
 _ALL_WARPS = gl.constexpr(
@@ -36,8 +36,8 @@ _ALL_WARPS = gl.constexpr(
 
 @gluon.jit
 def attend_columns(
-    ring, q_tile, p_tiles, pages, following, column, pos, first, last, lower, c, window,
-    D: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr,
+    ring, q_tile, p_tiles, table, following, column, pos, first, last, lower, c, window,
+    D: gl.constexpr, BLOCK_SIZE: gl.constexpr, CHUNK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, S_L: gl.constexpr,
 ):  # fmt: skip
     """Keys first..last of a token at pos, which sees the blocks from lower on whole, but for its own.
@@ -46,7 +46,7 @@ def attend_columns(
     as soon as its scores are there, so that keys run ahead of values, and of the last block only the values' product is
     left to do when they come.
 
-    Returns what attention_kernels and attention_merge merge: (M, L, O) of all chunks but the last and (m, l, o) of that
+    Returns what merge.merged takes: (M, L, O) of all chunks but the last and (m, l, o) of that
     one, l in each of 64 rows.
     """
     ROW: gl.constexpr = gl.SliceLayout(0, S_L)
@@ -62,7 +62,7 @@ def attend_columns(
     more = first + STAGES * KEYS < last
     mbarrier.expect(k_full.index(0), BYTES, pred=more)
     barrier()
-    copy_block(k_desc, following, column, k_full.index(0), k_tiles.index(0), more, PAGE, D)
+    copy_block(k_desc, following, column, k_full.index(0), k_tiles.index(0), more, BLOCK_SIZE, D)
     p, m, _ = _weights(s, M, first, pos, window, c, WINDOWED, S_L)
     p_tiles.index(0).permute((1, 0)).store(p.to(k_desc.dtype))
     fence_async_shared()
@@ -72,7 +72,7 @@ def attend_columns(
         stage = block % STAGES
         ahead = (block + 1) % STAGES
         v_rows = following
-        following = rows_of(pages, n + (STAGES + 1) * KEYS, last, PAGE)
+        following = piece_rows(table, n + (STAGES + 1) * KEYS, last, BLOCK_SIZE)
         more_k = n + (STAGES + 1) * KEYS < last
         more_v = n + STAGES * KEYS < last
         mbarrier.wait(k_full.index(ahead), ((block + 1) // STAGES) & 1)
@@ -92,7 +92,7 @@ def attend_columns(
         mbarrier.expect(k_full.index(ahead), BYTES, pred=more_k)
         mbarrier.expect(v_full.index(stage), BYTES, pred=more_v)
         barrier()
-        copy_block(k_desc, following, column, k_full.index(ahead), k_tiles.index(ahead), more_k, PAGE, D)
+        copy_block(k_desc, following, column, k_full.index(ahead), k_tiles.index(ahead), more_k, BLOCK_SIZE, D)
         m_chunk = m
         if not SPLIT:
             m_chunk = gl.where((n + KEYS) % CHUNK == 0, -float("inf"), m)
@@ -101,7 +101,7 @@ def attend_columns(
         o, l = warpgroup_mma_wait(0, deps=(o, l))
         fence_async_shared()  # not before the wait: ptxas 12.8 dies of that
         barrier()
-        copy_block(v_desc, v_rows, column, v_full.index(stage), v_tiles.index(stage), more_v, PAGE, D)
+        copy_block(v_desc, v_rows, column, v_full.index(stage), v_tiles.index(stage), more_v, BLOCK_SIZE, D)
         if WINDOWED:
             o = gl.where(strange > 0.0, float("nan"), o)
         if not SPLIT:
@@ -129,47 +129,47 @@ def attend_columns(
 
 
 @gluon.jit
-def rows_of(pages, n, last, PAGE: gl.constexpr):
+def piece_rows(table, n, last, BLOCK_SIZE: gl.constexpr):
     """Rows where the pieces of the block at key n start, as many as copy_tile takes.
 
-    pages: the sequence's row of the block table and its width; rows before those of the KV head in a page, and rows of
-    a page. Whoever asks for keys past the last one gets any rows.
+    table: the sequence's row of the block table and its width; rows before those of the KV head in a block of the
+    cache, and rows of such a block. Whoever asks for keys past the last one gets any rows.
     """
-    PIECES: gl.constexpr = 4 if PAGE == 16 else 2 if PAGE == 32 else 1
-    table_ptr, width, line, page_rows = pages
+    PIECES: gl.constexpr = 4 if BLOCK_SIZE == 16 else 2 if BLOCK_SIZE == 32 else 1
+    table_ptr, width, line, block_rows = table
     if PIECES == 1:
-        r0 = line + gl.load(table_ptr + gl.minimum(n // PAGE, width - 1)) * page_rows + n % PAGE
+        r0 = line + gl.load(table_ptr + gl.minimum(n // BLOCK_SIZE, width - 1)) * block_rows + n % BLOCK_SIZE
     else:
-        r0 = line + row_of(table_ptr, n, last, page_rows, PAGE, 0)
+        r0 = line + row_of(table_ptr, n, last, block_rows, BLOCK_SIZE, 0)
     r1 = r0
     r2 = r0
     r3 = r0
     if PIECES > 1:
-        r1 = line + row_of(table_ptr, n, last, page_rows, PAGE, 1)
+        r1 = line + row_of(table_ptr, n, last, block_rows, BLOCK_SIZE, 1)
     if PIECES > 2:
-        r2 = line + row_of(table_ptr, n, last, page_rows, PAGE, 2)
-        r3 = line + row_of(table_ptr, n, last, page_rows, PAGE, 3)
+        r2 = line + row_of(table_ptr, n, last, block_rows, BLOCK_SIZE, 2)
+        r3 = line + row_of(table_ptr, n, last, block_rows, BLOCK_SIZE, 3)
     return r0, r1, r2, r3
 
 
 @gluon.jit
-def copy_block(desc, rows, column, full, tile, wanted, PAGE: gl.constexpr, D: gl.constexpr):
+def copy_block(desc, rows, column, full, tile, wanted, BLOCK_SIZE: gl.constexpr, D: gl.constexpr):
     """A block into tile, if wanted; `full` expects it already.
 
-    In pages of 64 and more it comes in one copy, by a descriptor of attention_turned._whole_blocks. `wanted` is no
-    branch of its own: loads of later blocks' pages would be moved behind it.
+    From cache blocks of 64 keys and more it comes in one copy, by a descriptor of hopper_decode._whole_blocks. `wanted`
+    is no branch of its own: loads of where later keys lie would be moved behind it.
     """
     r0, r1, r2, r3 = rows
-    if PAGE >= 64:
+    if BLOCK_SIZE >= 64:
         block = tile._reinterpret(desc.dtype, [D // 64, 64, 64], desc.layout)
         tma.async_copy_global_to_shared(desc, [column // 64, r0, 0], full, block, pred=wanted)
     else:
-        copy_tile(desc, r0, r1, r2, r3, column, full, tile, wanted, D, 4 if PAGE == 16 else 2)
+        copy_tile(desc, r0, r1, r2, r3, column, full, tile, wanted, D, 4 if BLOCK_SIZE == 16 else 2)
 
 
 @gluon.jit
 def _scores(k_tile, q_tile, BM: gl.constexpr, S_L: gl.constexpr):
-    """Of one block, [64, BM], to be waited for."""
+    """Scores of one block, [64, BM], to be waited for."""
     s = gl.zeros([64, BM], gl.float32, S_L)
     return warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
 
@@ -193,7 +193,7 @@ def _visible(n, pos, window, WINDOWED: gl.constexpr, S_L: gl.constexpr):
 
 @gluon.jit
 def _weights(s, m, n, pos, window, c, WINDOWED: gl.constexpr, S_L: gl.constexpr):
-    """Of the scores of the block at key n; the new maximum, and the factor of what was summed under m."""
+    """Weights by the scores of the block at key n; the new maximum, and the factor of what was summed under m."""
     s = gl.where(_visible(n, pos, window, WINDOWED, S_L)[:, None], s, -float("inf"))
     of_warps = gl.convert_layout(gl.max(s.reshape([4, 16, s.shape[1]]), 1), _ALL_WARPS)
     top = gl.maximum(m, gl.convert_layout(gl.max(of_warps, 0), m.type.layout))
@@ -203,7 +203,7 @@ def _weights(s, m, n, pos, window, c, WINDOWED: gl.constexpr, S_L: gl.constexpr)
 
 @gluon.jit
 def merge_columns(M, L, O, m, l, o, c):
-    """attention_kernels._merge."""
+    """merge.merged."""
     top = gl.maximum(M, m)
     safe = gl.where(top == -float("inf"), 0.0, top)
     old = gl.exp2((M - safe) * c)

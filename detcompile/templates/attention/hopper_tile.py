@@ -32,7 +32,7 @@ def attend_tile(
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_L)
     BQ: gl.constexpr = 64 // HEADS
-    q_ptr, out_ptr, stat_ptr = pointers
+    q_ptr, out_ptr, max_and_sum_ptr = pointers
     sequence, start, past, length, base, kv_head, member0, split_chunk = place
     q_batch, q_token, q_head, out_batch, out_token, out_head = strides
 
@@ -88,13 +88,13 @@ def attend_tile(
     out_ok = (token < length) & (member < G)
     if SPLIT:
         partial = (t * H + kv_head * G + member) * chunks + split_chunk
-        stat = stat_ptr + gl.convert_layout(partial, ROW) * 2
-        gl.store(stat, m, mask=inside & (last > first))
-        gl.store(stat + 1, l_row, mask=inside & (last > first))
+        max_and_sum = max_and_sum_ptr + gl.convert_layout(partial, ROW) * 2
+        gl.store(max_and_sum, m, mask=inside & (last > first))
+        gl.store(max_and_sum + 1, l_row, mask=inside & (last > first))
         gl.store(out_ptr + partial[:, None] * D + dim[None, :], o, mask=(out_ok & (last > first))[:, None])
     else:
         M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, O_ROW)
-        # attention_kernels._quotient. Padding, of no sequence and so of length 0, gets zeros. A token whose weights are
+        # merge.quotient. Padding, of no sequence and so of length 0, gets zeros. A token whose weights are
         # all zero does not.
         inverse = gl.where(pos < 0, 0.0, gl.div_rn(gl.full([64], 1.0, gl.float32, ROW), L))
         y = O * gl.convert_layout(inverse, O_ROW)[:, None] + 0.0
@@ -106,7 +106,7 @@ def attend_tile(
 
 @gluon.jit
 def _merge(M, L, O, m, l, o, c, O_ROWS: gl.constexpr):
-    """attention_kernels._merge."""
+    """merge.merged."""
     top = gl.maximum(M, m)
     safe = gl.where(top == -float("inf"), 0.0, top)
     old = gl.exp2((M - safe) * c)
@@ -141,14 +141,14 @@ def _add_values(p, visible, o, v_tile, scratch, D: gl.constexpr, O_L: gl.constex
 
 @gluon.jit
 def _scores(q, k_tile, S_L: gl.constexpr):
-    """Of one block, [64, 64], to be waited for."""
+    """Scores of one block, [64, 64], to be waited for."""
     s = gl.zeros([64, 64], gl.float32, S_L)
     return warpgroup_mma(q, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _weights(s, m, c):
-    """Of a block's scores; the new maximum, and the factor of what was summed under m."""
+    """Weights by a block's scores; the new maximum, and the factor of what was summed under m."""
     top = gl.maximum(m, gl.max(s, 1))
     safe = gl.where(top == -float("inf"), 0.0, top)
     return gl.exp2((s - safe[:, None]) * c), top, gl.exp2((m - safe) * c)
@@ -165,7 +165,7 @@ def _scaled(o, l, alpha, O_L: gl.constexpr, L_L: gl.constexpr):
 def _close_chunk(
     n, first, total, M, L, m, l, o, c, D: gl.constexpr, CHUNK: gl.constexpr, O_L: gl.constexpr, L_L: gl.constexpr,
 ):  # fmt: skip
-    """attention_kernels._close_chunk, with the merged chunks' o in shared memory."""
+    """kernels._close_chunk, with the merged chunks' o in shared memory."""
     if (n % CHUNK == 0) & (n > first):
         l_row = gl.convert_layout(gl.max(l, 1), m.type.layout)
         M, L, O = _merge(M, L, total.load(O_L), m, l_row, o, c, gl.SliceLayout(1, O_L))
@@ -236,7 +236,7 @@ def _attend_blocks(
     D: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr,
     S_L: gl.constexpr, O_L: gl.constexpr, L_L: gl.constexpr,
 ):  # fmt: skip
-    """attention_kernels._attend_block over the blocks begin..end: block n is the (n // 64 + shift)th in the ring."""
+    """kernels._attend_block over the blocks begin..end: block n is the (n // 64 + shift)th in the ring."""
     k_tiles, v_tiles, k_full, v_full, k_free, v_free = ring
     for n in range(begin, end, KEYS):
         if not SPLIT:

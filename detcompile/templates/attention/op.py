@@ -19,6 +19,8 @@ lies in a slot that a row does not see, be it NaN, does not matter.
 
 import ctypes
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,8 @@ from torch import Tensor
 from detcompile.errors import InvalidInput, NumericsError
 from detcompile.orders.numerics import KV_BLOCK
 from detcompile.templates.attention.gpu import dense_attention_cuda, paged_attention_cuda
-from detcompile.templates.attention.scores import Scores, Visible
+from detcompile.templates.attention.operands import Caches, StepMetadata
+from detcompile.templates.attention.scores import RULE, AttentionRule
 from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["dense_attention_cpu", "holds_copies", "paged_attention_cpu", "reference_attention"]
@@ -34,17 +37,10 @@ __all__ = ["dense_attention_cpu", "holds_copies", "paged_attention_cpu", "refere
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, float scale, int sliding_window, int kv_chunk, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0, "
-    "Tensor? relative_bias=None) -> Tensor",
+    f"Tensor cu_seqlens, Tensor seq_lens, Tensor block_table, {RULE}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_LIBRARY.define(
-    "dense_attention(Tensor q, Tensor k, Tensor v, float scale, int sliding_window, int kv_chunk, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, int attention_chunk=0, "
-    "Tensor? relative_bias=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_LIBRARY.define(f"dense_attention(Tensor q, Tensor k, Tensor v, {RULE}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 _LOG2_E = math.log2(math.e)
 _FAULTS = {  # enum Fault of attention.cpp
@@ -59,24 +55,14 @@ def paged_attention_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: Caches,
     slot_mapping: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    sliding_window: int,
-    kv_chunk: int,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
-    relative_bias: Tensor | None = None,
+    step: StepMetadata,
+    rule: AttentionRule,
     *,
     isa: str | None = None,
 ) -> Tensor:
-    """Writes k, v into the caches at slot_mapping [C T], then attends from the caches. The metadata is StepInputs'.
+    """Writes k and v into the caches at slot_mapping [C T], then attends from the caches.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], caches [num_blocks, block_size, Hkv, D | Dv] -> [T, Hq, Dv], q.dtype.
     Rows past cu_seqlens[S] are padding and get zeros.
@@ -85,44 +71,25 @@ def paged_attention_cpu(
         InvalidInput: tensors that do not fit together, or metadata that points outside the caches; nothing is written.
         NumericsError: kv_chunk is not a multiple of 64.
     """
-    _check_heads("paged_attention", q, k, v, kv_chunk, 3)
-    Visible(sliding_window, attention_chunk).check("detcompile::paged_attention")
-    scores = Scores(scale, softcap, sinks, alibi_slopes, relative_bias)
-    scores.check("detcompile::paged_attention", q, q.shape[1])
+    _check_heads("paged_attention", q, k, v, rule.kv_chunk, 3)
+    rule.check("detcompile::paged_attention", q, q.shape[1])
     T, Hq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[2]
-    num_blocks, block_size = k_cache.shape[:2]
-    _check_caches(k_cache, v_cache, (num_blocks, block_size, Hkv, D), (num_blocks, block_size, Hkv, Dv))
-    _check_metadata(slot_mapping, cu_seqlens, seq_lens, block_table, T)
+    num_blocks, block_size = caches.k.shape[:2]
+    _check_caches(*caches, (num_blocks, block_size, Hkv, D), (num_blocks, block_size, Hkv, Dv))
+    _check_metadata(slot_mapping, step, T)
     out = torch.empty((T, Hq, Dv), dtype=q.dtype)
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
-    S, max_blocks = block_table.shape
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    given, limits = _CpuScores(scores), (sliding_window, kv_chunk, attention_chunk)
+    S, max_blocks = step.block_table.shape
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *caches.k.stride()[:3], *caches.v.stride()[:3])
+    given, limits = _CpuScores(rule), (rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
     sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, given.extent, len(slot_mapping))
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        cu_seqlens.data_ptr(),
-        seq_lens.data_ptr(),
-        block_table.data_ptr(),
-        out.data_ptr(),
-        (ctypes.c_int64 * 12)(*strides),
-        (ctypes.c_int64 * 14)(*sizes),
-        given.scalars,
-        given.slopes,
-        given.sinks,
-        given.relative,
-        cpu_library.dtype_code(q),
-        cpu_library.dtype_code(k_cache),
-        cpu_library.thread_count(),
-        ctypes.byref(where),
-    )
+        *(tensor.data_ptr() for tensor in (q, k, v, *caches, slot_mapping, *step, out)),
+        (ctypes.c_int64 * 12)(*strides), (ctypes.c_int64 * 14)(*sizes), *given.addresses,
+        cpu_library.dtype_code(q), cpu_library.dtype_code(caches.k), cpu_library.thread_count(), ctypes.byref(where),
+    )  # fmt: skip
     if fault:
         raise InvalidInput(
             f"detcompile::paged_attention: {_FAULTS[fault].format(where=where.value)} ({num_blocks} blocks of "
@@ -131,31 +98,15 @@ def paged_attention_cpu(
     return out
 
 
-def dense_attention_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sliding_window: int,
-    kv_chunk: int,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
-    relative_bias: Tensor | None = None,
-    *,
-    isa: str | None = None,
-) -> Tensor:
+def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *, isa: str | None = None) -> Tensor:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, T, Dv], q.dtype; token t sits at position t.
 
     Raises:
         InvalidInput: tensors that do not fit together.
         NumericsError: kv_chunk is not a multiple of 64.
     """
-    _check_heads("dense_attention", q, k, v, kv_chunk, 4)
-    Visible(sliding_window, attention_chunk).check("detcompile::dense_attention")
-    scores = Scores(scale, softcap, sinks, alibi_slopes, relative_bias)
-    scores.check("detcompile::dense_attention", q, q.shape[1])
+    _check_heads("dense_attention", q, k, v, rule.kv_chunk, 4)
+    rule.check("detcompile::dense_attention", q, q.shape[1])
     B, Hq, T, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
     if k.shape[2] != T or k.shape[0] != B:
@@ -165,37 +116,37 @@ def dense_attention_cpu(
         )
     out = torch.empty((B, Hq, T, Dv), dtype=q.dtype)
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
-    given = _CpuScores(scores)
+    given = _CpuScores(rule)
     cpu_library.library(isa).detcompile_dense_attention(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        B,
-        T,
-        Hq,
-        Hkv,
-        D,
-        Dv,
-        sliding_window,
-        attention_chunk,
-        kv_chunk,
-        given.scalars,
-        given.slopes,
-        given.sinks,
-        given.relative,
-        given.extent,
-        cpu_library.dtype_code(q),
-        cpu_library.thread_count(),
-    )
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), B, T, Hq, Hkv, D, Dv,
+        rule.sliding_window, rule.attention_chunk, rule.kv_chunk, *given.addresses, given.extent,
+        cpu_library.dtype_code(q), cpu_library.thread_count(),
+    )  # fmt: skip
     return out
 
 
-_LIBRARY.impl("paged_attention", paged_attention_cpu, "CPU")
-_LIBRARY.impl("paged_attention", paged_attention_cuda, "CUDA")
-_LIBRARY.impl("dense_attention", dense_attention_cpu, "CPU")
-_LIBRARY.impl("dense_attention", dense_attention_cuda, "CUDA")
+def _flat_paged(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operation, whose arguments come one by one, of the function that takes them as records."""
+
+    def flat(
+        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor,
+        seq_lens: Tensor, block_table: Tensor, *rule: Any,
+    ) -> Tensor:  # fmt: skip
+        step = StepMetadata(cu_seqlens, seq_lens, block_table)
+        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, step, AttentionRule(*rule))
+
+    return flat
+
+
+def _flat_dense(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, *rule: attend(q, k, v, AttentionRule(*rule))
+
+
+_LIBRARY.impl("paged_attention", _flat_paged(paged_attention_cpu), "CPU")
+_LIBRARY.impl("paged_attention", _flat_paged(paged_attention_cuda), "CUDA")
+_LIBRARY.impl("dense_attention", _flat_dense(dense_attention_cpu), "CPU")
+_LIBRARY.impl("dense_attention", _flat_dense(dense_attention_cuda), "CUDA")
 
 
 @torch.library.register_fake("detcompile::paged_attention", lib=_LIBRARY)
@@ -208,54 +159,48 @@ def _(q, k, v, *rest):
     return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
 
 
-def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
-    relative_bias: Tensor | None = None,
-) -> Tensor:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     """The dense op's value in float64, unrounded: [B, Hq, T, Dv]."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
     position, key = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
     distance = position - key
-    hidden = (distance < 0) | ((distance >= sliding_window) if sliding_window else False)
-    if attention_chunk:
-        hidden = hidden | (position // attention_chunk != key // attention_chunk)
-    scores = q.double() @ k.transpose(-1, -2) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[:, None, None] * distance
-    if relative_bias is not None:
-        extent = relative_bias.shape[-1]
-        found = relative_bias.double().gather(-1, distance.clamp(0, extent - 1).expand_as(scores))
+    hidden = (distance < 0) | ((distance >= rule.sliding_window) if rule.sliding_window else False)
+    if rule.attention_chunk:
+        hidden = hidden | (position // rule.attention_chunk != key // rule.attention_chunk)
+    scores = q.double() @ k.transpose(-1, -2) * rule.scale
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.alibi_slopes is not None:
+        scores = scores - rule.alibi_slopes.double()[:, None, None] * distance
+    if rule.relative_bias is not None:
+        extent = rule.relative_bias.shape[-1]
+        found = rule.relative_bias.double().gather(-1, distance.clamp(0, extent - 1).expand_as(scores))
         scores = scores + found.masked_fill(distance >= extent, 0.0)
     scores = scores.masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     return torch.softmax(scores, -1)[..., : k.shape[2]] @ v
 
 
 class _CpuScores:
-    """The fields of struct Scores of attention_scores.h; holds the memory that its addresses point to."""
+    """The fields of struct Scores of attention_scores.h; holds the memory that its addresses point to.
 
-    def __init__(self, scores: Scores) -> None:
-        bias = scores.relative_bias
-        plain = scores.softcap == 0 and scores.alibi_slopes is None and bias is None
+    Attributes:
+        addresses: scalars [3], slopes, sinks and biases, as the library takes them.
+        extent: biases of a row.
+    """
+
+    def __init__(self, rule: AttentionRule) -> None:
+        bias = rule.relative_bias
+        plain = rule.softcap == 0 and rule.alibi_slopes is None and bias is None
         unit = _LOG2_E if plain else 1.0
-        self.scalars = (ctypes.c_float * 3)(scores.inner * unit, scores.softcap, 1.0 if plain else _LOG2_E)
-        self._slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.float().contiguous()
-        self._sinks = None if scores.sinks is None else (scores.sinks.double() * unit).float().contiguous()
+        scalars = (ctypes.c_float * 3)(rule.pre_scale * unit, rule.softcap, 1.0 if plain else _LOG2_E)
+        self._slopes = None if rule.alibi_slopes is None else rule.alibi_slopes.float().contiguous()
+        self._sinks = None if rule.sinks is None else (rule.sinks.double() * unit).float().contiguous()
         self._relative = None if bias is None else bias.float().contiguous()
         self.extent = 0 if bias is None else bias.shape[-1]
-        self.slopes, self.sinks, self.relative = map(_address, (self._slopes, self._sinks, self._relative))
+        self.addresses = (scalars, *map(_address, (self._slopes, self._sinks, self._relative)))
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -297,14 +242,14 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, k_shape: tuple[int, ...], v_
         raise InvalidInput("detcompile::paged_attention: the caches need a unit last stride. Make them contiguous.")
 
 
-def _check_metadata(slot_mapping: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor, T: int) -> None:
-    S = block_table.shape[0]
+def _check_metadata(slot_mapping: Tensor, step: StepMetadata, T: int) -> None:
+    S = step.block_table.shape[0]
     slots = tuple(slot_mapping.shape) if holds_copies(slot_mapping, T) else (T,)
     for name, tensor, dtype, shape in (
         ("slot_mapping", slot_mapping, torch.int64, slots),
-        ("cu_seqlens", cu_seqlens, torch.int32, (S + 1,)),
-        ("seq_lens", seq_lens, torch.int32, (S,)),
-        ("block_table", block_table, torch.int32, tuple(block_table.shape)),
+        ("cu_seqlens", step.cu_seqlens, torch.int32, (S + 1,)),
+        ("seq_lens", step.seq_lens, torch.int32, (S,)),
+        ("block_table", step.block_table, torch.int32, tuple(step.block_table.shape)),
     ):
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise InvalidInput(

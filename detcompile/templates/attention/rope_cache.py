@@ -10,14 +10,19 @@ Each round is to x.dtype, as the separate operations of a graph would: the bits 
 are paged_attention; between them nothing but the caches has to be written.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.step import PADDING_SLOT
-from detcompile.templates.attention.gpu import paged_attention_cuda
+from detcompile.templates.attention.gpu import cached_attention_cuda
 from detcompile.templates.attention.op import holds_copies, paged_attention_cpu
+from detcompile.templates.attention.operands import Caches, HeadNorm, StepMetadata
 from detcompile.templates.attention.rope_cache_gpu import rope_cache_cuda
+from detcompile.templates.attention.scores import RULE, AttentionRule
 from detcompile.templates.rows.norms import rms_norm_cpu
 
 __all__ = ["cached_attention_cpu", "rope_cache_cpu"]
@@ -30,41 +35,29 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "cached_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens, Tensor seq_lens, "
-    "Tensor block_table, float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "
-    "Tensor? alibi_slopes=None, int attention_chunk=0, Tensor? relative_bias=None) -> Tensor",
+    f"Tensor block_table, {RULE}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def rope_cache_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float | None,
-    round_before_weight: bool,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm, caches: Caches, slot_mapping: Tensor
 ) -> Tensor:
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
 
-    eps None: no norm. A negative slot takes nothing.
+    A negative slot takes nothing.
 
     Raises:
         InvalidInput: tensors that do not fit together, or a slot that the caches do not have; nothing is written.
     """
-    _check(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    _check(q, k, v, cos, sin, caches, slot_mapping)
     heads = []
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        n = x if eps is None else rms_norm_cpu(x, weight, eps, round_before_weight)
+    for x, weight in ((q, norm.q_weight), (k, norm.k_weight)):
+        n = x if norm.eps is None else rms_norm_cpu(x, weight, norm.eps, norm.round_before_weight)
         heads.append(_rotated(n, cos[:, None], sin[:, None]))
     (kept,) = torch.where(slot_mapping != PADDING_SLOT)
     slots, tokens = slot_mapping[kept], kept % max(1, len(q))
-    for cache, rows in ((k_cache, heads[1]), (v_cache, v)):
+    for cache, rows in ((caches.k, heads[1]), (caches.v, v)):
         cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[tokens].to(cache.dtype)
     return heads[0].contiguous()
 
@@ -77,72 +70,55 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out if x.shape[-1] == E else torch.cat([out, rest], -1)
 
 
-def cached_attention_cpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    sliding_window: int,
-    kv_chunk: int,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
-    relative_bias: Tensor | None = None,
-) -> Tensor:
+def cached_attention_cpu(q: Tensor, caches: Caches, step: StepMetadata, rule: AttentionRule) -> Tensor:
     """paged_attention_cpu where the step's keys and values are in the caches already."""
-    k, v = (q.new_empty((q.shape[0], *cache.shape[2:])) for cache in (k_cache, v_cache))  # padding: nobody reads them
+    k, v = (q.new_empty((q.shape[0], *cache.shape[2:])) for cache in caches)  # padding: nobody reads them
     nowhere = torch.full((q.shape[0],), PADDING_SLOT, dtype=torch.int64)
-    order = (scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes, attention_chunk, relative_bias)
-    return paged_attention_cpu(q, k, v, k_cache, v_cache, nowhere, cu_seqlens, seq_lens, block_table, *order)
+    return paged_attention_cpu(q, k, v, caches, nowhere, step, rule)
 
 
-def cached_attention_cuda(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    sliding_window: int,
-    kv_chunk: int,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
-    relative_bias: Tensor | None = None,
-) -> Tensor:
-    """paged_attention_cuda where the step's keys and values are in the caches already."""
-    order = (scale, sliding_window, kv_chunk, softcap, sinks, alibi_slopes, attention_chunk, relative_bias)
-    return paged_attention_cuda(q, None, None, k_cache, v_cache, cu_seqlens, cu_seqlens, seq_lens, block_table, *order)
+def _flat_rope_cache(write: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operation, whose arguments come one by one, of the function that takes them as records."""
+
+    def flat(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+        eps: float | None, round_before_weight: bool, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    ) -> Tensor:  # fmt: skip
+        norm = HeadNorm(q_weight, k_weight, eps, round_before_weight)
+        return write(q, k, v, cos, sin, norm, Caches(k_cache, v_cache), slot_mapping)
+
+    return flat
 
 
-_LIBRARY.impl("rope_cache", rope_cache_cpu, "CPU")
-_LIBRARY.impl("rope_cache", rope_cache_cuda, "CUDA")
-_LIBRARY.impl("cached_attention", cached_attention_cpu, "CPU")
-_LIBRARY.impl("cached_attention", cached_attention_cuda, "CUDA")
+def _flat_cached(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def flat(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, block_table: Tensor,
+        *rule: Any,
+    ) -> Tensor:  # fmt: skip
+        step = StepMetadata(cu_seqlens, seq_lens, block_table)
+        return attend(q, Caches(k_cache, v_cache), step, AttentionRule(*rule))
+
+    return flat
+
+
+_LIBRARY.impl("rope_cache", _flat_rope_cache(rope_cache_cpu), "CPU")
+_LIBRARY.impl("rope_cache", _flat_rope_cache(rope_cache_cuda), "CUDA")
+_LIBRARY.impl("cached_attention", _flat_cached(cached_attention_cpu), "CPU")
+_LIBRARY.impl("cached_attention", _flat_cached(cached_attention_cuda), "CUDA")
 
 
 @torch.library.register_fake("detcompile::rope_cache", lib=_LIBRARY)
-def _(q, k, v, cos, sin, q_weight, k_weight, eps, round_before_weight, k_cache, v_cache, slot_mapping):
+def _(q, *rest):
     return q.new_empty(q.shape)
 
 
 @torch.library.register_fake("detcompile::cached_attention", lib=_LIBRARY)
-def _(
-    q, k_cache, v_cache, cu_seqlens, seq_lens, block_table, scale, sliding_window, kv_chunk,
-    softcap=0.0, sinks=None, alibi_slopes=None, attention_chunk=0, relative_bias=None,
-):  # fmt: skip
+def _(q, k_cache, v_cache, *rest):
     return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, caches: Caches, slots: Tensor) -> None:
+    k_cache, v_cache = caches
     T, E = q.shape[0], cos.shape[-1]
     fits = len(k) == len(v) == T and cos.shape == sin.shape == (T, E) and holds_copies(slots, T)
     if not fits or E % 2 or q.shape[2] < E or q.shape[2] != k.shape[2]:

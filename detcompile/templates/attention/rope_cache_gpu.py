@@ -1,4 +1,4 @@
-"""rope_cache on the GPU: one launch norms and rotates q and k, and writes k and v into the caches.
+"""The caches' writes on the GPU: rope_cache, one launch that norms and rotates q and k too, and write_kv.
 
 Legend: T tokens, HQ HK heads, D DV head dims, E rotated features, W and WV: D and DV, padded. A tile is ROWS heads of
 consecutive tokens. Programs take tiles of q, then of k, then of v.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import row_order
+from detcompile.templates.attention.operands import Caches, HeadNorm, padded
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.launcher import launcher
@@ -21,9 +22,76 @@ from detcompile.templates.device.widening import widened
 from detcompile.templates.rows.tile_sums import row_total
 from detcompile.templates.rows.tiles import aligned, in_units, rms_scale, row_plan
 
-__all__ = ["MOST_FEATURES", "rope_cache_cuda"]
+__all__ = ["MOST_FEATURES", "rope_cache_cuda", "write_kv", "write_kv_kernel"]
 
 MOST_FEATURES = 512  # of a head
+
+
+def rope_cache_cuda(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm, caches: Caches, slot_mapping: Tensor
+) -> Tensor:
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
+
+    Raises:
+        InvalidInput: dtypes that differ, or heads of more than MOST_FEATURES.
+    """
+    T, HQ, D = q.shape
+    HK, DV = v.shape[1:]
+    if D > MOST_FEATURES or not q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype:
+        raise InvalidInput(
+            f"detcompile::rope_cache: q, k, v, cos and sin are {q.dtype}, {k.dtype}, {v.dtype}, {cos.dtype}, "
+            f"{sin.dtype}, of {D} features a head: use one dtype, and at most {MOST_FEATURES} features"
+        )
+    out = torch.empty(T, HQ, D, dtype=q.dtype, device=q.device)
+    if T == 0:
+        return out
+    order = row_order(D, "cuda", (), q.dtype)
+    plan = row_plan(order)
+    v_unit = min(DV & -DV, 16 // v.element_size())
+    (q, *q_strides), (k, *k_strides) = (_head_strides(x, order.vector) for x in (q, k))
+    v, *v_strides = _head_strides(v, v_unit)
+    cos, sin = (_aligned_rows(table) for table in (cos, sin))
+    weights = [out if weight is None else aligned(weight) for weight in norm[:2]]
+    num_slots = len(slot_mapping)
+    q_tiles, kv_tiles = cdiv(T * HQ, plan.rows), cdiv(num_slots * HK, plan.rows)
+    launcher(_rope_cache_kernel)[(q_tiles + 2 * kv_tiles,)](
+        q, k, v, cos, sin, *weights, out, *caches, slot_mapping, T, num_slots, q_tiles, kv_tiles,
+        *q_strides, *k_strides, *v_strides, *caches.k.stride()[:3], *caches.v.stride()[:3],
+        0.0 if norm.eps is None else norm.eps,
+        HQ=HQ, HK=HK, D=D, DV=DV, E=cos.shape[1], BLOCK_SIZE=caches.k.shape[1], HAS_NORM=norm.eps is not None,
+        HAS_WEIGHT=norm.q_weight is not None, ROUND_FIRST=norm.round_before_weight, COPIED=num_slots > T,
+        UNIT=order.vector, V_UNIT=v_unit, ROWS=plan.rows, W=plan.width, WV=next_power_of_2(DV), LANES=order.lanes,
+        VECTOR=order.vector, SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
+        **launch_options(q.device),
+    )  # fmt: skip
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, caches: Caches, slot_mapping: Tensor) -> None:
+    """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the caches at slot_mapping [C T]; a negative slot takes nothing."""
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    v = v if v.stride(-1) == 1 else v.contiguous()
+    T, heads, D = k.shape
+    DV, count = v.shape[-1], len(slot_mapping)
+    launcher(write_kv_kernel)[(count,)](
+        k, v, *caches, slot_mapping, T, *k.stride()[:2], *v.stride()[:2], *caches.k.stride()[:3],
+        *caches.v.stride()[:3], COPIED=count > T, HEADS=heads, HEADS_P=next_power_of_2(heads), D=D, DV=DV,
+        DP=padded(D), DVP=padded(DV), BLOCK_SIZE=caches.k.shape[1], num_warps=4, **launch_options(k.device),
+    )  # fmt: skip
+
+
+def _head_strides(x: Tensor, unit: int) -> tuple[Tensor, int, int]:
+    """x [T, H, D] and its strides in units, copied unless heads are whole and aligned to the unit."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)]
+    if (x.stride(2) != 1 and x.shape[2] > 1) or x.data_ptr() % 16 or strides[0] % unit or strides[1] % unit:
+        x = x.clone(memory_format=torch.contiguous_format)
+        strides = list(x.stride()[:2])
+    return x, strides[0] // unit, strides[1] // unit
+
+
+def _aligned_rows(table: Tensor) -> Tensor:
+    table = table.contiguous()
+    return table if table.data_ptr() % 16 == 0 else table.clone()
 
 
 @triton.jit
@@ -80,10 +148,10 @@ def _token(place, T, COPIED: tl.constexpr):
 
 
 @triton.jit
-def _slots(slots_ptr, cache_ptr, place, head, ok, page_stride, slot_stride, head_stride, PAGE: tl.constexpr):
+def _slots(slots_ptr, cache_ptr, place, head, ok, block_stride, slot_stride, head_stride, BLOCK_SIZE: tl.constexpr):
     """Pointers [ROWS] to the heads' places in the cache, and which of them there are."""
     slot = tl.load(slots_ptr + place, mask=ok, other=-1).to(tl.int64)
-    pointers = cache_ptr + slot // PAGE * page_stride + slot % PAGE * slot_stride + head * head_stride
+    pointers = cache_ptr + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride
     return pointers, ok & (slot >= 0)
 
 
@@ -94,8 +162,8 @@ def _slots(slots_ptr, cache_ptr, place, head, ok, page_stride, slot_stride, head
 def _rope_cache_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
     T, num_slots, q_tiles, k_tiles, q_token, q_head, k_token, k_head, v_token, v_head,
-    k_page, k_slot, k_slot_head, v_page, v_slot, v_slot_head, eps,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+    k_block, k_slot, k_slot_head, v_block, v_slot, v_slot_head, eps,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, COPIED: tl.constexpr,
     UNIT: tl.constexpr, V_UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,
     LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr, PDL: tl.constexpr,
@@ -122,7 +190,7 @@ def _rope_cache_kernel(
             eps, UNIT, D, E, HAS_NORM, HAS_WEIGHT, ROUND_FIRST, ROWS, W, LANES, VECTOR, SHUFFLE,
         )  # fmt: skip
         k_to, k_there = _slots(
-            slots_ptr, k_cache_ptr, k_row // HK, k_row % HK, k_ok, k_page, k_slot, k_slot_head, PAGE
+            slots_ptr, k_cache_ptr, k_row // HK, k_row % HK, k_ok, k_block, k_slot, k_slot_head, BLOCK_SIZE
         )  # fmt: skip
         k_mask = k_there[:, None] & (column < D)[None, :]
         k_places = in_units(k_to[:, None], column[None, :], UNIT)
@@ -133,72 +201,38 @@ def _rope_cache_kernel(
         feature = tl.arange(0, WV)
         copied = _heads(v_ptr, _token(v_row // HK, T, COPIED), v_row % HK, v_ok, feature, v_token, v_head, V_UNIT, DV)
         v_to, v_there = _slots(
-            slots_ptr, v_cache_ptr, v_row // HK, v_row % HK, v_ok, v_page, v_slot, v_slot_head, PAGE
+            slots_ptr, v_cache_ptr, v_row // HK, v_row % HK, v_ok, v_block, v_slot, v_slot_head, BLOCK_SIZE
         )  # fmt: skip
         v_mask = v_there[:, None] & (feature < DV)[None, :]
         tl.store(v_to[:, None] + feature[None, :], copied.to(v_cache_ptr.dtype.element_ty), mask=v_mask)
 
 
-def rope_cache_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float | None,
-    round_before_weight: bool,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos and sin [T, E] -> q rotated; k and v go to slot_mapping [C T].
-
-    Raises:
-        InvalidInput: dtypes that differ, or heads of more than MOST_FEATURES.
-    """
-    T, HQ, D = q.shape
-    HK, DV = v.shape[1:]
-    if D > MOST_FEATURES or not q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype:
-        raise InvalidInput(
-            f"detcompile::rope_cache: q, k, v, cos and sin are {q.dtype}, {k.dtype}, {v.dtype}, {cos.dtype}, "
-            f"{sin.dtype}, of {D} features a head: use one dtype, and at most {MOST_FEATURES} features"
-        )
-    out = torch.empty(T, HQ, D, dtype=q.dtype, device=q.device)
-    if T == 0:
-        return out
-    order = row_order(D, "cuda", (), q.dtype)
-    plan = row_plan(order)
-    v_unit = min(DV & -DV, 16 // v.element_size())
-    (q, *q_strides), (k, *k_strides) = (_head_strides(x, order.vector) for x in (q, k))
-    v, *v_strides = _head_strides(v, v_unit)
-    cos, sin = (_aligned_rows(table) for table in (cos, sin))
-    weights = [out if weight is None else aligned(weight) for weight in (q_weight, k_weight)]
-    num_slots = len(slot_mapping)
-    q_tiles, kv_tiles = cdiv(T * HQ, plan.rows), cdiv(num_slots * HK, plan.rows)
-    launcher(_rope_cache_kernel)[(q_tiles + 2 * kv_tiles,)](
-        q, k, v, cos, sin, *weights, out, k_cache, v_cache, slot_mapping, T, num_slots, q_tiles, kv_tiles,
-        *q_strides, *k_strides, *v_strides, *k_cache.stride()[:3], *v_cache.stride()[:3],
-        0.0 if eps is None else eps,
-        HQ=HQ, HK=HK, D=D, DV=DV, E=cos.shape[1], PAGE=k_cache.shape[1], HAS_NORM=eps is not None,
-        HAS_WEIGHT=q_weight is not None, ROUND_FIRST=round_before_weight, COPIED=num_slots > T, UNIT=order.vector,
-        V_UNIT=v_unit, ROWS=plan.rows, W=plan.width, WV=next_power_of_2(DV), LANES=order.lanes,
-        VECTOR=order.vector, SHUFFLE=q.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
-        **launch_options(q.device),
-    )  # fmt: skip
-    return out
-
-
-def _head_strides(x: Tensor, unit: int) -> tuple[Tensor, int, int]:
-    """x [T, H, D] and its strides in units, copied unless heads are whole and aligned to the unit."""
-    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True)]
-    if (x.stride(2) != 1 and x.shape[2] > 1) or x.data_ptr() % 16 or strides[0] % unit or strides[1] % unit:
-        x = x.clone(memory_format=torch.contiguous_format)
-        strides = list(x.stride()[:2])
-    return x, strides[0] // unit, strides[1] // unit
-
-
-def _aligned_rows(table: Tensor) -> Tensor:
-    table = table.contiguous()
-    return table if table.data_ptr() % 16 == 0 else table.clone()
+@triton.jit(do_not_specialize=["T"])
+def write_kv_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, T, k_token, k_head, v_token, v_head,
+    k_block, k_slot, k_slot_head, v_block, v_slot, v_slot_head, COPIED: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr,
+    DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One slot a program, which takes the K and V rows of token ``slot's index % T``; a negative slot takes none."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    if slot < 0:
+        return
+    if COPIED:
+        t = t % T
+    h = tl.arange(0, HEADS_P)[:, None]
+    d = tl.arange(0, DP)[None, :]
+    dv = tl.arange(0, DVP)[None, :]
+    block = slot // BLOCK_SIZE
+    place = slot % BLOCK_SIZE
+    k_ok = (h < HEADS) & (d < D)
+    v_ok = (h < HEADS) & (dv < DV)
+    k = tl.load(k_ptr + t * k_token + h * k_head + d, mask=k_ok)
+    v = tl.load(v_ptr + t * v_token + h * v_head + dv, mask=v_ok)
+    k_to = k_cache_ptr + block * k_block + place * k_slot + h * k_slot_head + d
+    v_to = v_cache_ptr + block * v_block + place * v_slot + h * v_slot_head + dv
+    tl.store(k_to, k.to(k_cache_ptr.dtype.element_ty), mask=k_ok)
+    tl.store(v_to, v.to(v_cache_ptr.dtype.element_ty), mask=v_ok)

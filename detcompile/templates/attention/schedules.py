@@ -5,36 +5,71 @@ A schedule never decides bits; `templates.device.gate` sees to that.
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
-from detcompile.templates.attention import hopper_decode as attention_turned
+from detcompile.templates.device.integers import next_power_of_2
 
-__all__ = ["AttentionProblem", "AttentionSchedule", "attention_candidates", "reference_attention_schedule"]
+__all__ = [
+    "AttentionProblem",
+    "AttentionSchedule",
+    "DECODE_COLUMNS",
+    "HOPPER_ROWS",
+    "Kernel",
+    "attention_candidates",
+    "most_tiles",
+    "reference_attention_schedule",
+]
+
+Kernel = Literal["plain", "hopper", "hopper_decode"]  # kernels.py, and the modules of these names
+HOPPER_ROWS = 64  # of a warpgroup's tile
+DECODE_COLUMNS = 8  # the least that a warpgroup MMA takes
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSchedule:
-    """block_m: rows (tokens x heads of one KV head) of a program; split: one program a chunk, then a merge; hopper:
-    the kernel of attention_hopper (block_m 64 or 128, warps as that kernel has them); turned: attention_turned's."""
+    """How a launch is cut into programs.
 
+    Attributes:
+        kernel: name of the kernel that runs.
+        block_m: rows (tokens x heads of one KV head) of a program; hopper: 64 or 128; hopper_decode: 8.
+        warps: warps of a program (hopper and hopper_decode have their own number).
+        stages: blocks of keys that are on their way at a time.
+        split: one program a chunk, then a merge.
+    """
+
+    kernel: Kernel
     block_m: int
     warps: int
     stages: int
     split: bool = False
-    hopper: bool = False
-    turned: bool = False
 
     def __str__(self) -> str:
-        name = "hopper" if self.hopper else "turned" if self.turned else "attention"
-        return f"{name}-{self.block_m}-w{self.warps}s{self.stages}{'-split' if self.split else ''}"
+        return f"{self.kernel}-{self.block_m}-w{self.warps}s{self.stages}{'-split' if self.split else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
     """All that a choice of schedule may depend on.
 
-    page 0 means dense; few: mostly one token a sequence; split: tiles alone leave multiprocessors idle; hopper:
-    attention_hopper can read the keys and values; stages: blocks that attention_turned should have on their way, 0
-    where it does not serve.
+    Attributes:
+        dtype: name of the dtype of queries, keys and values.
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        d: head dim of queries and keys.
+        dv: head dim of values.
+        block_size: keys of a KV block; 0 means dense.
+        chunk: keys of a chunk of the KV order.
+        windowed: whether a query sees a limited number of tokens.
+        decode: mostly one token a sequence.
+        split: tiles alone leave multiprocessors idle.
+        descriptors: whether the kernels for Hopper GPUs can read the keys and values.
+        stages: blocks that hopper_decode should have on their way; 0 where it does not serve.
+        needs_scores: see scores.AttentionRule.
+        capped: whether scores have a soft cap.
+        alibi: whether scores have slopes.
+        sinks: whether heads have a sink.
+        chunked: what is windowed are chunks of tokens.
+        relative: whether scores have biases by distance.
     """
 
     dtype: str
@@ -42,36 +77,41 @@ class AttentionProblem:
     kv_heads: int
     d: int
     dv: int
-    page: int
+    block_size: int
     chunk: int
     windowed: bool
-    few: bool
+    decode: bool
     split: bool
-    hopper: bool = False
+    descriptors: bool = False
     stages: int = 0
-    scaled: bool = False  # these four: see attention_scores
+    needs_scores: bool = False
     capped: bool = False
     alibi: bool = False
     sinks: bool = False
-    chunked: bool = False  # what is windowed are chunks of tokens
-    relative: bool = False  # biases by distance
+    chunked: bool = False
+    relative: bool = False
 
     @property
-    def fast(self) -> bool:
-        """Whether attention_hopper serves."""
-        return self.hopper and not (self.scaled or self.sinks or self.chunked)
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.heads // self.kv_heads
 
     @property
-    def turned(self) -> bool:
-        """Whether attention_turned serves."""
-        return self.fast and self.few and self.page > 0
+    def fits_hopper(self) -> bool:
+        """Whether the kernel of hopper.py serves."""
+        return self.descriptors and not (self.needs_scores or self.sinks or self.chunked)
+
+    @property
+    def fits_hopper_decode(self) -> bool:
+        """Whether the kernel of hopper_decode.py serves."""
+        return self.fits_hopper and self.decode and self.block_size > 0
 
     def __str__(self) -> str:
-        kind = f"page={self.page}" if self.page else "dense"
-        regime = ("decode" if self.few else "prefill") + ("-split" if self.split else "")
+        kind = f"block_size={self.block_size}" if self.block_size else "dense"
+        regime = ("decode" if self.decode else "prefill") + ("-split" if self.split else "")
         window = " window" if self.windowed else ""
         heads = f"{self.heads}/{self.kv_heads} d={self.d}/{self.dv}"
-        flags = ("hopper", "scaled", "capped", "alibi", "sinks", "chunked", "relative")
+        flags = ("descriptors", "needs_scores", "capped", "alibi", "sinks", "chunked", "relative")
         words = [flag for flag in flags if getattr(self, flag)]
         words += [f"stages={self.stages}"] if self.stages else []
         return " ".join([f"{self.dtype} {heads} {kind} KV(chunk={self.chunk}){window} {regime}", *words])
@@ -79,23 +119,30 @@ class AttentionProblem:
 
 def reference_attention_schedule(problem: AttentionProblem) -> AttentionSchedule:
     """The schedule whose bits the gate asks of all others."""
-    return AttentionSchedule(16, 4, 1)
+    return AttentionSchedule("plain", 16, 4, 1)
 
 
 @functools.cache
 def attention_candidates(problem: AttentionProblem) -> tuple[AttentionSchedule, ...]:
     """Schedules for this problem, the likely fastest first."""
+    split = problem.split
     if problem.dtype == "float32":
-        rows = [(16, 4, 2), (16, 4, 1)] if problem.few else [(32, 4, 2), (32, 8, 1), (16, 4, 2), (16, 4, 1)]
-    elif problem.few:
+        rows = [(16, 4, 2), (16, 4, 1)] if problem.decode else [(32, 4, 2), (32, 8, 1), (16, 4, 2), (16, 4, 1)]
+    elif problem.decode:
         rows = [(16, 2, 3), (16, 1, 3), (16, 4, 2), (16, 4, 5), (16, 4, 3), (32, 4, 2), (16, 4, 1)]
     else:
         rows = [(64, 4, 2), (128, 8, 3), (128, 8, 2), (64, 4, 3), (128, 4, 2), (32, 4, 2), (64, 4, 1)]
-    plain = [AttentionSchedule(*row, split=problem.split) for row in rows]
-    if not problem.fast:
-        return tuple(plain)
-    rows = [(64, 4, 2), (64, 4, 3)] if problem.few else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
-    hopper = [AttentionSchedule(*row, problem.split and row[0] == 64, True) for row in rows]
-    stages = sorted((2, 3, 4), key=lambda count: (count != problem.stages, count))
-    turned = [AttentionSchedule(attention_turned.COLUMNS, 4, count, problem.split, turned=True) for count in stages]
-    return tuple((turned if problem.turned else []) + hopper + plain)
+    found = [AttentionSchedule("plain", *row, split) for row in rows]
+    if problem.fits_hopper:
+        rows = [(64, 4, 2), (64, 4, 3)] if problem.decode else [(128, 8, 3), (128, 8, 4), (64, 4, 2)]
+        found = [AttentionSchedule("hopper", *row, split and row[0] == HOPPER_ROWS) for row in rows] + found
+    if problem.fits_hopper_decode:
+        stages = sorted((2, 3, 4), key=lambda count: (count != problem.stages, count))
+        found = [AttentionSchedule("hopper_decode", DECODE_COLUMNS, 4, count, split) for count in stages] + found
+    return tuple(found)
+
+
+def most_tiles(T: int, S: int, block_m: int, group: int) -> int:
+    """Upper bound of the tiles of S sequences and the padding, T tokens together."""
+    block_q = block_m // min(next_power_of_2(group), block_m)
+    return T // block_q + S + 1

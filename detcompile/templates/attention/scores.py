@@ -1,15 +1,16 @@
-"""What attention does to its scores besides scaling, and which keys a query sees: one definition for all kernels.
+"""AttentionRule: what attention does to its scores, and which keys a query sees; one definition for all kernels.
 
-On a GPU plain rows have scores that are the products with the keys, and c = scale * log2(e) is applied inside exp2.
-SCALED rows (those with a soft cap, ALiBi, biases, or a scale that is not positive) have scores in natural units, and
-c = log2(e). ``inner`` is what a product is multiplied by first: scale / cap where there is a cap, else scale.
+On a GPU plain rows have scores that are the products with the keys, and scale * log2(e) is applied inside exp2.
+NEEDS_SCORES: rows with a soft cap, ALiBi, biases, or a scale that is not positive have scores in natural units, and
+log2(e) is applied. ``pre_scale`` is what a product is multiplied by first: scale / cap where there is a cap, else
+scale.
 
 Each function of the GPU is of IEEE operations and exp2 alone, element by element: no schedule can change a bit of it,
 as long as the kernel is compiled with enable_fp_fusion=False.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,26 +19,46 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.templates.device.exponential import LOG2_E
 
-__all__ = ["Scores", "Visible", "join_sink", "related", "shaped", "tanh"]
+__all__ = ["AttentionRule", "RULE", "first_seen", "join_sink", "related", "sequence_of", "shaped", "tanh"]
+
+# The fields of AttentionRule, as the schemas of the operations end.
+RULE = (
+    "float scale, int sliding_window, int kv_chunk, float softcap=0.0, Tensor? sinks=None, "
+    "Tensor? alibi_slopes=None, int attention_chunk=0, Tensor? relative_bias=None"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class AttentionRule(NamedTuple):
     """score = scale * q.k, then softcap * tanh(score / softcap) if softcap > 0, then + alibi_slopes[h] * (key - pos),
     then + relative_bias[..., pos - key] for distances below its last extent.
 
-    sinks [H], logits in the units of a score, join the softmax's denominator. alibi_slopes [H]. relative_bias: a row of
-    biases for each row of q, [..., E].
+    Attributes:
+        scale: factor of the products.
+        sliding_window: tokens up to its own that a query sees; 0 for no window.
+        kv_chunk: keys of a chunk of the KV order, a multiple of 64.
+        softcap: bound of the scores; 0 for none.
+        sinks: logits [H] in the units of a score, which join the softmax's denominator.
+        alibi_slopes: slopes [H].
+        attention_chunk: tokens of a chunk, before which a query sees nothing; 0 for no chunks.
+        relative_bias: a row of biases [..., E] for each row of q.
     """
 
     scale: float
+    sliding_window: int
+    kv_chunk: int
     softcap: float = 0.0
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    attention_chunk: int = 0
     relative_bias: Tensor | None = None
 
     def check(self, where: str, q: Tensor, heads: int) -> None:
         """Raises InvalidInput for what has no meaning."""
+        if min(self.sliding_window, self.attention_chunk) < 0 or (self.sliding_window and self.attention_chunk):
+            raise InvalidInput(
+                f"{where}: sliding_window={self.sliding_window}, attention_chunk={self.attention_chunk}: one of them "
+                "may be a positive number of tokens, and the other is 0, for none."
+            )
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap) or self.softcap < 0:
             raise InvalidInput(
                 f"{where}: scale={self.scale}, softcap={self.softcap}: both must be finite, and softcap positive, or 0 "
@@ -57,42 +78,53 @@ class Scores:
             )
 
     @property
-    def scaled(self) -> bool:
+    def window(self) -> int:
+        """The last tokens that hold all that a query sees; 0 for no limit."""
+        return self.sliding_window or self.attention_chunk
+
+    @property
+    def needs_scores(self) -> bool:
         """Whether scores are in natural units before the maximum is taken (a scale <= 0 would make it a minimum)."""
         biased = self.alibi_slopes is not None or self.relative_bias is not None
         return self.softcap > 0 or biased or self.scale <= 0
 
     @property
-    def inner(self) -> float:
+    def pre_scale(self) -> float:
         """What a product is multiplied by first."""
         return self.scale / self.softcap if self.softcap else self.scale
 
     @property
-    def c(self) -> float:
+    def log2e_scale(self) -> float:
         """What a score is multiplied by inside exp2."""
-        return (1.0 if self.scaled else self.scale) * math.log2(math.e)
+        return (1.0 if self.needs_scores else self.scale) * LOG2_E.value
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """Which of the keys up to its own a query sees: those of the last sliding_window tokens, or of its own chunk of
-    attention_chunk tokens; all where both are 0."""
+@triton.jit
+def first_seen(pos, window, CHUNKED: tl.constexpr):
+    """The first key that a query at pos sees: of the chunk of `window` tokens that pos lies in, or the window before
+    it, which may start below 0."""
+    if CHUNKED:
+        first = pos // window * window
+    else:
+        first = pos - window + 1
+    return first
 
-    sliding_window: int
-    attention_chunk: int = 0
 
-    def check(self, where: str) -> None:
-        """Raises InvalidInput for what has no meaning."""
-        if min(self.sliding_window, self.attention_chunk) < 0 or (self.sliding_window and self.attention_chunk):
-            raise InvalidInput(
-                f"{where}: sliding_window={self.sliding_window}, attention_chunk={self.attention_chunk}: one of them "
-                "may be a positive number of tokens, and the other is 0, for none."
-            )
+@triton.jit
+def sequence_of(index, cu_ptr, S, BQ: tl.constexpr, PER_SEQUENCE: tl.constexpr):
+    """Largest s in 0..S with cu[s] // BQ + s * PER_SEQUENCE <= index. Sequence S is the padding past cu[S].
 
-    @property
-    def tokens(self) -> int:
-        """The last tokens that hold all that a query sees; 0 for no limit."""
-        return self.sliding_window or self.attention_chunk
+    With PER_SEQUENCE = 1 index counts tiles (each sequence may end inside one), with BQ = 1 and 0 it is a token.
+    """
+    low = 0
+    high = S + 1
+    while high - low > 1:  # 32 places at once: loads that wait for each other are what takes the time
+        step = (high - low + 31) // 32
+        place = low + (1 + tl.arange(0, 32)) * step
+        before = tl.load(cu_ptr + place, mask=place < high, other=0) // BQ + place * PER_SEQUENCE <= index
+        low += tl.sum(((place < high) & before).to(tl.int32), 0) * step
+        high = tl.minimum(low + step, high)
+    return low
 
 
 @triton.jit
@@ -111,9 +143,9 @@ def tanh(x):
 
 
 @triton.jit
-def shaped(s, key_K, pos_R, inner, cap, slope_R, CAPPED: tl.constexpr, ALIBI: tl.constexpr):
-    """Products [R, K] of SCALED rows to scores: cap * tanh(s / cap), then slope * (key - pos), as far as asked for."""
-    s = s * inner
+def shaped(s, key_K, pos_R, pre_scale, cap, slope_R, CAPPED: tl.constexpr, ALIBI: tl.constexpr):
+    """Products [R, K] to the scores that are needed: cap * tanh(s / cap), then slope * (key - pos), if asked for."""
+    s = s * pre_scale
     if CAPPED:
         s = cap * tanh(s)
     if ALIBI:
@@ -130,11 +162,11 @@ def related(s, key_K, pos_R, bias_ptr_R, extent):
 
 
 @triton.jit
-def join_sink(M_R, L_R, sink_R, inner, SCALED: tl.constexpr):
+def join_sink(M_R, L_R, sink_R, pre_scale, NEEDS_SCORES: tl.constexpr):
     """L + e^sink, for a softmax over one more key, taken last, without a value.
 
     Where the sink dwarfs all keys L becomes infinite, and the row zeros: its value to float32.
     """
-    if not SCALED:
-        M_R = M_R * inner
+    if not NEEDS_SCORES:
+        M_R = M_R * pre_scale
     return L_R + tl.exp2((sink_R - M_R) * LOG2_E)

@@ -27,7 +27,7 @@ inline Vec tanh_of(Vec x) {
   return load(nears);
 }
 
-// What templates/attention/op.py makes of scores.Scores. Plain scores are in units of log2. Shaped ones (all others) are in
+// What templates/attention/op.py makes of scores.AttentionRule. Plain scores are in units of log2. Shaped ones (all others) are in
 // natural units, so that no constant is rounded before their maximum is taken away, and meet log2(e) inside exp2.
 struct Scores {
   float scale;          // plain: scale * log2(e); shaped: scale, or scale / softcap

@@ -9,7 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from detcompile.templates.attention.gpu import AttentionSchedule, dense_attention_cuda, paged_attention_cuda
+from detcompile.templates.attention.gpu import dense_attention_cuda, paged_attention_cuda
+from detcompile.templates.attention.op import dense_attention_cpu, paged_attention_cpu, reference_attention
+from detcompile.templates.attention.operands import Caches, StepMetadata
+from detcompile.templates.attention.schedules import AttentionSchedule
+from detcompile.templates.attention.scores import AttentionRule
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED
 
@@ -21,14 +25,54 @@ __all__ = [
     "Sequence",
     "assert_shared_tokens_are_those_of_each",
     "dense",
+    "dense_cpu",
+    "dense_gpu",
+    "exact_attention",
     "features",
     "paged",
+    "paged_cpu",
+    "paged_gpu",
     "sequence",
 ]
 
 CHUNK = 64 if INTERPRETED else 512
-PLAIN = AttentionSchedule(16, 4, 1)
-SCHEDULES = [PLAIN, AttentionSchedule(32, 4, 2), AttentionSchedule(16, 4, 1, split=True)]
+PLAIN = AttentionSchedule("plain", 16, 4, 1)
+SCHEDULES = [PLAIN, AttentionSchedule("plain", 32, 4, 2), AttentionSchedule("plain", 16, 4, 1, split=True)]
+
+
+def _paged_by(attend: Callable[..., Tensor], option: str) -> Callable[..., Tensor]:
+    """attend, called with the arguments of paged_attention one by one."""
+
+    def flat(
+        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor,
+        seq_lens: Tensor, block_table: Tensor, *rule: Any, **named: Any,
+    ) -> Tensor:  # fmt: skip
+        options = {option: named.pop(option, None)}
+        step = StepMetadata(cu_seqlens, seq_lens, block_table)
+        return attend(q, k, v, Caches(k_cache, v_cache), slot_mapping, step, AttentionRule(*rule, **named), **options)
+
+    return flat
+
+
+def _dense_by(attend: Callable[..., Tensor], option: str) -> Callable[..., Tensor]:
+    """attend, called with the arguments of dense_attention one by one."""
+
+    def flat(q: Tensor, k: Tensor, v: Tensor, *rule: Any, **named: Any) -> Tensor:
+        options = {option: named.pop(option, None)}
+        return attend(q, k, v, AttentionRule(*rule, **named), **options)
+
+    return flat
+
+
+paged_cpu, dense_cpu = _paged_by(paged_attention_cpu, "isa"), _dense_by(dense_attention_cpu, "isa")
+paged_gpu, dense_gpu = _paged_by(paged_attention_cuda, "schedule"), _dense_by(dense_attention_cuda, "schedule")
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int = 0, *rest: Any, **named: Any
+) -> Tensor:
+    """reference_attention, called with the arguments of dense_attention one by one, but for kv_chunk."""
+    return reference_attention(q, k, v, AttentionRule(scale, sliding_window, CHUNK, *rest, **named))
 
 
 @dataclass(frozen=True)
@@ -83,7 +127,7 @@ def paged(
     lens = torch.tensor([last for _, _, last in parts], dtype=torch.int32, device=DEVICE)
     scale = scores.pop("scale", q.shape[-1] ** -0.5)
     metadata = (slot_mapping, cu, lens, table.int().to(DEVICE))
-    out = paged_attention_cuda(q, k, v, *caches, *metadata, scale, window, CHUNK, schedule=schedule, **scores)
+    out = paged_gpu(q, k, v, *caches, *metadata, scale, window, CHUNK, schedule=schedule, **scores)
     assert_bitwise_equal(out[sum(news) :], torch.zeros_like(out[sum(news) :]), "padding")
     return list(out[: sum(news)].split(news))
 
@@ -94,7 +138,7 @@ def dense(
     """[n, H, DV]: the whole sequence by the dense op."""
     q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
     scale = scores.pop("scale", s.q.shape[-1] ** -0.5)
-    return dense_attention_cuda(q, k, v, scale, window, chunk, schedule=schedule, **scores)[0].transpose(0, 1)
+    return dense_gpu(q, k, v, scale, window, chunk, schedule=schedule, **scores)[0].transpose(0, 1)
 
 
 # name -> arguments of the attention ops; "sinks" and "alibi" are made for the number of heads

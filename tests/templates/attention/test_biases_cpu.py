@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.op import dense_attention_cpu, paged_attention_cpu, reference_attention
 from tests.bits import assert_bitwise_equal
+from tests.templates.attention.cases import dense_cpu, exact_attention, paged_cpu
 from tests.templates.cases import DTYPES, ISAS, KINDS, PagedCache, assert_as_accurate, normal, sample
 
 TOKENS = 200
@@ -52,8 +52,8 @@ def test_any_cut_of_a_prompt_into_any_pages_gives_the_dense_bits(
     for begin, end in itertools.pairwise(sorted({0, TOKENS, *edges})):
         caches = (cache.k_cache, cache.v_cache, *cache.step(end - begin))
         tokens = slice(begin, end)
-        parts.append(paged_attention_cpu(q[tokens], k[tokens], v[tokens], *caches, *order, rows[tokens]))
-    assert_bitwise_equal(torch.cat(parts).transpose(0, 1)[None], dense_attention_cpu(*qkv, *order, bias))
+        parts.append(paged_cpu(q[tokens], k[tokens], v[tokens], *caches, *order, rows[tokens]))
+    assert_bitwise_equal(torch.cat(parts).transpose(0, 1)[None], dense_cpu(*qkv, *order, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,8 +67,8 @@ def test_as_accurate_as_torch(dtype, kind, extent, window):
     scores = (q @ k.repeat_interleave(3, 1).transpose(-1, -2)).float() * 0.2 + found.float()
     hidden = (distance < 0) | ((distance >= window) if window else False)
     theirs = torch.softmax(scores.masked_fill(hidden, -math.inf), -1).to(dtype) @ v.repeat_interleave(3, 1)
-    ours = dense_attention_cpu(q, k, v, *_order(window), bias)
-    reference = reference_attention(q, k, v, 0.2, window, relative_bias=bias)
+    ours = dense_cpu(q, k, v, *_order(window), bias)
+    reference = exact_attention(q, k, v, 0.2, window, relative_bias=bias)
     assert_as_accurate(ours, theirs, reference, f"{dtype} {kind} {extent}")
 
 
@@ -78,8 +78,8 @@ def test_with_other_features_the_value_is_float64s(features):
     sinks, slopes = (torch.linspace(-1, 3, 6), torch.linspace(0.01, 0.3, 6)) if features == "all" else (None, None)
     order = _order(0, 128, 0.0 if features == "chunks" else 1.5, sinks, slopes, 48 if features == "chunks" else 0)
     bias = _bias(33, torch.float32)
-    reference = reference_attention(q, k, v, 0.2, 0, *order[3:], bias)
-    assert (dense_attention_cpu(q, k, v, *order, bias) - reference).norm() < 5e-7 * reference.norm()
+    reference = exact_attention(q, k, v, 0.2, 0, *order[3:], bias)
+    assert (dense_cpu(q, k, v, *order, bias) - reference).norm() < 5e-7 * reference.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,25 +87,23 @@ def test_a_slope_of_distances_is_alibi(dtype):
     """0.25 times a distance is exact."""
     qkv = _qkv(dtype)
     bias = (-0.25 * torch.arange(float(TOKENS))).expand(1, 6, TOKENS, TOKENS)
-    assert_bitwise_equal(
-        dense_attention_cpu(*qkv, *_order(), bias), dense_attention_cpu(*qkv, *_order(slopes=torch.full((6,), 0.25)))
-    )
+    assert_bitwise_equal(dense_cpu(*qkv, *_order(), bias), dense_cpu(*qkv, *_order(slopes=torch.full((6,), 0.25))))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_do_not_matter(isa):
     qkv, bias = _qkv(torch.float32, "heavy"), _bias(33, torch.float32)
-    expected = dense_attention_cpu(*qkv, *_order(), bias)
-    assert_bitwise_equal(dense_attention_cpu(*qkv, *_order(), bias, isa=isa), expected, isa)
+    expected = dense_cpu(*qkv, *_order(), bias)
+    assert_bitwise_equal(dense_cpu(*qkv, *_order(), bias, isa=isa), expected, isa)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_biases_of_another_query_may_be_nan(dtype):
     qkv, bias = _qkv(dtype), _bias(33, dtype)
-    clean = dense_attention_cpu(*qkv, *_order(), bias)
+    clean = dense_cpu(*qkv, *_order(), bias)
     bias[:, :, 70] = torch.nan
     bias[:, :, 9, 10:] = torch.nan  # of distances that the tenth token does not have
-    found = dense_attention_cpu(*qkv, *_order(), bias)
+    found = dense_cpu(*qkv, *_order(), bias)
     kept = torch.arange(TOKENS) != 70
     assert_bitwise_equal(found[:, :, kept], clean[:, :, kept])
     assert found[:, :, 70].isnan().all()
@@ -117,7 +115,7 @@ def test_the_biases_of_another_query_may_be_nan(dtype):
 )
 def test_what_has_no_meaning_is_refused(shape, dtype):
     with pytest.raises(InvalidInput, match="relative_bias must be floating point"):
-        dense_attention_cpu(*_qkv(torch.float32), *_order(), torch.zeros(shape, dtype=dtype))
+        dense_cpu(*_qkv(torch.float32), *_order(), torch.zeros(shape, dtype=dtype))
 
 
 def test_the_ops_and_their_fakes_agree():

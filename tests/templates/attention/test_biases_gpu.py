@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.gpu import AttentionProblem, attention_candidates, dense_attention_cuda
-from detcompile.templates.attention.op import reference_attention
+from detcompile.templates.attention.schedules import AttentionProblem, attention_candidates
 from tests.bits import assert_bitwise_equal
-from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, dense, paged, sequence
+from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, dense, dense_gpu, exact_attention, paged, sequence
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
@@ -56,7 +55,7 @@ def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype) -> Non
 def test_the_value_is_the_references(features: dict) -> None:
     s, bias = sequence(CHUNK + 67, *SHAPE, torch.float32), of_heads(biases(CHUNK + 67, torch.float32))
     q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
-    expected = reference_attention(q, k, v, SHAPE[2] ** -0.5, **features, relative_bias=bias)[0].transpose(0, 1)
+    expected = exact_attention(q, k, v, SHAPE[2] ** -0.5, **features, relative_bias=bias)[0].transpose(0, 1)
     assert (dense(s, **features, relative_bias=bias) - expected).norm() < 6e-7 * expected.norm()
 
 
@@ -68,15 +67,22 @@ def test_a_batch_has_the_bytes_of_its_sequences() -> None:
     alone = [dense(s, relative_bias=bias) for s, bias in zip(rows, given, strict=True)]
     q, k, v = (torch.stack([getattr(s, name) for s in rows]).transpose(1, 2) for name in ("q", "k", "v"))
     order = (SHAPE[2] ** -0.5, 0, CHUNK)
-    together = dense_attention_cuda(q, k, v, *order, relative_bias=torch.cat(given), schedule=PLAIN)
+    together = dense_gpu(q, k, v, *order, relative_bias=torch.cat(given), schedule=PLAIN)
     assert_bitwise_equal(together.transpose(1, 2), torch.stack(alone))
 
 
 def test_kernels_that_know_no_biases_are_no_candidates() -> None:
-    fields = {"dtype": "bfloat16", "heads": 8, "kv_heads": 2, "d": 128, "dv": 128, "page": 64, "chunk": 512}
-    kinds = {"windowed": False, "few": True, "split": True, "hopper": True, "scaled": True, "relative": True}
+    fields = {"dtype": "bfloat16", "heads": 8, "kv_heads": 2, "d": 128, "dv": 128, "block_size": 64, "chunk": 512}
+    kinds = {
+        "windowed": False,
+        "decode": True,
+        "split": True,
+        "descriptors": True,
+        "needs_scores": True,
+        "relative": True,
+    }
     found = attention_candidates(AttentionProblem(**fields, **kinds))
-    assert found and not any(schedule.hopper or schedule.turned for schedule in found)
+    assert found and {schedule.kernel for schedule in found} == {"plain"}
 
 
 def test_biases_of_other_rows_are_refused() -> None:

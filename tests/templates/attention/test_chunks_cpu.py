@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.op import dense_attention_cpu, paged_attention_cpu, reference_attention
 from tests.bits import assert_bitwise_equal
+from tests.templates.attention.cases import dense_cpu, exact_attention, paged_cpu
 from tests.templates.cases import DTYPES, ISAS, KINDS, PagedCache, assert_as_accurate, normal, sample
 
 TOKENS = 333
@@ -43,16 +43,16 @@ def test_any_cut_of_a_prompt_into_any_pages_gives_the_dense_bits(
     cuts = [end - begin for begin, end in itertools.pairwise(sorted({0, TOKENS, *edges}))]
     cache = PagedCache.poisoned(TOKENS, block_size, 2, 20, 24, dtype, seed)
     order = _order(attention_chunk, kv_chunk)
-    paged = cache.attend(paged_attention_cpu, *(x[0].transpose(0, 1) for x in qkv), cuts, *order)
-    assert_bitwise_equal(paged.transpose(0, 1)[None], dense_attention_cpu(*qkv, *order))
+    paged = cache.attend(paged_cpu, *(x[0].transpose(0, 1) for x in qkv), cuts, *order)
+    assert_bitwise_equal(paged.transpose(0, 1)[None], dense_cpu(*qkv, *order))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention_chunk", [1, 48, 65])
 def test_a_query_has_the_bits_of_a_window_as_long_as_its_chunk_is_by_then(dtype, attention_chunk):
     qkv = _qkv(dtype, "heavy")
-    chunked = dense_attention_cpu(*qkv, *_order(attention_chunk))
-    windows = {window: dense_attention_cpu(*qkv, 0.2, window, 128) for window in range(1, attention_chunk + 1)}
+    chunked = dense_cpu(*qkv, *_order(attention_chunk))
+    windows = {window: dense_cpu(*qkv, 0.2, window, 128) for window in range(1, attention_chunk + 1)}
     expected = [windows[position % attention_chunk + 1][:, :, position] for position in range(TOKENS)]
     assert_bitwise_equal(chunked, torch.stack(expected, 2))
 
@@ -68,18 +68,18 @@ def test_decoding_never_looks_at_pages_before_the_chunk(dtype):
         cache.block_table[:, : position // 48 * 48 // 16] = -7
         step = cache.step(1)
         row = [x[position : position + 1] for x in tokens]
-        parts.append(paged_attention_cpu(*row, cache.k_cache, cache.v_cache, *step, *_order(48)))
-    assert_bitwise_equal(torch.cat(parts).transpose(0, 1)[None], dense_attention_cpu(q, k, v, *_order(48)))
+        parts.append(paged_cpu(*row, cache.k_cache, cache.v_cache, *step, *_order(48)))
+    assert_bitwise_equal(torch.cat(parts).transpose(0, 1)[None], dense_cpu(q, k, v, *_order(48)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poisoned", [47, 48, 100])
 def test_what_a_query_does_not_see_may_be_nan(dtype, poisoned):
     qkv = _qkv(dtype)
-    clean = dense_attention_cpu(*qkv, *_order(48))
+    clean = dense_cpu(*qkv, *_order(48))
     for x in qkv:
         x[:, :, poisoned] = torch.nan
-    found = dense_attention_cpu(*qkv, *_order(48))
+    found = dense_cpu(*qkv, *_order(48))
     end = (poisoned // 48 + 1) * 48
     assert_bitwise_equal(found[:, :, :poisoned], clean[:, :, :poisoned])
     assert_bitwise_equal(found[:, :, end:], clean[:, :, end:])
@@ -89,7 +89,7 @@ def test_what_a_query_does_not_see_may_be_nan(dtype, poisoned):
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_do_not_matter(isa):
     qkv = _qkv(torch.float32, "heavy")
-    assert_bitwise_equal(dense_attention_cpu(*qkv, *_order(65), isa=isa), dense_attention_cpu(*qkv, *_order(65)), isa)
+    assert_bitwise_equal(dense_cpu(*qkv, *_order(65), isa=isa), dense_cpu(*qkv, *_order(65)), isa)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,15 +102,15 @@ def test_as_accurate_as_torch(dtype, kind, attention_chunk):
     visible = (position[:, None] >= position) & (chunk[:, None] == chunk)
     k_all, v_all = (x.repeat_interleave(3, 1) for x in (k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k_all, v_all, attn_mask=visible, scale=0.2)
-    ours = dense_attention_cpu(q, k, v, *_order(attention_chunk))
-    reference = reference_attention(q, k, v, 0.2, attention_chunk=attention_chunk)
+    ours = dense_cpu(q, k, v, *_order(attention_chunk))
+    reference = exact_attention(q, k, v, 0.2, attention_chunk=attention_chunk)
     assert_as_accurate(ours, theirs, reference, f"{dtype} {kind} {attention_chunk}")
 
 
 @pytest.mark.parametrize(("window", "attention_chunk"), [(5, 5), (0, -1), (-1, 0)])
 def test_what_has_no_meaning_is_refused(window, attention_chunk):
     with pytest.raises(InvalidInput, match=f"sliding_window={window}, attention_chunk={attention_chunk}"):
-        dense_attention_cpu(*_qkv(torch.float32), *_order(attention_chunk, window=window))
+        dense_cpu(*_qkv(torch.float32), *_order(attention_chunk, window=window))
 
 
 def test_the_ops_and_their_fakes_agree():

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.gpu import AttentionProblem, attention_candidates
-from detcompile.templates.attention.op import reference_attention
+from detcompile.templates.attention.schedules import AttentionProblem, attention_candidates
 from tests.bits import assert_bitwise_equal
-from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, Sequence, dense, paged, sequence
+from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, Sequence, dense, exact_attention, paged, sequence
 from tests.templates.triton_interpreter import DOT_DTYPES, INTERPRETED, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
@@ -52,17 +51,17 @@ def test_a_query_has_the_bits_of_a_window_as_long_as_its_chunk_is_by_then(dtype:
 def test_the_value_is_the_references(length: int) -> None:
     s = sequence(CHUNK + 67, *SHAPE, torch.float32)
     q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
-    expected = reference_attention(q, k, v, SHAPE[2] ** -0.5, attention_chunk=length)[0].transpose(0, 1)
+    expected = exact_attention(q, k, v, SHAPE[2] ** -0.5, attention_chunk=length)[0].transpose(0, 1)
     assert (dense(s, attention_chunk=length) - expected).norm() < 6e-7 * expected.norm()
 
 
 def test_kernels_that_know_no_chunks_are_no_candidates() -> None:
-    fields = {"dtype": "bfloat16", "heads": 8, "kv_heads": 2, "d": 128, "dv": 128, "page": 64, "chunk": 512}
-    kinds = {"windowed": True, "few": True, "split": True, "hopper": True}
+    fields = {"dtype": "bfloat16", "heads": 8, "kv_heads": 2, "d": 128, "dv": 128, "block_size": 64, "chunk": 512}
+    kinds = {"windowed": True, "decode": True, "split": True, "descriptors": True}
     known = attention_candidates(AttentionProblem(**fields, **kinds))
     chunked = attention_candidates(AttentionProblem(**fields, **kinds, chunked=True))
-    assert any(schedule.hopper or schedule.turned for schedule in known)
-    assert chunked and not any(schedule.hopper or schedule.turned for schedule in chunked)
+    assert {schedule.kernel for schedule in known} == {"plain", "hopper", "hopper_decode"}
+    assert {schedule.kernel for schedule in chunked} == {"plain"}
 
 
 def test_a_window_and_a_chunk_together_are_refused() -> None:

@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.templates.attention.op import dense_attention_cpu, paged_attention_cpu, reference_attention
 from tests.bits import assert_bitwise_equal
-from tests.templates.attention.cases import assert_shared_tokens_are_those_of_each
+from tests.templates.attention.cases import (
+    assert_shared_tokens_are_those_of_each,
+    dense_cpu,
+    exact_attention,
+    paged_cpu,
+)
 from tests.templates.cases import DTYPES, ISAS, KINDS, PagedCache, assert_as_accurate, normal, sample
 
 # tokens, query heads, key heads, D, Dv
@@ -33,7 +37,7 @@ def _qkv(shape, dtype, kind="normal", seed=0):
 def _dense(q, k, v, *rest, isa=None):
     """[T, heads, dims] in and out"""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return dense_attention_cpu(q, k, v, *rest, isa=isa)[0].transpose(0, 1)
+    return dense_cpu(q, k, v, *rest, isa=isa)[0].transpose(0, 1)
 
 
 def _cache(shape, block_size, dtype, seed=0):
@@ -61,7 +65,7 @@ def test_any_chunking_of_a_prompt_into_any_pages_gives_the_dense_bits(
 ):
     q, k, v = _qkv(shape, dtype)
     rest = (shape[3] ** -0.5, window, kv_chunk)
-    paged = _cache(shape, block_size, dtype, seed).attend(paged_attention_cpu, q, k, v, _cuts(edges, len(q)), *rest)
+    paged = _cache(shape, block_size, dtype, seed).attend(paged_cpu, q, k, v, _cuts(edges, len(q)), *rest)
     assert_bitwise_equal(paged, _dense(q, k, v, *rest))
 
 
@@ -70,7 +74,7 @@ def test_any_chunking_of_a_prompt_into_any_pages_gives_the_dense_bits(
 def test_decoding_one_token_at_a_time_gives_the_bits_of_prefill(dtype, window):
     shape = (140, 4, 2, 24, 24)
     q, k, v = _qkv(shape, dtype, "heavy")
-    decoded = _cache(shape, 16, dtype).attend(paged_attention_cpu, q, k, v, [1] * 140, 0.2, window, 128)
+    decoded = _cache(shape, 16, dtype).attend(paged_cpu, q, k, v, [1] * 140, 0.2, window, 128)
     assert_bitwise_equal(decoded, _dense(q, k, v, 0.2, window, 128))
 
 
@@ -79,7 +83,7 @@ def test_decoding_at_the_edges_of_blocks_and_chunks(dtype):
     shape = (1030, 2, 1, 16, 16)
     q, k, v = _qkv(shape, dtype)
     edges = [edge + i for edge in (64, 448, 512, 576, 1024) for i in (-1, 0, 1, 2)]
-    paged = _cache(shape, 16, dtype).attend(paged_attention_cpu, q, k, v, _cuts(edges, 1030), 0.25, 0, 512)
+    paged = _cache(shape, 16, dtype).attend(paged_cpu, q, k, v, _cuts(edges, 1030), 0.25, 0, 512)
     assert_bitwise_equal(paged, _dense(q, k, v, 0.25, 0, 512))
 
 
@@ -105,7 +109,7 @@ def test_sequences_of_a_batch_ignore_each_other(dtype):
     slot_mapping = torch.cat([*slots, torch.full((3,), -1)])
     cu = torch.tensor([0, 5, 75, 76], dtype=torch.int32)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    out = paged_attention_cpu(q, k, v, k_cache, v_cache, slot_mapping, cu, seq_lens, torch.stack(pages), 0.25, 0, 128)
+    out = paged_cpu(q, k, v, k_cache, v_cache, slot_mapping, cu, seq_lens, torch.stack(pages), 0.25, 0, 128)
     assert_bitwise_equal(out, torch.cat([*alone, torch.zeros(3, 4, 16, dtype=dtype)]))
 
 
@@ -136,9 +140,7 @@ def test_tokens_without_a_finite_score_are_alike_in_prefill_and_decode(dtype, wi
         assert whole[lost:, :2, 3].isnan().all() and whole[lost:, 2:, 5].isnan().all()
         assert (whole[lost:].isnan().sum((1, 2)) == 4).all()
     for step in (1, 37):
-        found = _cache(shape, 16, dtype).attend(
-            paged_attention_cpu, q, k, v, _cuts(range(0, 140, step), 140), 0.2, window, 64
-        )
+        found = _cache(shape, 16, dtype).attend(paged_cpu, q, k, v, _cuts(range(0, 140, step), 140), 0.2, window, 64)
         assert_bitwise_equal(found, whole)
 
 
@@ -156,7 +158,7 @@ def test_instruction_sets_threads_and_strides_do_not_matter(dtype, isa):
         assert_bitwise_equal(_dense(*strided, 0.3, window, 64, isa=isa), expected)
         fused = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1).split([x[0].numel() for x in (q, k, v)], 1)
         views = [part.unflatten(1, x.shape[1:]) for part, x in zip(fused, (q, k, v), strict=True)]
-        op = functools.partial(paged_attention_cpu, isa=isa)
+        op = functools.partial(paged_cpu, isa=isa)
         paged = _cache(shape, 32, dtype).attend(op, *views, [len(q)], 0.3, window, 64)
         assert_bitwise_equal(paged, expected)
 
@@ -188,21 +190,16 @@ def test_as_accurate_as_torch(dtype, kind, shape, window):
     visible = (distance >= 0) & (distance < (window or shape[0]))
     k_all, v_all = (x.repeat_interleave(shape[1] // shape[2], 1) for x in (k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k_all, v_all, attn_mask=visible, scale=scale)
-    ours = dense_attention_cpu(q, k, v, scale, window, 512)
-    assert_as_accurate(ours, theirs, reference_attention(q, k, v, scale, window), f"{dtype} {kind} {shape}")
+    ours = dense_cpu(q, k, v, scale, window, 512)
+    assert_as_accurate(ours, theirs, exact_attention(q, k, v, scale, window), f"{dtype} {kind} {shape}")
 
 
 def test_no_tokens_give_an_empty_result():
-    assert (
-        dense_attention_cpu(
-            torch.empty(0, 2, 5, 8), torch.empty(0, 1, 5, 8), torch.empty(0, 1, 5, 4), 1.0, 0, 64
-        ).numel()
-        == 0
-    )
+    assert dense_cpu(torch.empty(0, 2, 5, 8), torch.empty(0, 1, 5, 8), torch.empty(0, 1, 5, 4), 1.0, 0, 64).numel() == 0
     empty, cache = torch.empty(0, 2, 8), torch.zeros(2, 16, 2, 8)
     table, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     slots = torch.empty(0, dtype=torch.int64)
-    out = paged_attention_cpu(empty, empty, empty, cache, cache.clone(), slots, zero, zero[:1], table, 1.0, 0, 64)
+    out = paged_cpu(empty, empty, empty, cache, cache.clone(), slots, zero, zero[:1], table, 1.0, 0, 64)
     assert out.shape == (0, 2, 8)
 
 
@@ -245,13 +242,13 @@ def _step(**changes):
 def test_a_step_that_does_not_fit_is_refused_and_writes_nothing(changes, message):
     step = _step(**changes)
     with pytest.raises(InvalidInput, match=message):
-        paged_attention_cpu(**step)
+        paged_cpu(**step)
     assert not step["k_cache"].any() and not step["v_cache"].any()
 
 
 def test_a_chunk_that_is_no_multiple_of_a_block_is_refused():
     with pytest.raises(NumericsError, match=r"kv_chunk = 100 must be a multiple of 64"):
-        paged_attention_cpu(**_step(kv_chunk=100))
+        paged_cpu(**_step(kv_chunk=100))
 
 
 def test_the_ops_and_their_fakes_agree():
@@ -262,4 +259,4 @@ def test_the_ops_and_their_fakes_agree():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_may_be_written_for_several_sequences(dtype):
-    assert_shared_tokens_are_those_of_each(paged_attention_cpu, dtype, "cpu")
+    assert_shared_tokens_are_those_of_each(paged_cpu, dtype, "cpu")

@@ -1,4 +1,4 @@
-"""Attention kernels: decode, any prefill, any page, split or not, dense or paged have the same bytes."""
+"""Attention kernels: decode, any prefill, any block size, split or not, dense or paged have the same bytes."""
 
 import functools
 import itertools
@@ -13,20 +13,13 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput, ScheduleError
 from detcompile.orders import KV
-from detcompile.templates.attention import gpu as attention_triton
-from detcompile.templates.attention import hopper as attention_hopper
-from detcompile.templates.attention import hopper_merge as attention_merge
-from detcompile.templates.attention import kernels as attention_kernels
-from detcompile.templates.attention.gpu import (
-    ATTENTION,
+from detcompile.templates.attention import gpu, hopper_blocks, merge
+from detcompile.templates.attention.gpu import ATTENTION, probe_bits, require_32_bits
+from detcompile.templates.attention.schedules import (
     AttentionProblem,
     AttentionSchedule,
     attention_candidates,
-    dense_attention_cuda,
-    paged_attention_cuda,
-    probe_bits,
     reference_attention_schedule,
-    require_32_bits,
 )
 from detcompile.templates.device.dependent_launch import launch_options
 from detcompile.templates.device.gate import Tuner
@@ -38,7 +31,9 @@ from tests.templates.attention.cases import (
     Sequence,
     assert_shared_tokens_are_those_of_each,
     dense,
+    dense_gpu,
     paged,
+    paged_gpu,
     sequence,
 )
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -46,12 +41,12 @@ from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, 
 pytestmark = NEEDS_TRITON
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 HOPPER_SCHEDULES = [
-    AttentionSchedule(128, 8, 3, hopper=True),
-    AttentionSchedule(64, 4, 2, hopper=True),
-    AttentionSchedule(64, 4, 3, split=True, hopper=True),
-    AttentionSchedule(8, 4, 2, turned=True),
-    AttentionSchedule(8, 4, 4, split=True, turned=True),
-    AttentionSchedule(8, 4, 3, split=True, turned=True),
+    AttentionSchedule("hopper", 128, 8, 3),
+    AttentionSchedule("hopper", 64, 4, 2),
+    AttentionSchedule("hopper", 64, 4, 3, split=True),
+    AttentionSchedule("hopper_decode", 8, 4, 2),
+    AttentionSchedule("hopper_decode", 8, 4, 4, split=True),
+    AttentionSchedule("hopper_decode", 8, 4, 3, split=True),
 ]
 
 SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72), (20, 1, 64, 64)]
@@ -87,8 +82,8 @@ def test_every_way_to_compute_a_token_gives_its_bytes(
 def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
     n = 4 * CHUNK + 1
     s = sequence(n, 3, 1, 16, 24, DOT_DTYPES[0])
-    with mock.patch.object(attention_triton, "_AHEAD", ahead):
-        found = paged([(s, n - 1, n)], 48, 0, AttentionSchedule(16, 4, 1, split=True))[0]
+    with mock.patch.object(merge, "_AHEAD", ahead):
+        found = paged([(s, n - 1, n)], 48, 0, AttentionSchedule("plain", 16, 4, 1, split=True))[0]
     assert_bitwise_equal(found, dense(s)[n - 1 :], f"five chunks, {ahead} at a time")
 
 
@@ -103,7 +98,7 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
         (16, 1024, False, 4, {}),
         (8, 1024, True, 3, {}),
         (32, 1024, False, 3, {}),  # 256 programs without a split
-        (32, 1024, True, 2, {"page": 16}),  # whose blocks come in pieces
+        (32, 1024, True, 2, {"block_size": 16}),  # whose blocks come in pieces
         (1, 32768, True, 2, {}),  # 512 programs
         (32, 8192, True, 2, {}),  # one sequence may be as long as its table
         (256, 512, False, 2, {}),
@@ -114,19 +109,19 @@ def test_merges_take_more_chunks_than_they_read_ahead(ahead: int) -> None:
 def test_a_decode_step_is_spread_over_the_multiprocessors(
     tokens: int, keys: int, split: bool, stages: int, other: dict[str, int]
 ) -> None:
-    kind = {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "d": 128, "dv": 128, "page": 64, "chunk": 512} | other
-    problem = AttentionProblem(**kind, windowed=False, few=True, split=False, hopper=True)
-    with mock.patch.object(attention_triton, "multiprocessors", lambda _: 132):
-        found = attention_triton._for_step(problem, torch.device("cuda"), tokens, tokens, keys)
-        plain = attention_triton._for_step(replace(problem, sinks=True), torch.device("cuda"), tokens, tokens, keys)
+    kind = {"dtype": "bfloat16", "heads": 32, "kv_heads": 8, "d": 128, "dv": 128, "block_size": 64, "chunk": 512}
+    problem = AttentionProblem(**kind | other, windowed=False, decode=True, split=False, descriptors=True)
+    with mock.patch.object(gpu, "multiprocessors", lambda _: 132):
+        found = gpu._for_step(problem, torch.device("cuda"), tokens, tokens, keys)
+        plain = gpu._for_step(replace(problem, sinks=True), torch.device("cuda"), tokens, tokens, keys)
     assert (found.split, found.stages) == (split, stages)
-    assert attention_candidates(found)[0] == AttentionSchedule(8, 4, stages, split, turned=True)
+    assert attention_candidates(found)[0] == AttentionSchedule("hopper_decode", 8, 4, stages, split)
     assert f"stages={stages}" in str(found) and "stages" not in str(plain)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 def test_a_token_may_be_written_for_several_sequences(dtype: torch.dtype) -> None:
-    assert_shared_tokens_are_those_of_each(functools.partial(paged_attention_cuda, schedule=PLAIN), dtype, DEVICE)
+    assert_shared_tokens_are_those_of_each(functools.partial(paged_gpu, schedule=PLAIN), dtype, DEVICE)
 
 
 @pytest.mark.parametrize("window", [0, 70])
@@ -199,9 +194,9 @@ def test_sequences_without_tokens_take_none_of_the_others() -> None:
 
 def test_heads_where_no_block_can_begin_are_left_to_the_plain_kernel() -> None:
     cache = torch.empty(4, 64, 2, 136, dtype=torch.bfloat16)
-    assert attention_hopper._has_rows(cache[..., :128].contiguous())
-    assert attention_hopper._has_rows(cache[..., :128].transpose(1, 2).contiguous().transpose(1, 2))
-    assert not attention_hopper._has_rows(cache[..., :128])
+    assert hopper_blocks._has_rows(cache[..., :128].contiguous())
+    assert hopper_blocks._has_rows(cache[..., :128].transpose(1, 2).contiguous().transpose(1, 2))
+    assert not hopper_blocks._has_rows(cache[..., :128])
 
 
 def test_empty_and_refused_inputs() -> None:
@@ -225,7 +220,7 @@ def test_a_chunk_of_float32_loses_no_more_than_plain_attention(spread: float) ->
         return torch.softmax(scores, -1) @ v
 
     exact = plain(q.double(), k.double(), v.double())
-    ours, torchs = dense_attention_cuda(q, k, v, 20**-0.5, 0, 512), plain(q, k, v)
+    ours, torchs = dense_gpu(q, k, v, 20**-0.5, 0, 512), plain(q, k, v)
     errors = [((out.double() - exact).norm() / exact.norm()).item() for out in (ours, torchs)]
     assert errors[0] <= 1.05 * errors[1], f"{errors[0]:.3e}, plain {errors[1]:.3e}"
 
@@ -234,20 +229,30 @@ class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
     @pytest.mark.parametrize("windowed", [False, True])
-    @pytest.mark.parametrize("page", [0, 16, 48])
+    @pytest.mark.parametrize("block_size", [0, 16, 48])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
-    def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, page: int, windowed: bool) -> None:
-        fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": windowed}
+    def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, block_size: int, windowed: bool) -> None:
+        fields = {"dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "chunk": 512}
         gate = Tuner("test", {}, ATTENTION.tuner(torch.device(DEVICE)).path.parent / "test")
         gate._decisions.clear()
-        hopper = HOPPER and page != 48 and dtype is not torch.float32
+        hopper = HOPPER and block_size != 48 and dtype is not torch.float32
         problems = [
-            AttentionProblem(**fields, heads=8, kv_heads=2, d=128, dv=128, few=few, split=split, hopper=hopper)
-            for few in (False, True)
-            for split in ((False, True) if page else (False,))
+            AttentionProblem(
+                **fields,
+                heads=8,
+                kv_heads=2,
+                d=128,
+                dv=128,
+                windowed=windowed,
+                decode=decode,
+                split=split,
+                descriptors=hopper,
+            )
+            for decode in (False, True)
+            for split in ((False, True) if block_size else (False,))
         ]
         every = dict.fromkeys(s for p in problems for s in attention_candidates(p))
-        assert any(schedule.hopper for schedule in every) == hopper
+        assert any(schedule.kernel == "hopper" for schedule in every) == hopper
         problem = problems[0]
         reference = reference_attention_schedule(problem)
         admitted = gate.admitted(str(problem), reference, list(every), probe_bits(problem, torch.device(DEVICE)))
@@ -270,7 +275,7 @@ class TestOnTheGpu:
         k[:CHUNK] = -torch.inf  # all that these tokens see, and a chunk without weight for the others
         for s in (a, Sequence(a.q, a.k, v), Sequence(a.q.abs(), k, a.v)):
             whole = dense(s, window)
-            if not schedule.turned:  # which is for pages
+            if schedule.kernel != "hopper_decode":  # which is for paged keys
                 assert_bitwise_equal(dense(s, window, schedule), whole, "dense")
             for page in (16, 32, 64, 128):
                 first, other = paged([(s, 0, cut), (b, 3, 5)], page, window, schedule, padding=3)
@@ -291,7 +296,7 @@ class TestOnTheGpu:
         whole = dense(s)
         lengths = [n, 1, 64, 65, CHUNK, CHUNK + 1, n - CHUNK, n - 64]
         for stages, split in itertools.product((2, 4), (False, True)):
-            schedule = AttentionSchedule(8, 4, stages, split, turned=True)
+            schedule = AttentionSchedule("hopper_decode", 8, 4, stages, split)
             for page in (16, 64, 256):
                 found = paged([(s, end - 1, end) for end in lengths], page, 0, schedule, padding=3)
                 for end, out in zip(lengths, found):
@@ -309,28 +314,30 @@ class TestOnTheGpu:
         seen may have no weight, or sums that are no numbers; what is not seen may hold anything."""
         generator = torch.Generator().manual_seed(3)
         part = torch.randn(6, heads, chunks, d, generator=generator)
-        stat = torch.randn(6, heads, chunks, 2, generator=generator).abs()
+        max_and_sum = torch.randn(6, heads, chunks, 2, generator=generator).abs()
         seen = torch.tensor([[0, 1], [0, 2], [1, chunks], [chunks // 2, chunks - 1], [0, chunks], [0, 0]])
         hidden = (torch.arange(chunks) < seen[:, :1]) | (torch.arange(chunks) >= seen[:, 1:])
-        stat[0, 0, 0], stat[4, 1, 1], stat[2, 0, 1] = torch.tensor([[-math.inf, 0.0]] * 3)  # alone, later, first
-        stat[4, 0, 2], part[4, 1, 0, 3], part[4, 1, 1, 5] = math.nan, math.inf, math.nan
-        stat[4, 2, 1, 1], part[1, 2, 1, 7] = math.inf, 3e5  # past float16
+        max_and_sum[0, 0, 0], max_and_sum[4, 1, 1], max_and_sum[2, 0, 1] = torch.tensor(
+            [[-math.inf, 0.0]] * 3
+        )  # alone, later, first
+        max_and_sum[4, 0, 2], part[4, 1, 0, 3], part[4, 1, 1, 5] = math.nan, math.inf, math.nan
+        max_and_sum[4, 2, 1, 1], part[1, 2, 1, 7] = math.inf, 3e5  # past float16
         tokens, places = hidden.nonzero(as_tuple=True)
         part[tokens, :, places] = math.nan
-        stat[tokens, :, places] = torch.tensor([math.nan, -1.0])
-        part, stat = part.to(DEVICE), stat.to(DEVICE)
+        max_and_sum[tokens, :, places] = torch.tensor([math.nan, -1.0])
+        part, max_and_sum = part.to(DEVICE), max_and_sum.to(DEVICE)
         found = torch.full((6, heads, d), math.nan, dtype=torch.float16, device=DEVICE)
-        with mock.patch.object(attention_merge, "_EAGER_BYTES", part.numel() * 4 if eager else 0):
-            attention_merge.launch(part, stat, found, 0.3)
+        with mock.patch.object(merge, "_EAGER_BYTES", part.numel() * 4 if eager else 0):
+            merge.merge_by_marks(part, max_and_sum, found, 0.3)
         assert_bitwise_equal(found[5], torch.zeros_like(found[5]), "padding")
         shape = {"DV": d, "DVP": d, "CHUNK": 64, "AHEAD": 4, "num_warps": 1, "enable_fp_fusion": False}
-        shape |= {"CHUNKED": False, "SCALED": False, "SINKS": False, **launch_options(part.device)}
+        shape |= {"CHUNKED": False, "NEEDS_SCORES": False, "SINKS": False, **launch_options(part.device)}
         for token, (first, end) in enumerate(seen[:5].tolist()):
             cu, lens = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 1], [64 * end]))
             one, out = slice(token, token + 1), torch.empty_like(found[:1])
-            attention_kernels.merge_kernel[(1, heads)](
-                part[one], stat[one], out, cu, lens, out, 0.3, 1.0, 64 * (end - first), 1, chunks, *out.stride()[:2],
-                WINDOWED=first > 0, **shape,
+            merge.merge_kernel[(1, heads)](
+                part[one], max_and_sum[one], out, cu, lens, out, 0.3, 1.0, 64 * (end - first), 1, chunks,
+                *out.stride()[:2], WINDOWED=first > 0, **shape,
             )  # fmt: skip
             assert_bitwise_equal(found[one], out, f"chunks {first} to {end}")
 
@@ -341,7 +348,7 @@ class TestOnTheGpu:
         q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
         sdpa = torch.nn.functional.scaled_dot_product_attention
         exact = sdpa(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
-        ours = dense_attention_cuda(q, k, v, 128**-0.5, 0, CHUNK)
+        ours = dense_gpu(q, k, v, 128**-0.5, 0, CHUNK)
         torchs = sdpa(q, k, v, is_causal=True, enable_gqa=True)
         errors = [((out.double() - exact)[:, :, -n:].norm() / exact[:, :, -n:].norm()).item() for out in (ours, torchs)]
         print(f"{dtype} last {n}: {errors[0]:.3e} / SDPA {errors[1]:.3e}")
@@ -361,7 +368,7 @@ class TestOnTheGpu:
         lens = torch.tensor([600, 700, 800, 900], dtype=torch.int32, device=DEVICE)
 
         def launch() -> Tensor:
-            return paged_attention_cuda(q, k, v, *cache, slots, cu, lens, table, 0.125, 0, 512)
+            return paged_gpu(q, k, v, *cache, slots, cu, lens, table, 0.125, 0, 512)
 
         launch()
         graph = torch.cuda.CUDAGraph()
@@ -384,7 +391,7 @@ class TestOnTheGpu:
         q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
         chunk = 64 * (2 + int(torch.rand(()).item() * 1e6) % 5000)  # a problem no earlier process has decided
         with pytest.raises(ScheduleError, match="before CUDA graph capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            dense_attention_cuda(q, k, v, 0.25, 0, chunk)
+            dense_gpu(q, k, v, 0.25, 0, chunk)
 
 
 def test_dense_sequences_past_32_bits_are_refused():

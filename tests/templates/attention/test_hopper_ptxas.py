@@ -23,18 +23,18 @@ from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from detcompile.templates.attention.hopper import REGISTERS, hopper_attention_kernel
-from detcompile.templates.attention.hopper_decode import registers, turned_attention_kernel
+from detcompile.templates.attention.hopper_decode import hopper_decode_kernel, registers
 
-TYPES = {name: "*i32" for name in ("cu_ptr", "lens_ptr", "table_ptr")} | {"stat_ptr": "*fp32", "c": "fp32"}
-STRIDES = ("q_batch", "q_token", "q_head", "page_rows", "batch_rows", "head_columns", "out_batch", "out_token")
+TYPES = {name: "*i32" for name in ("cu_ptr", "lens_ptr", "table_ptr")} | {"max_and_sum_ptr": "*fp32", "c": "fp32"}
+STRIDES = ("q_batch", "q_token", "q_head", "block_rows", "batch_rows", "head_columns", "out_batch", "out_token")
 
 
 def prefill(*block, CONSUMERS, **constants):
     assemble(hopper_attention_kernel, REGISTERS[CONSUMERS], *block, HEADS=4, CONSUMERS=CONSUMERS, **constants)
 
 
-def turned(*block, STAGES, D, **constants):
-    assemble(turned_attention_kernel, registers(STAGES, D), *block, BM=8, STAGES=STAGES, D=D, **constants)
+def decode(*block, STAGES, D, **constants):
+    assemble(hopper_decode_kernel, registers(STAGES, D), *block, BM=8, STAGES=STAGES, D=D, **constants)
 
 
 def assemble(kernel, maxnreg, *block, **constants):
@@ -57,15 +57,15 @@ def assemble(kernel, maxnreg, *block, **constants):
 
 whole, split = {"WINDOWED": False, "SPLIT": False}, {"WINDOWED": False, "SPLIT": True}
 windowed = {"WINDOWED": True, "SPLIT": False}
-prefill(64, 64, D=128, PAGE=0, CONSUMERS=2, STAGES=3, **whole)
-prefill(64, 64, D=128, PAGE=64, CONSUMERS=2, STAGES=3, **windowed)
-prefill(16, 64, D=64, PAGE=16, CONSUMERS=2, STAGES=3, **windowed)
-prefill(64, 64, D=128, PAGE=64, CONSUMERS=1, STAGES=2, **split)
-turned(2, 64, 64, D=128, PAGE=64, STAGES=3, **split)
-turned(2, 64, 64, D=128, PAGE=64, STAGES=4, **whole)
-turned(2, 64, 64, D=128, PAGE=64, STAGES=2, **whole)
-turned(16, 64, D=128, PAGE=16, STAGES=3, **windowed)
-turned(1, 64, 64, D=64, PAGE=64, STAGES=2, WINDOWED=True, SPLIT=True)
+prefill(64, 64, D=128, BLOCK_SIZE=0, CONSUMERS=2, STAGES=3, **whole)
+prefill(64, 64, D=128, BLOCK_SIZE=64, CONSUMERS=2, STAGES=3, **windowed)
+prefill(16, 64, D=64, BLOCK_SIZE=16, CONSUMERS=2, STAGES=3, **windowed)
+prefill(64, 64, D=128, BLOCK_SIZE=64, CONSUMERS=1, STAGES=2, **split)
+decode(2, 64, 64, D=128, BLOCK_SIZE=64, STAGES=3, **split)
+decode(2, 64, 64, D=128, BLOCK_SIZE=64, STAGES=4, **whole)
+decode(2, 64, 64, D=128, BLOCK_SIZE=64, STAGES=2, **whole)
+decode(16, 64, D=128, BLOCK_SIZE=16, STAGES=3, **windowed)
+decode(1, 64, 64, D=64, BLOCK_SIZE=64, STAGES=2, WINDOWED=True, SPLIT=True)
 """
 
 

@@ -18,10 +18,9 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from detcompile.templates.attention.kernels import merge_kernel
-from detcompile.templates.attention.hopper_merge import marked_merge_kernel
+from detcompile.templates.attention.merge import marked_merge_kernel, merge_kernel
 
-TYPES = {"out_ptr": "*bf16", "cu_ptr": "*i32", "lens_ptr": "*i32", "c": "fp32", "inner": "fp32"}
+TYPES = {"out_ptr": "*bf16", "cu_ptr": "*i32", "lens_ptr": "*i32", "c": "fp32", "pre_scale": "fp32"}
 
 
 def ptx(source, kernel, **constants):
@@ -37,7 +36,7 @@ def ptx(source, kernel, **constants):
 for d, columns, batch, buffers, eager in (64, 32, 8, 2, False), (128, 128, 4, 1, True):
     variant = {"D": d, "W": columns, "BATCH": batch, "BUFFERS": buffers, "EAGER": eager, "PDL": True}
     ptx(GluonASTSource, marked_merge_kernel, **variant)
-kind = dict.fromkeys(("WINDOWED", "CHUNKED", "SCALED", "SINKS"), False)
+kind = dict.fromkeys(("WINDOWED", "CHUNKED", "NEEDS_SCORES", "SINKS"), False)
 ptx(ASTSource, merge_kernel, DV=128, DVP=128, CHUNK=512, AHEAD=4, PDL=True, **kind)
 """
 

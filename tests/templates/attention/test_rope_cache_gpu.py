@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from detcompile.templates.attention.operands import Caches, HeadNorm
 from detcompile.templates.attention.rope_cache_gpu import rope_cache_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import rms_norm_cuda
 from tests.bits import assert_bitwise_equal
@@ -55,7 +56,8 @@ def test_the_bytes_are_those_of_separate_operations(
     caches = [torch.full((T + 1, page, HK, width), torch.nan, dtype=dtype, device=DEVICE) for width in (D, DV)]
     slots = torch.randperm((T + 1) * page, generator=torch.Generator().manual_seed(6))[: copies * T].to(DEVICE)
     slots[T // 2] = -1
-    out = rope_cache_cuda(q, k, v, cos, sin, *weights, *norm, *caches, slots)
+    heads = HeadNorm(*weights, *norm)
+    out = rope_cache_cuda(q, k, v, cos, sin, heads, Caches(*caches), slots)
     assert_bitwise_equal(out, separate(q, cos, sin, weights[0], norm), "q")
     expected = [torch.full_like(cache, torch.nan) for cache in caches]
     for cache, rows in zip(expected, (separate(k, cos, sin, weights[1], norm), v), strict=True):
@@ -64,5 +66,5 @@ def test_the_bytes_are_those_of_separate_operations(
                 cache[slot // page, slot % page] = rows[place % T]
     for cache, wanted, name in zip(caches, expected, ("keys", "values"), strict=True):
         assert_bitwise_equal(cache, wanted, name)
-    one = rope_cache_cuda(q[-1:], k[-1:], v[-1:], cos[-1:], sin[-1:], *weights, *norm, *caches, slots[-1:])
+    one = rope_cache_cuda(q[-1:], k[-1:], v[-1:], cos[-1:], sin[-1:], heads, Caches(*caches), slots[-1:])
     assert_bitwise_equal(one, out[-1:], "a token alone")

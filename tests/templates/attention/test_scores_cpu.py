@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.op import dense_attention_cpu, paged_attention_cpu, reference_attention
 from tests.bits import assert_bitwise_equal
-from tests.templates.attention.cases import FEATURES, features
+from tests.templates.attention.cases import FEATURES, dense_cpu, exact_attention, features, paged_cpu
 from tests.templates.cases import DTYPES, ISAS, KINDS, PagedCache, assert_as_accurate, normal, sample
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129]
@@ -37,7 +36,7 @@ def _paged(qkv: list[Tensor], cuts: list[int], block_size: int, arguments: tuple
     q, k, v = (x[0].transpose(0, 1) for x in qkv)
     T, heads, d = k.shape
     cache = PagedCache.poisoned(T, block_size, heads, d, v.shape[2], q.dtype, seed)
-    return cache.attend(paged_attention_cpu, q, k, v, cuts, *arguments).transpose(0, 1)[None]
+    return cache.attend(paged_cpu, q, k, v, cuts, *arguments).transpose(0, 1)[None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,7 +54,7 @@ def test_any_chunking_of_a_prompt_into_any_pages_gives_the_dense_bits(
     qkv = _qkv(145, 6, 2, 20, 24, dtype)
     arguments = _arguments(name, 6, 0.3, window, kv_chunk)
     cuts = [end - begin for begin, end in itertools.pairwise(sorted({0, 145, *edges}))]
-    assert_bitwise_equal(_paged(qkv, cuts, block_size, arguments, seed), dense_attention_cpu(*qkv, *arguments))
+    assert_bitwise_equal(_paged(qkv, cuts, block_size, arguments, seed), dense_cpu(*qkv, *arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,9 +62,9 @@ def test_any_chunking_of_a_prompt_into_any_pages_gives_the_dense_bits(
 def test_decoding_one_token_at_a_time_gives_the_bits_of_prefill(dtype, name):
     qkv = _qkv(140, 4, 2, 24, 24, dtype, "heavy")
     arguments = _arguments(name, 4, 0.2, 0, 128)
-    whole = dense_attention_cpu(*qkv, *arguments)
+    whole = dense_cpu(*qkv, *arguments)
     assert_bitwise_equal(_paged(qkv, [1] * 140, 16, arguments), whole)
-    assert not torch.equal(whole, dense_attention_cpu(*qkv, 0.2, 0, 128)), "the feature does nothing"
+    assert not torch.equal(whole, dense_cpu(*qkv, 0.2, 0, 128)), "the feature does nothing"
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -73,7 +72,7 @@ def test_decoding_one_token_at_a_time_gives_the_bits_of_prefill(dtype, name):
 def test_instruction_sets_do_not_matter(name, isa):
     qkv = _qkv(200, 6, 2, 80, 40, torch.float32, "heavy")
     arguments = _arguments(name, 6, 0.1, 0, 128)
-    assert_bitwise_equal(dense_attention_cpu(*qkv, *arguments, isa=isa), dense_attention_cpu(*qkv, *arguments), isa)
+    assert_bitwise_equal(dense_cpu(*qkv, *arguments, isa=isa), dense_cpu(*qkv, *arguments), isa)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,10 +81,10 @@ def test_instruction_sets_do_not_matter(name, isa):
 def test_a_later_token_does_not_matter_even_as_nan(dtype, name, future):
     qkv = _qkv(67, 4, 2, 16, 16, dtype)
     arguments = _arguments(name, 4, 0.25, 0, 64)
-    expected = dense_attention_cpu(*qkv, *arguments)
+    expected = dense_cpu(*qkv, *arguments)
     for tensor in qkv:
         tensor[:, :, future:] = torch.nan
-    assert_bitwise_equal(dense_attention_cpu(*qkv, *arguments)[:, :, :future], expected[:, :, :future])
+    assert_bitwise_equal(dense_cpu(*qkv, *arguments)[:, :, :future], expected[:, :, :future])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,8 +94,8 @@ def test_a_later_token_does_not_matter_even_as_nan(dtype, name, future):
 def test_as_accurate_as_torch(dtype, kind, window, name):
     qkv = _qkv(300, 4, 2, 64, 48, dtype, kind)
     scale, _, _, *rest = arguments = _arguments(name, 4, 0.125, window, 512)
-    reference = reference_attention(*qkv, scale, window, *rest)
-    assert_as_accurate(dense_attention_cpu(*qkv, *arguments), _eager(*qkv, scale, window, *rest), reference, name)
+    reference = exact_attention(*qkv, scale, window, *rest)
+    assert_as_accurate(dense_cpu(*qkv, *arguments), _eager(*qkv, scale, window, *rest), reference, name)
 
 
 def _eager(q, k, v, scale, window, softcap, sinks, slopes):
@@ -117,8 +116,8 @@ def _eager(q, k, v, scale, window, softcap, sinks, slopes):
 def test_head_dims(dtype, dims):
     qkv = _qkv(200, 4, 2, *dims, dtype)
     arguments = (dims[0] ** -0.5, 0, 128, 0.0, None, None)
-    whole = dense_attention_cpu(*qkv, *arguments)
-    reference = reference_attention(*qkv, arguments[0])
+    whole = dense_cpu(*qkv, *arguments)
+    reference = exact_attention(*qkv, arguments[0])
     assert_as_accurate(whole, _eager(*qkv, arguments[0], 0, 0.0, None, None), reference, str(dims))
     assert_bitwise_equal(_paged(qkv, [129, 70, 1], 32, arguments), whole)
 
@@ -127,19 +126,17 @@ def test_head_dims(dtype, dims):
 def test_absent_features_leave_the_bits_alone(dtype):
     """No sink is a sink of -inf; sinks may have any floating dtype."""
     qkv = _qkv(145, 4, 2, 24, 24, dtype)
-    plain = dense_attention_cpu(*qkv, 0.2, 0, 64)
-    assert_bitwise_equal(dense_attention_cpu(*qkv, 0.2, 0, 64, 0.0, torch.full((4,), -math.inf)), plain)
+    plain = dense_cpu(*qkv, 0.2, 0, 64)
+    assert_bitwise_equal(dense_cpu(*qkv, 0.2, 0, 64, 0.0, torch.full((4,), -math.inf)), plain)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
-    assert_bitwise_equal(
-        dense_attention_cpu(*qkv, 0.2, 0, 64, 0.0, sinks.bfloat16()), dense_attention_cpu(*qkv, 0.2, 0, 64, 0.0, sinks)
-    )
+    assert_bitwise_equal(dense_cpu(*qkv, 0.2, 0, 64, 0.0, sinks.bfloat16()), dense_cpu(*qkv, 0.2, 0, 64, 0.0, sinks))
 
 
 @pytest.mark.parametrize("sink", [60.0, 88.0, 200.0, 1e30])
 def test_a_sink_may_dwarf_every_key(sink):
     q, k, v = _qkv(70, 2, 2, 16, 16, torch.float32)
-    ours = dense_attention_cpu(q, k, v, 0.2, 0, 64, 0.0, torch.full((2,), sink))
-    exact = reference_attention(q, k, v, 0.2, 0, 0.0, torch.full((2,), sink))
+    ours = dense_cpu(q, k, v, 0.2, 0, 64, 0.0, torch.full((2,), sink))
+    exact = exact_attention(q, k, v, 0.2, 0, 0.0, torch.full((2,), sink))
     assert (ours - exact).abs().max() <= 2e-5 * exact.abs().max() + 1e-37
 
 
@@ -148,8 +145,8 @@ def test_alibi_is_accurate_far_from_the_start():
     T = 3000
     qkv = _qkv(T, 1, 1, 16, 16, torch.float32)
     slopes = torch.tensor([0.37])
-    ours = dense_attention_cpu(*qkv, 0.25, 0, 512, 0.0, None, slopes)[:, :, -100:]
-    exact = reference_attention(*qkv, 0.25, 0, 0.0, None, slopes)[:, :, -100:]
+    ours = dense_cpu(*qkv, 0.25, 0, 512, 0.0, None, slopes)[:, :, -100:]
+    exact = exact_attention(*qkv, 0.25, 0, 0.0, None, slopes)[:, :, -100:]
     assert (ours - exact).norm() < 5e-7 * exact.norm()
 
 
@@ -165,7 +162,7 @@ def test_alibi_is_accurate_far_from_the_start():
 def test_what_has_no_meaning_is_refused(changes, message):
     qkv = _qkv(5, 4, 2, 8, 8, torch.float32)
     with pytest.raises(InvalidInput, match=message):
-        dense_attention_cpu(*qkv, *changes)
+        dense_cpu(*qkv, *changes)
 
 
 def test_the_ops_and_their_fakes_agree():

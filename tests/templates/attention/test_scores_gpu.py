@@ -8,14 +8,12 @@ import triton
 import triton.language as tl
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.attention.gpu import (
-    ATTENTION,
+from detcompile.templates.attention.gpu import ATTENTION, probe_bits
+from detcompile.templates.attention.schedules import (
     AttentionProblem,
     attention_candidates,
-    probe_bits,
     reference_attention_schedule,
 )
-from detcompile.templates.attention.op import reference_attention
 from detcompile.templates.attention.scores import tanh
 from detcompile.templates.device.gate import Tuner
 from tests.bits import assert_bitwise_equal
@@ -26,6 +24,7 @@ from tests.templates.attention.cases import (
     SCHEDULES,
     Sequence,
     dense,
+    exact_attention,
     features,
     paged,
     sequence,
@@ -69,7 +68,7 @@ def test_the_value_is_the_references(name: str) -> None:
     for window in (70,) if INTERPRETED else (0, 70):
         scale = given.get("scale", SHAPE[2] ** -0.5)
         rest = {key: value for key, value in given.items() if key != "scale"}
-        expected = reference_attention(q, k, v, scale, window, **rest)[0].transpose(0, 1)
+        expected = exact_attention(q, k, v, scale, window, **rest)[0].transpose(0, 1)
         assert (dense(s, window, **given) - expected).norm() < 6e-7 * expected.norm()  # 5.3e-7 on an H200
 
 
@@ -106,7 +105,7 @@ def test_head_dims(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     s = sequence(n, 2, 1, *dims, dtype)
     whole = dense(s)
     q, k, v = (t[None].transpose(1, 2) for t in (s.q, s.k, s.v))
-    expected = reference_attention(q, k, v, dims[0] ** -0.5)[0].transpose(0, 1)
+    expected = exact_attention(q, k, v, dims[0] ** -0.5)[0].transpose(0, 1)
     assert (whole.double() - expected).norm() < {torch.float32: 1e-6}.get(dtype, 6e-3) * expected.norm()
     cut = CHUNK - 1
     assert_bitwise_equal(paged([(s, 0, cut)], 16)[0], whole[:cut])
@@ -150,19 +149,31 @@ def test_what_has_no_meaning_is_refused(given: dict, message: str) -> None:
 class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
-    @pytest.mark.parametrize("flags", [("scaled", "capped"), ("sinks",), ("scaled", "alibi"), ("scaled",)])
-    @pytest.mark.parametrize("page", [0, 16])
+    @pytest.mark.parametrize(
+        "flags", [("needs_scores", "capped"), ("sinks",), ("needs_scores", "alibi"), ("needs_scores",)]
+    )
+    @pytest.mark.parametrize("block_size", [0, 16])
     @pytest.mark.parametrize("dtype", DOT_DTYPES)
-    def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, page: int, flags: tuple[str, ...]) -> None:
-        fields = {"dtype": str(dtype).removeprefix("torch."), "page": page, "chunk": 512, "windowed": True}
+    def test_every_schedule_has_one_class_of_bits(
+        self, dtype: torch.dtype, block_size: int, flags: tuple[str, ...]
+    ) -> None:
+        fields = {"dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "chunk": 512}
         gate = Tuner("test", {}, ATTENTION.tuner(torch.device(DEVICE)).path.parent / "test")
         gate._decisions.clear()
         problems = [
             AttentionProblem(
-                **fields, heads=8, kv_heads=2, d=128, dv=128, few=few, split=split, **dict.fromkeys(flags, True)
+                **fields,
+                heads=8,
+                kv_heads=2,
+                d=128,
+                dv=128,
+                windowed=True,
+                decode=decode,
+                split=split,
+                **dict.fromkeys(flags, True),
             )
-            for few in (False, True)
-            for split in ((False, True) if page else (False,))
+            for decode in (False, True)
+            for split in ((False, True) if block_size else (False,))
         ]
         every = dict.fromkeys(s for p in problems for s in attention_candidates(p))
         problem = problems[0]

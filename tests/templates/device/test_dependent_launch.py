@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from detcompile.templates.attention.gpu import AttentionSchedule, paged_attention_cuda
+from detcompile.templates.attention.gpu import cached_attention_cuda
+from detcompile.templates.attention.operands import Caches, StepMetadata
+from detcompile.templates.attention.schedules import AttentionSchedule
+from detcompile.templates.attention.scores import AttentionRule
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
 from detcompile.templates.matmul.gate_gpu import silu_mul_cuda
@@ -164,9 +167,9 @@ def test_metadata_that_the_kernel_before_wrote_are_read_as_they_are(split: bool,
         return drawn.cuda()
 
     def attend() -> Tensor:
-        schedule = AttentionSchedule(8, 4, 3, split, turned=True)
-        return paged_attention_cuda(
-            q, None, None, k_cache, v_cache, cu, cu, lens, table, 0.1, window, 512, schedule=schedule
+        schedule, rule = AttentionSchedule("hopper_decode", 8, 4, 3, split), AttentionRule(0.1, window, 512)
+        return cached_attention_cuda(
+            q, Caches(k_cache, v_cache), StepMetadata(cu, lens, table), rule, schedule=schedule
         )
 
     cases = [

@@ -42,7 +42,7 @@ elif sys.argv[1] == "residual":
 elif sys.argv[1] == "heads":
     pointers = [name for name in _rope_cache_kernel.arg_names if name.endswith("_ptr")]
     types = {name: "*bf16" if "weight" in name else "*fp16" for name in pointers} | {"slots_ptr": "*i64", "eps": "fp32"}
-    sizes = {"HQ": 8, "HK": 2, "D": 128, "DV": 128, "E": 128, "PAGE": 16, "COPIED": False, "UNIT": 8, "V_UNIT": 8}
+    sizes = {"HQ": 8, "HK": 2, "D": 128, "DV": 128, "E": 128, "BLOCK_SIZE": 16, "COPIED": False, "UNIT": 8, "V_UNIT": 8}
     tile = {"ROWS": 16, "W": 128, "WV": 128, "LANES": 16, "VECTOR": 8, "SHUFFLE": True, "PDL": False}
     print(ptx(_rope_cache_kernel, types, **sizes, **tile, HAS_NORM=True, HAS_WEIGHT=True, ROUND_FIRST=True))
 else:

@@ -71,7 +71,7 @@ for length in (96, 512, 4096):
     )
 for features, rotated in (128, 128), (100, 32), (36, 32), (33, 32):
     found[f"rope {features} {rotated}"] = pieces(
-        _rope_cache_kernel, features, narrow, None, {"slots_ptr": "*i64"}, HQ=8, HK=2, DV=32, E=rotated, PAGE=16,
+        _rope_cache_kernel, features, narrow, None, {"slots_ptr": "*i64"}, HQ=8, HK=2, DV=32, E=rotated, BLOCK_SIZE=16,
         HAS_NORM=True, HAS_WEIGHT=True, ROUND_FIRST=True, COPIED=False, V_UNIT=8, WV=32,
     )
 print(json.dumps(found))

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.executors.lowered_module import executor_of
 from detcompile.models.checkpoints import load_checkpoint, require_json
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import compile_in_workers
@@ -78,13 +79,13 @@ def compile_here(
     """``compile`` in this process, a rank where tp is above 1.
 
     Args:
-        on_read: of ranks that share a model: is told the bytes of weights read so far and of how many.
+        on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
     """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     loaded = load_model(model) if isinstance(model, (str, Path)) else model
     context = _context(loaded, max_context)
     lowered = lower(loaded, numerics, context, ranks, replicate_attention, on_read)
-    compiled = CompiledModel(loaded, lowered, numerics, context, ranks)
+    compiled = CompiledModel(executor_of(loaded, lowered, numerics, ranks))
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)
     return compiled

@@ -9,12 +9,16 @@ from transformers import PreTrainedModel
 
 from detcompile.api import compile
 from detcompile.archives.archive import Share, write_archive
+from detcompile.archives.certificates import certificate_json
+from detcompile.archives.description import CERTIFICATE, KERNELS, TOKENIZER, facts_of
 from detcompile.archives.machine import this_machine
 from detcompile.archives.stored_weights import StoredWeights
 from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.executors.local import LocalExecutor
+from detcompile.executors.lowered_module import LoweredModule
+from detcompile.executors.remote import START_SECONDS
 from detcompile.models.compiled import CompiledModel
-from detcompile.models.exported import CERTIFICATE, KERNELS, TOKENIZER, ExportedModel, certificate_json, facts_of
-from detcompile.models.remote import START_SECONDS, RemoteModel
+from detcompile.models.remote import RemoteModel
 from detcompile.passes.packaging import package
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
@@ -92,18 +96,18 @@ def _write(compiled: CompiledModel, path: Path, beside: bool) -> None:
             ranks = compiled.apply(_written_share, folder, seconds=START_SECONDS)
         else:
             ranks = [_share(compiled)]
-        facts = {**facts_of(compiled), "machine": this_machine(compiled.device)}
+        known = facts_of(compiled.executor.description, compiled.fingerprint_parts, compiled.weight_digests())
+        facts = {**known, "machine": this_machine(compiled.device)}
         write_archive(path, facts, _common_members(compiled), ranks, beside)
 
 
 def _share(compiled: CompiledModel) -> Share:
     """What of the archive is this process's."""
-    if isinstance(compiled, ExportedModel):
+    origin = compiled.executor.origin if isinstance(compiled.executor, LocalExecutor) else None
+    if not isinstance(origin, LoweredModule):
         raise UnsupportedModel("this model was loaded from an archive: copy that, or compile it from its own folder")
     program = compiled.program if compiled.ranks is None else None
-    packaged = package(
-        compiled.model, compiled.numerics, compiled.certificate, compiled.recurrences, program
-    )
+    packaged = package(compiled.model, compiled.numerics, compiled.certificate, origin.recurrences, program)
     facts = {
         "arguments": packaged.arguments,
         "views": packaged.views,

@@ -81,7 +81,8 @@ def weights_in_place(
     """The parameters and buffers of a model, and what its graph takes besides; InvalidInput if one was moved.
 
     Args:
-        addresses: where they were. every_name: give tied ones under each name, and no ``constants``.
+        addresses: where they were.
+        every_name: give tied ones under each of their names, and leave ``constants`` out.
     """
     require_weights_at(addresses, model)
     if every_name:

@@ -1,6 +1,6 @@
 """What a worker process does: hold one rank's compiled model, and run the steps that the parent planned.
 
-Named by ``remote_model`` and called through ``runtime.processes.group``; nothing else imports it.
+Named by ``executors.ranks`` and called through ``runtime.processes.group``; nothing else imports it.
 """
 
 from collections import deque
@@ -14,13 +14,15 @@ from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile_here, load_model
 from detcompile.config import settle_symmetric_memory
+from detcompile.executors.description import ModelDescription
+from detcompile.executors.local import LocalExecutor
+from detcompile.executors.ranks import RankPlan
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.exported import load
-from detcompile.models.remote import ModelFacts, RankPlan
 from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import Room, affordable_blocks, new_cache, new_worker, room_for_cache
+from detcompile.runtime.engine_setup import Room, affordable_blocks, new_worker, room_for_cache
 from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
 from detcompile.runtime.processes.start_progress import reading
 from detcompile.runtime.step.builder import StepArrays
@@ -60,7 +62,7 @@ class RankServer:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
-    def start(self, port: int) -> ModelFacts | None:
+    def start(self, port: int) -> ModelDescription | None:
         """Join the other ranks, load and compile, or load what was compiled; returns what the parent has to know."""
         plan = self.plan
         transformers_logging.disable_progress_bar()  # the parent shows one for all ranks
@@ -72,7 +74,7 @@ class RankServer:
             self._join(device, port)
         self.note("loading")
         self.model = self._compiled(device) if plan.archive is None else load(plan.archive)
-        return ModelFacts.of(self.model) if self.rank == 0 else None
+        return self.model.executor.description.elsewhere() if self.rank == 0 else None
 
     def _compiled(self, device: torch.device) -> CompiledModel:
         plan = self.plan
@@ -91,7 +93,7 @@ class RankServer:
 
     def weights_version(self) -> int:
         """Counts the contents that the weights here have had."""
-        return self.model._weights.version(look=True)
+        return self.model.executor.weights.version(look=True)
 
     def weight_digests(self) -> dict[str, str] | None:
         """Digests of the whole weights by name, from rank 0; every rank takes part."""
@@ -100,18 +102,20 @@ class RankServer:
 
     def affordable_blocks(self, config: EngineConfig, num_sharers: int, drafts: bool) -> int:
         """KV blocks that this rank has room for, beside as many of the others on its device."""
-        model = self.model.engine_model
-        self._room = room_for_cache(model, config, drafts=drafts, num_sharers=num_sharers)
-        return affordable_blocks(model, config, self._room, num_sharers)
+        facts, forward = self.model.facts, self._executor.forwards.plain
+        self._room = room_for_cache(facts, forward, config, drafts=drafts, num_sharers=num_sharers)
+        return affordable_blocks(facts, config, self._room, num_sharers)
 
     def new_worker(self, name: int, config: EngineConfig, num_blocks: int, with_states: bool) -> None:
         """Make the worker of an engine, whose steps hand out their hidden states or not."""
-        model = self.model.engine_model
+        forwards = self._executor.forwards
+        forward = forwards.plain
         if with_states:
-            assert model.forward_with_states is not None
-            model = model._replace(forward=model.forward_with_states())
+            assert forwards.with_states is not None
+            forward = forwards.with_states()
         step = self._room.step if config.num_blocks is None else None
-        self._made[name] = _Served(new_worker(model, config, num_blocks, step=step), WorkReader(), deque())
+        worker = new_worker(self.model.facts, forward, config, num_blocks, step=step)
+        self._made[name] = _Served(worker, WorkReader(), deque())
 
     def launch(self, name: int, packed: PackedWork) -> None:
         """Start a step of an engine."""
@@ -130,8 +134,7 @@ class RankServer:
 
     def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
         """Make a KV cache, and what runs steps over it."""
-        cache = new_cache(self.model.engine_model, num_blocks, block_size)
-        self._made[name] = Runner(self.model.forward, cache, cuda_graphs)
+        self._made[name] = self._executor.new_runner(num_blocks, block_size, cuda_graphs)
 
     def run(self, name: int, arrays: StepArrays) -> PackedTensor | None:
         """Logits of a step."""
@@ -159,6 +162,12 @@ class RankServer:
         store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
         backend = backend_of_ranks(device.type)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.tp)
+
+    @property
+    def _executor(self) -> LocalExecutor:
+        executor = self.model.executor
+        assert isinstance(executor, LocalExecutor), "a rank starts no workers of its own"
+        return executor
 
     def _served(self, name: int) -> _Served:
         served = self._made[name]

@@ -19,7 +19,13 @@ LAYERS = [
     {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting"},
     {"detcompile.api", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
-    {"detcompile.archives.machine", "detcompile.models"},
+    {"detcompile.models"},
+    {
+        "detcompile.archives.certificates",
+        "detcompile.archives.description",
+        "detcompile.archives.machine",
+        "detcompile.executors",
+    },
     {"detcompile.passes", "detcompile.runtime"},
     {"detcompile.templates"},
     {

@@ -22,13 +22,9 @@ MAX_KERNEL = 90
 MAX_FOLDER = 15
 
 LONG_FILES: dict[str, int] = {
-    "models/compiled.py": 395,
-    "models/exported.py": 311,
-    "models/remote.py": 376,
-    "runtime/step/builder.py": 304,
+    "models/compiled.py": 323,
 }
 LONG_FUNCTIONS: dict[str, int] = {
-    "runtime/speculation/model_drafter.py:__init__": 41,
 }
 LONG_KERNELS: dict[str, int] = {}
 

@@ -24,8 +24,9 @@ from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.commands.axes import AXES, score
 from detcompile.commands.verification import TP, ModelSpec, verify
 from detcompile.errors import EngineError, UnsupportedModel, WorkerError
+from detcompile.executors.ranks import RankPlan
 from detcompile.models.compiled import CompiledModel
-from detcompile.models.remote import RankPlan, RemoteModel, compile_in_workers
+from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.processes.start_progress import StartProgress, reading
 from detcompile.runtime.requests.outputs import RequestOutput
@@ -239,7 +240,7 @@ def test_weights_that_a_function_changes_answer_for_no_older_ones(two: RemoteMod
 
 
 def test_a_function_makes_the_module_in_each_rank() -> None:
-    plan = RankPlan(None, None, module, 1, Numerics(), None, "cpu", 1, {})
+    plan = RankPlan(1, Numerics(), "cpu", 1, {}, build=module)
     made = load_for_rank(pickle.loads(pickle.dumps(plan)), torch.device("cpu"))
     assert weight_digests(named_weights(made)) == weight_digests(named_weights(module()))
 

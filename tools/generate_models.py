@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from detcompile.models.fingerprints import source_digest
+from detcompile.executors.fingerprints import source_digest
 from tools.model_checks import examine, examine_on_gpu
 from tools.model_configs import ARCHITECTURES
 from tools.models_page import page

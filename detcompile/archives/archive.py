@@ -42,11 +42,12 @@ COMMENT_BYTES = 2 * hashlib.sha256().digest_size  # in hex
 
 
 class Share(NamedTuple):
-    """What of an archive is one rank's.
+    """A rank's share of an archive.
 
     Attributes:
-        facts: of the manifest, as JSON has them; "weights" is added.
-        files: of its library.
+        facts: entries of the manifest, as JSON has them; "weights" is added.
+        files: files of the rank's library.
+        weights: the rank's share of the weights.
     """
 
     facts: Mapping[str, Any]
@@ -55,7 +56,7 @@ class Share(NamedTuple):
 
 
 def library_folder(rank: int) -> str:
-    """Of the members that are a rank's library."""
+    """The folder of the members that are a rank's library."""
     return f"{LIBRARIES}/rank{rank}"
 
 
@@ -69,7 +70,7 @@ def write_archive(
     """Write an archive, and the weights into files next to it if so wanted; each takes its place when it is whole.
 
     Args:
-        facts: of the manifest, as JSON has them; "members" and "ranks" are added.
+        facts: entries of the manifest, as JSON has them; "members" and "ranks" are added.
         members: contents by name, besides those of the ranks.
 
     Raises:
@@ -109,7 +110,7 @@ class Archive:
     """An archive, opened and found whole but for what is other ranks', which they look at.
 
     Args:
-        rank: whose share is read; None for no rank's.
+        rank: the rank whose share is read; None reads none.
 
     Attributes:
         facts: the manifest.

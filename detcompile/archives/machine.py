@@ -23,7 +23,7 @@ VECTOR_FLAGS = {
 
 
 def this_machine(device: torch.device) -> dict[str, str]:
-    """By name, what a program compiled here for ``device`` needs where it runs."""
+    """Parts of this machine by name: what a program compiled here for ``device`` needs where it runs."""
     found = {"device": device.type, "platform": platform.machine(), "torch": torch.__version__}
     if device.type == "cpu":
         return found | {"isa": cpu_library.isa(), "vectors": str(pick_vec_isa())}

@@ -37,7 +37,7 @@ class StoredWeights(NamedTuple):
     """Weights in the format of safetensors.
 
     Attributes:
-        strides: of those that are not contiguous.
+        strides: strides of those that are not contiguous.
         content: the tensors, as long as they were not written, or the file that holds them.
     """
 

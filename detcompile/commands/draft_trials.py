@@ -202,7 +202,7 @@ def _config(model: CompiledModel, workloads: Sequence[Workload], params: Samplin
     seats = max(len(workload.prompts) for workload in workloads)
     length = max(len(prompt) for workload in workloads for prompt in workload.prompts) + (params.max_tokens or 0)
     size = EngineConfig().block_size
-    blocks = seats * (-(-length // size) + 2 + 2 * nodes) * len(model.engine_model.kv_groups)
+    blocks = seats * (-(-length // size) + 2 + 2 * nodes) * len(model.facts.kv_groups)
     return EngineConfig(max_num_seqs=seats, num_blocks=blocks + 1, prefix_caching=False)
 
 

@@ -47,7 +47,7 @@ TpSizes = Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")]
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer takes it: each parameter that is a dataclass has become its fields, as options."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Callable[..., Any]] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     taken: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         taken += inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]

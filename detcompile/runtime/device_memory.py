@@ -67,7 +67,7 @@ class StepMemory:
         self._least = self._fixed = self._kept()  # what cannot be given back: of the graphs' pool, above all
 
     def tidy(self) -> None:
-        """After a step that allocated, once its tensors are gone. Waits for the device where too much is kept."""
+        """Tidy up once the tensors of a step that allocated are gone. Waits for the device where too much is kept."""
         if self._kept() - self._fixed > self.most:
             self.refill()
 

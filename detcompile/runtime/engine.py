@@ -22,7 +22,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.turns import without_interrupts
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
-from detcompile.runtime.step.worker import Worker
+from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step_turns import StepTurns
 
 __all__ = ["Engine"]
@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: StepWorker,
         blocks: KVBlocks,
         admission: Admission,
         config: EngineConfig,
@@ -60,7 +60,7 @@ class Engine:
         speculation: SpeculationConfig | None = None,
         weights_version: Callable[..., int] = lambda *, look=False: 0,
     ) -> None:
-        if speculation is not None and speculation.acceptance == "rejection" and not isinstance(worker, Worker):
+        if speculation is not None and speculation.acceptance == "rejection" and not worker.accepts_rejection:
             raise InvalidInput("workers in other processes accept exactly: take acceptance='exact', or tp=1")
         self.config = config
         self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)

@@ -31,8 +31,8 @@ class EngineConfig:
         allocation: "lazy" takes blocks as a sequence grows and preempts the least urgent one where they run out;
             "reserve" takes them for prompt and max_tokens together before a sequence starts.
         prefix_caching: reuse the keys and values of prompts' common beginnings.
-        cuda_graphs: replay steps whose shapes come back from CUDA graphs; None: on a GPU.
-        overlap: plan and launch a step before the last one's tokens are read back; None: on a GPU.
+        cuda_graphs: replay steps whose shapes come back from CUDA graphs; None does on a GPU.
+        overlap: plan and launch a step before the last one's tokens are read back; None does on a GPU.
         aging: steps after which a waiting request counts as one priority more urgent.
 
     Raises:

@@ -5,30 +5,29 @@ import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from detcompile.errors import InvalidInput
+from detcompile.facts import ModelFacts
 from detcompile.parallel import TensorParallel
 from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.kv.kv_cache import KVCache, KVShape
+from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
 from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, SpeculationConfig
+from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step.layout import graph_layouts
-from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.runner import Forward, Runner
 from detcompile.runtime.step.worker import Worker
-from detcompile.step import KVGroup, StateShape
 
 __all__ = [
     "EngineModel",
+    "Forwards",
     "Room",
     "affordable_blocks",
     "affordable_states",
@@ -43,21 +42,18 @@ STATE_SHARE = 2  # sequences' states may take one part in so many of the memory 
 
 
 class EngineModel(NamedTuple):
-    """What an engine needs to know of a model."""
+    """What an engine needs to know of a model, wherever its steps run."""
 
-    forward: Callable[..., Tensor]
-    kv_shapes: tuple[KVShape, ...]  # one a layer
-    kv_groups: tuple[KVGroup, ...]
-    dtype: torch.dtype  # of the KV cache
-    device: torch.device
-    max_context: int  # tokens a sequence may hold
-    num_token_ids: int  # ids that a prompt may hold
-    num_logits: int  # ids that may be drawn
+    facts: ModelFacts
     eos_token_ids: tuple[int, ...]
-    hidden_size: int = 0  # of the states that the head reads; 0 where they cannot be had
-    forward_with_states: Callable[[], Callable[..., Any]] | None = None  # compiles it; None where it cannot be had
-    state_shapes: tuple[StateShape, ...] = ()  # what its layers carry from token to token
     weights_version: Callable[..., int] = lambda *, look=False: 0  # LiveWeights.version
+
+
+class Forwards(NamedTuple):
+    """What runs a model's steps in this process."""
+
+    plain: Forward
+    with_states: Callable[[], Forward] | None = None  # compiles it; None where hidden states cannot be had
 
 
 class Room(NamedTuple):
@@ -69,6 +65,7 @@ class Room(NamedTuple):
 
 def new_engine(
     model: EngineModel,
+    forwards: Forwards,
     config: EngineConfig,
     tokenizer: Any | None,
     speculation: SpeculationConfig | None = None,
@@ -77,34 +74,37 @@ def new_engine(
     """An engine with its KV cache, ready to serve.
 
     Args:
-        ranks: with whom the model is shared. All of them get as many blocks, since each schedules by its own count.
+        ranks: the ranks that share the model. All of them get as many blocks, since each schedules by its own count.
 
     Raises:
         InvalidInput: the cache would not hold one block, or the drafter is not for this model.
     """
-    if speculation is not None and model.state_shapes:
+    facts, forward = model.facts, forwards.plain
+    if speculation is not None and facts.state_shapes:
         raise InvalidInput(
             "speculation: this model's layers carry a state from token to token, which rejected guesses would leave in"
             " it: make the engine without speculation"
         )
     if speculation is not None and speculation.reads_states:
-        require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
-        if model.forward_with_states is not None:
-            model = model._replace(forward=model.forward_with_states())
+        require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, tokenizer)
+        if forwards.with_states is not None:
+            forward = forwards.with_states()
     sized = config.num_blocks is None
-    room = room_for_cache(model, config, drafts=speculation is not None) if sized or model.state_shapes else Room(0)
-    num_states = affordable_states(model, config, room)
-    num_blocks = config.num_blocks or affordable_blocks(model, config, room)
+    room = Room(0)
+    if sized or facts.state_shapes:
+        room = room_for_cache(facts, forward, config, drafts=speculation is not None)
+    num_states = affordable_states(facts, config, room)
+    num_blocks = config.num_blocks or affordable_blocks(facts, config, room)
     least = int if ranks is None else ranks.least
     num_blocks = least(num_blocks)
-    worker = new_worker(model, config, num_blocks, num_states, room.step)
+    worker = new_worker(facts, forward, config, num_blocks, num_states, room.step)
     if sized and room.step is not None:
-        fitting = least(num_blocks - _blocks_too_many(model, config, room.step))
+        fitting = least(num_blocks - _blocks_too_many(facts, config, room.step))
         if fitting < num_blocks:  # graphs took more than those that were tried
             del worker
             gc.collect()
-            num_blocks = _require_some(fitting, model, config, room)
-            worker = new_worker(model, config, num_blocks, num_states, room.step)
+            num_blocks = _require_some(fitting, facts, config, room)
+            worker = new_worker(facts, forward, config, num_blocks, num_states, room.step)
     if worker.memory is not None:
         worker.memory.refill()
     worker.is_alone = ranks is None
@@ -112,26 +112,31 @@ def new_engine(
 
 
 def new_worker(
-    model: EngineModel, config: EngineConfig, num_blocks: int, num_states: int = 0, step: StepNeeds | None = None
+    facts: ModelFacts,
+    forward: Forward,
+    config: EngineConfig,
+    num_blocks: int,
+    num_states: int = 0,
+    step: StepNeeds | None = None,
 ) -> Worker:
     """What runs an engine's steps, with its KV cache and its states, warmed up.
 
     Args:
         step: what was left free for its steps, which then keep to it.
     """
-    cuda_graphs = _has_graphs(model, config)
-    runner = Runner(model.forward, new_cache(model, num_blocks, config.block_size, num_states), cuda_graphs)
-    worker = Worker(runner, Sampler(model.num_logits, model.device, penalised_seats=config.max_num_seqs if step else 0))
+    cuda_graphs = _has_graphs(facts, config)
+    runner = Runner(forward, new_cache(facts, num_blocks, config.block_size, num_states), cuda_graphs)
+    worker = Worker(runner, Sampler(facts.num_logits, facts.device, penalised_seats=config.max_num_seqs if step else 0))
     if cuda_graphs:
-        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, min(num_blocks, _longest(model, config)))
+        worker.warm_up(config.max_num_seqs, config.max_num_batched_tokens, min(num_blocks, _longest(facts, config)))
     if step is not None:
-        worker.memory = StepMemory(model.device, step.block, step.most + step.most // 16)  # half of what is left beside
+        worker.memory = StepMemory(facts.device, step.block, step.most + step.most // 16)  # half of what is left beside
         worker.memory.refill()
     return worker
 
 
 def engine_over(
-    worker: Any,
+    worker: StepWorker,
     num_blocks: int,
     model: EngineModel,
     config: EngineConfig,
@@ -146,32 +151,33 @@ def engine_over(
     Raises:
         InvalidInput: the drafter is not for this model.
     """
+    facts = model.facts
     if speculation is not None:
-        require_fitting(speculation.drafter, model.num_logits, model.hidden_size, tokenizer)
+        require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, tokenizer)
     pool = BlockPool(num_blocks, config.block_size)
-    caches_prefixes = config.prefix_caching and not model.state_shapes
-    blocks = KVBlocks(pool, model.kv_groups, prefix_caching=caches_prefixes, num_state_slots=num_states)
+    caches_prefixes = config.prefix_caching and not facts.state_shapes
+    blocks = KVBlocks(pool, facts.kv_groups, prefix_caching=caches_prefixes, num_state_slots=num_states)
     admission = Admission(
         tokenizer,
-        max_context=model.max_context,
-        vocab_size=model.num_token_ids,
-        num_logits=model.num_logits,
+        max_context=facts.max_context,
+        vocab_size=facts.num_token_ids,
+        num_logits=facts.num_logits,
         eos_token_ids=model.eos_token_ids,
     )
-    overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
+    overlap = facts.device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(
         worker,
         blocks,
         admission,
         config,
         overlap=overlap,
-        max_context=model.max_context,
+        max_context=facts.max_context,
         speculation=speculation,
         weights_version=model.weights_version,
     )
 
 
-def affordable_blocks(model: EngineModel, config: EngineConfig, room: Room, num_sharers: int = 1) -> int:
+def affordable_blocks(facts: ModelFacts, config: EngineConfig, room: Room, num_sharers: int = 1) -> int:
     """Blocks that fit the room beside the states, and no more than all seats can use.
 
     Args:
@@ -180,27 +186,27 @@ def affordable_blocks(model: EngineModel, config: EngineConfig, room: Room, num_
     Raises:
         InvalidInput: not even one.
     """
-    per_block = _bytes_per_block(model, config)
-    seats, longest = config.max_num_seqs, -(-model.max_context // config.block_size)
+    per_block = _bytes_per_block(facts, config)
+    seats, longest = config.max_num_seqs, -(-facts.max_context // config.block_size)
     if not per_block:  # blocks that hold nothing only count what a step computes
-        chunk = -(-max(config.max_num_batched_tokens, model.max_context) // config.block_size)
+        chunk = -(-max(config.max_num_batched_tokens, facts.max_context) // config.block_size)
         return 3 * seats + 2 * chunk + 2
-    useful = seats * longest * len(model.kv_groups) + 1
+    useful = seats * longest * len(facts.kv_groups) + 1
     left = room.cache
-    if model.state_shapes:
-        left -= affordable_states(model, config, room) * KVCache.bytes_per_state(model.state_shapes, model.dtype)
-    return min(_require_some(left // per_block // num_sharers, model, config, room), useful)
+    if facts.state_shapes:
+        left -= affordable_states(facts, config, room) * KVCache.bytes_per_state(facts.state_shapes, facts.dtype)
+    return min(_require_some(left // per_block // num_sharers, facts, config, room), useful)
 
 
-def affordable_states(model: EngineModel, config: EngineConfig, room: Room) -> int:
+def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> int:
     """Sequences whose states fit their share of the room, and no more than seats.
 
     Raises:
         InvalidInput: not even one's.
     """
-    if not model.state_shapes:
+    if not facts.state_shapes:
         return 0
-    per_state = KVCache.bytes_per_state(model.state_shapes, model.dtype)
+    per_state = KVCache.bytes_per_state(facts.state_shapes, facts.dtype)
     share = room.cache // STATE_SHARE
     if share < per_state:
         raise InvalidInput(
@@ -210,78 +216,81 @@ def affordable_states(model: EngineModel, config: EngineConfig, room: Room) -> i
     return min(config.max_num_seqs, share // per_state)
 
 
-def room_for_cache(model: EngineModel, config: EngineConfig, *, drafts: bool, num_sharers: int = 1) -> Room:
+def room_for_cache(
+    facts: ModelFacts, forward: Forward, config: EngineConfig, *, drafts: bool, num_sharers: int = 1
+) -> Room:
     """What memory_fraction leaves of a GPU beside weights, the worst step and the CUDA graphs; of a host, all of it.
 
     Args:
-        drafts: steps verify guesses. num_sharers: ranks on this device, each with a step and graphs of its own.
+        drafts: steps verify guesses.
+        num_sharers: ranks on this device, each with a step and graphs of its own.
     """
-    if model.device.type != "cuda":
+    if facts.device.type != "cuda":
         return Room(int(available_memory() * config.memory_fraction))
     gc.unfreeze()  # by an engine that was left with requests
     gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
-    tokens, width = config.max_num_batched_tokens, _longest(model, config)
-    runner = Runner(model.forward, new_cache(model, 2, config.block_size), False)
+    tokens, width = config.max_num_batched_tokens, _longest(facts, config)
+    runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
     step = step_needs(
         runner,
-        functools.partial(Sampler, model.num_logits, model.device, penalised_seats=config.max_num_seqs),
-        num_tokens=max(tokens, model.max_context) if config.whole_prompts else tokens,
+        functools.partial(Sampler, facts.num_logits, facts.device, penalised_seats=config.max_num_seqs),
+        num_tokens=max(tokens, facts.max_context) if config.whole_prompts else tokens,
         num_sequences=config.max_num_seqs,
         num_drafts=DRAFT_ROWS if drafts else 0,
         num_prompt_tokens=PROMPT_LOGPROBS_CHUNK,
         width=width,
     )
     graphs = 0
-    if _has_graphs(model, config):
-        worker = Worker(Runner(model.forward, runner.kv_cache, True), Sampler(model.num_logits, model.device))
+    if _has_graphs(facts, config):
+        worker = Worker(Runner(forward, runner.kv_cache, True), Sampler(facts.num_logits, facts.device))
         graphs = graph_bytes(worker, graph_layouts(config.max_num_seqs, tokens, width, config.block_size))
         del worker
     del runner
     gc.collect()
-    memory = gpu_memory(model.device)
+    memory = gpu_memory(facts.device)
     left = int(memory.total * config.memory_fraction) - memory.used
     return Room(left - num_sharers * (step.total + graphs), step)
 
 
-def _blocks_too_many(model: EngineModel, config: EngineConfig, step: StepNeeds) -> int:
+def _blocks_too_many(facts: ModelFacts, config: EngineConfig, step: StepNeeds) -> int:
     """Blocks of a warmed-up engine that its steps have no room beside."""
-    memory = gpu_memory(model.device)
+    memory = gpu_memory(facts.device)
     excess = memory.used + step.total - step.counts - int(memory.total * config.memory_fraction)
-    return max(0, -(-excess // max(1, _bytes_per_block(model, config))))
+    return max(0, -(-excess // max(1, _bytes_per_block(facts, config))))
 
 
-def _require_some(num_blocks: int, model: EngineModel, config: EngineConfig, room: Room) -> int:
+def _require_some(num_blocks: int, facts: ModelFacts, config: EngineConfig, room: Room) -> int:
     if num_blocks < 2:
         raise InvalidInput(
             f"memory_fraction={config.memory_fraction} leaves {max(0, room.cache) / 2**30:.2f} GiB for the KV cache,"
-            f" whose blocks take {_bytes_per_block(model, config) / 2**20:.1f} MiB: raise it, or lower"
+            f" whose blocks take {_bytes_per_block(facts, config) / 2**20:.1f} MiB: raise it, or lower"
             " max_num_batched_tokens or max_num_seqs"
         )
     return num_blocks
 
 
-def _bytes_per_block(model: EngineModel, config: EngineConfig) -> int:
-    return KVCache.bytes_per_block(model.kv_shapes, model.kv_groups, model.dtype, config.block_size)
+def _bytes_per_block(facts: ModelFacts, config: EngineConfig) -> int:
+    return KVCache.bytes_per_block(facts.kv_shapes, facts.kv_groups, facts.dtype, config.block_size)
 
 
-def _longest(model: EngineModel, config: EngineConfig) -> int:
+def _longest(facts: ModelFacts, config: EngineConfig) -> int:
     """Blocks of the longest sequence and a token more."""
-    return -(-(model.max_context + 1) // config.block_size)
+    return -(-(facts.max_context + 1) // config.block_size)
 
 
-def _has_graphs(model: EngineModel, config: EngineConfig) -> bool:
-    return model.device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
+def _has_graphs(facts: ModelFacts, config: EngineConfig) -> bool:
+    return facts.device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
 
 
-def new_cache(model: EngineModel, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+def new_cache(facts: ModelFacts, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
     """An empty KV cache of the model, with the states of so many sequences."""
     return KVCache(
-        model.kv_shapes,
-        model.kv_groups,
-        dtype=model.dtype,
-        device=model.device,
+        facts.kv_shapes,
+        facts.kv_groups,
+        dtype=facts.dtype,
+        device=facts.device,
         num_blocks=num_blocks,
         block_size=block_size,
-        states=model.state_shapes,
+        states=facts.state_shapes,
         num_state_slots=num_states,
     )

@@ -19,8 +19,9 @@ from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.speculation.draft_tree import Path
 from detcompile.runtime.speculation.speculator import Speculator
-from detcompile.runtime.step.builder import BlockTables
-from detcompile.runtime.step.worker import LaunchedStep, StepResult, StepWork, Worker
+from detcompile.runtime.step.block_tables import BlockTables
+from detcompile.runtime.step.interfaces import StepWorker
+from detcompile.runtime.step.worker import LaunchedStep, StepResult, StepWork
 from detcompile.runtime.step_planner import PlannedStep, StepPlanner
 from detcompile.runtime.step_work import Draw
 
@@ -60,7 +61,7 @@ class Pipeline:
     def __init__(
         self,
         scheduler: Scheduler,
-        worker: Worker,
+        worker: StepWorker,
         book: RequestBook,
         *,
         width: int,
@@ -157,7 +158,7 @@ class Pipeline:
         try:
             return self._worker.launch(work)
         except Exception as error:
-            if not getattr(self._worker, "is_alone", False) or not ran_out_of_memory(error):
+            if not self._worker.is_alone or not ran_out_of_memory(error):
                 raise
             message = str(error)
         self._worker.recover()  # out of the except clause, as the error holds the step's tensors

@@ -93,7 +93,7 @@ class RequestBook:
         self._inbox.append(request_id)
 
     def update(self) -> None:
-        """Before a step is planned: let go of what has ended, and start and cancel what other threads asked for."""
+        """Prepare a step: let go of what has ended, and start and cancel what other threads asked for."""
         for request in list(self._touched):
             self._settle(request)
         self._let_go()
@@ -108,7 +108,7 @@ class RequestBook:
         self._follow_weights()
 
     def deliver(self) -> None:
-        """After a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
+        """Finish a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
         for request in list(self._touched):
             try:
                 for sequence in request.stream():

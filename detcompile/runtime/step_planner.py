@@ -16,9 +16,11 @@ from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, Speculator
 from detcompile.runtime.speculation.switch import Load
 from detcompile.runtime.speculation.tree_verification import Verification
-from detcompile.runtime.step.builder import BlockTables, StepEntry
+from detcompile.runtime.step.block_tables import BlockTables
+from detcompile.runtime.step.builder import StepEntry
+from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step.runner import MOST_SEQUENCES
-from detcompile.runtime.step.worker import StepWork, Worker
+from detcompile.runtime.step.worker import StepWork
 from detcompile.runtime.step_work import Draw, build_work, lay_out
 
 __all__ = ["PlannedStep", "StepPlanner"]
@@ -57,7 +59,7 @@ class StepPlanner:
         scheduler: Scheduler,
         speculator: Speculator | None,
         book: RequestBook,
-        worker: Worker,
+        worker: StepWorker,
         tables: BlockTables,
         tally: Tally,
     ) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.sampling.sampler import SampleRow
 from detcompile.runtime.speculation.tree_verification import Verification, tree_arrays
-from detcompile.runtime.step.builder import BlockTables, StepArrays, StepEntry, build_arrays, joined
+from detcompile.runtime.step.block_tables import BlockTables
+from detcompile.runtime.step.builder import StepArrays, StepEntry, build_arrays, joined
 from detcompile.runtime.step.worker import PromptRows, StepWork
 
 __all__ = ["Draw", "build_work", "lay_out"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from detcompile import CompiledModel
 from detcompile.commands.axes import AXES, Configuration, Tokens, score
+from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, compiled
@@ -82,12 +83,12 @@ def assert_every_axis_holds(model: CompiledModel, length: int, seed: int) -> Non
 @contextlib.contextmanager
 def sabotaged(model: CompiledModel, other: CompiledModel, differ: Callable[[StepInputs], bool]) -> Iterator[None]:
     """While entered, steps that ``differ`` accepts run under another tree over K: a planted order swap."""
-    straight = model.forward
+    straight, swap = model.executor.forwards.plain, other.executor.forwards.plain
 
     def swapped(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
-        return (other.forward if differ(step) else straight)(input_ids, position_ids, step, logits_to_keep)
+        return (swap if differ(step) else straight)(input_ids, position_ids, step, logits_to_keep)
 
-    with mock.patch.object(model, "forward", swapped):
+    with mock.patch.object(model.executor, "forwards", Forwards(swapped)):
         yield
 
 

@@ -17,13 +17,13 @@ import detcompile
 from benchmarks.export import compare, loaded_elsewhere, measure, observe
 from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel, exporting
 from detcompile.archives.archive import EXTRA, Archive, Share, library_folder, write_archive
+from detcompile.archives.description import CERTIFICATE, KERNELS
 from detcompile.archives.stored_weights import StoredWeights
 from detcompile.commands import verification
 from detcompile.commands.cli import app
 from detcompile.commands.verification import ModelSpec
 from detcompile.errors import DetcompileError
-from detcompile.models import exported
-from detcompile.models.exported import CERTIFICATE, KERNELS
+from detcompile.executors import archived
 from detcompile.parallel import TensorParallel
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
@@ -136,10 +136,10 @@ def test_what_is_known_of_the_model_comes_along(models: dict[str, CompiledModel]
 
 def test_it_has_to_keep_what_it_writes(archives: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(exported, "require_kept", lambda *given: seen.append(given))
+    monkeypatch.setattr(archived, "require_kept", lambda *given: seen.append(given))
     model = detcompile.load(archives["lfm2"])
     ((forward, groups, step),) = seen
-    assert forward is model.forward and groups == model.engine_model.kv_groups
+    assert forward is model.executor.forwards.plain and groups == model.facts.kv_groups
     assert bool(forward(*step).isfinite().all())
 
 
@@ -165,14 +165,14 @@ def test_operations_are_told_their_group_and_dtype(
 ) -> None:
     """torch 2.11 took the number of a dtype in this list, bfloat16's is 13, for its own, which is 15."""
     assert _TORCH_TO_SERIALIZE_DTYPE[torch.bfloat16] == 13
-    monkeypatch.setattr(exported, "CONVERTS_DTYPES", converts)
+    monkeypatch.setattr(archived, "CONVERTS_DTYPES", converts)
     given = [
         {"name": "group", "arg": {"as_string": "7"}, "kind": 1},
         {"name": "equation", "arg": {"as_string": "7"}},
         {"name": "out_dtype", "arg": {"as_scalar_type": 13}},
         {"name": "out_dtype", "arg": {"as_none": True}},
     ]
-    found = json.loads(exported._for_this_process(json.dumps({"nodes": given}), "0"))["nodes"]
+    found = json.loads(archived._for_this_process(json.dumps({"nodes": given}), "0"))["nodes"]
     assert found[0] == given[0] | {"arg": {"as_string": "0"}}
     assert found[1] == given[1] and found[3] == given[3]
     assert found[2] == given[2] | {"arg": {"as_scalar_type": number}}

@@ -13,7 +13,7 @@ from torch import Tensor
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, new_engine
+from detcompile.runtime.engine_setup import EngineModel, Forwards, new_engine
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.sampling.sampler import SamplingParams, sample, token_logprobs
 from detcompile.step import KVGroup
@@ -108,10 +108,10 @@ def engine_of(
         one_group: all layers share a block table and no block is freed before the end, as in a model without windows.
         forward: in place of the model's.
     """
-    run_model = forward or model.forward
-    groups, num_groups = model._kv_groups, len(model._kv_groups)
+    run_model = forward or model.executor.forwards.plain
+    groups, num_groups = model.facts.kv_groups, len(model.facts.kv_groups)
     if one_group:
-        groups = (KVGroup(tuple(range(len(model._kv_shapes))), 0),)
+        groups = (KVGroup(tuple(range(len(model.facts.kv_shapes))), 0),)
         inner = run_model
 
         def run_model(input_ids, position_ids, step, logits_to_keep):
@@ -120,19 +120,8 @@ def engine_of(
             )
             return inner(input_ids, position_ids, step, logits_to_keep)
 
-    parts = EngineModel(
-        forward=run_model,
-        kv_shapes=model._kv_shapes,
-        kv_groups=groups,
-        dtype=model.dtype,
-        device=model.device,
-        max_context=max_context or model.max_context,
-        num_token_ids=model.vocab_size,
-        num_logits=model._num_logits,
-        eos_token_ids=eos_token_ids,
-        state_shapes=model._state_shapes,
-    )
-    return new_engine(parts, config, tokenizer)
+    facts = replace(model.facts, kv_groups=groups, max_context=max_context or model.max_context)
+    return new_engine(EngineModel(facts, eos_token_ids), Forwards(run_model), config, tokenizer)
 
 
 def run(engine: Engine, most_steps: int = 100_000) -> list[RequestOutput]:

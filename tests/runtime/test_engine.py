@@ -28,7 +28,7 @@ def poisoned(model):
     """NaN logits in the rows of MARK."""
 
     def forward(input_ids, position_ids, step, logits_to_keep):
-        logits = model.forward(input_ids, position_ids, step, logits_to_keep)
+        logits = model.executor.forwards.plain(input_ids, position_ids, step, logits_to_keep)
         marked = input_ids[0, logits_to_keep] == MARK
         return torch.where(marked[:, None], torch.full_like(logits, float("nan")), logits)
 
@@ -159,7 +159,7 @@ def test_a_forward_that_raises_ends_everything_and_says_why(good_calls, overlap,
         calls.append(None)
         if len(calls) > good_calls:
             raise RuntimeError("the device is on fire")
-        return model.forward(*inputs)
+        return model.executor.forwards.plain(*inputs)
 
     engine = engine_of(model, config_of(overlap=overlap, cuda_graphs=False), forward=forward)
     for seed in range(3):

@@ -108,7 +108,7 @@ def test_generate_gets_a_new_engine_after_a_failure():
     model = compiled("gpt2", torch.float32)
     ids = torch.tensor([PROMPTS[0]])
     expected = model.generate(ids, max_new_tokens=4)
-    broken = mock.patch.object(model._generator._pipeline._worker, "launch", side_effect=RuntimeError("gone"))
+    broken = mock.patch.object(model._generator.engine._pipeline._worker, "launch", side_effect=RuntimeError("gone"))
     with broken, pytest.raises(EngineError, match="gone"):
         model.generate(ids, max_new_tokens=4)
     assert torch.equal(model.generate(ids, max_new_tokens=4), expected)

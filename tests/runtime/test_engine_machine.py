@@ -49,7 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def build(self, config, budget, one_group, spare, graphs, data):
-        num_groups = 1 if one_group else len(self.model._kv_groups)
+        num_groups = 1 if one_group else len(self.model.facts.kv_groups)
         least = -(-MOST_TOKENS // config["block_size"]) * num_groups  # for one request
         config = EngineConfig(
             **config,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from detcompile.facts import ModelFacts
 from detcompile.runtime import device_memory, engine_setup, memory_probe
 from detcompile.runtime.device_memory import (
     GPUMemory,
@@ -18,7 +19,7 @@ from detcompile.runtime.device_memory import (
     ran_out_of_memory,
 )
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, Room, new_engine
+from detcompile.runtime.engine_setup import EngineModel, Forwards, Room, new_engine
 from detcompile.runtime.kv.kv_cache import KVShape
 from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
 from detcompile.runtime.sampling.penalties import TokenCounts
@@ -91,7 +92,7 @@ def test_a_cpu_cache_is_sized_by_the_limit_of_a_cgroup(tmp_path):
     with mock.patch.object(device_memory, "cgroup_room", limited):
         assert available_memory() == 2 << 20 < free
         config = EngineConfig(max_num_seqs=1000, memory_fraction=0.5)
-        engine = new_engine(small_model(torch.device("cpu")), config, None)
+        engine = new_engine(*small_model(torch.device("cpu")), config, None)
     assert engine.stats.num_blocks == (1 << 20) // (64 * 8 * 8 * 2 * 2) - 1  # one is nobody's
 
 
@@ -251,8 +252,7 @@ def small_model(device, vocab_size=11, layers=1, kv_heads=8, head_dim=8):
     def forward(input_ids, position_ids, step, logits_to_keep):
         return table[((input_ids[0] * 5 + position_ids[0] * 3) % 64)[logits_to_keep]]
 
-    return EngineModel(
-        forward=forward,
+    facts = ModelFacts(
         kv_shapes=(KVShape(kv_heads, head_dim, head_dim),) * layers,
         kv_groups=(KVGroup(tuple(range(layers)), 0),),
         dtype=torch.bfloat16,
@@ -260,8 +260,8 @@ def small_model(device, vocab_size=11, layers=1, kv_heads=8, head_dim=8):
         max_context=4096,
         num_token_ids=vocab_size,
         num_logits=vocab_size,
-        eos_token_ids=(),
     )
+    return EngineModel(facts, ()), Forwards(forward)
 
 
 @pytest.mark.parametrize(("excess", "fewer"), [(-5000, 0), (0, 0), (1, 1), (3 * 64 * 256 + 1, 4)])
@@ -274,7 +274,7 @@ def test_an_engine_whose_graphs_take_more_than_was_measured_gives_up_blocks(exce
         mock.patch.object(engine_setup, "gpu_memory", gpu),
         mock.patch.object(engine_setup, "StepMemory"),
     ):
-        engine = new_engine(small_model(torch.device("cpu")), config, None)
+        engine = new_engine(*small_model(torch.device("cpu")), config, None)
     assert engine.stats.num_blocks == 50 - fewer - 1 and not gpu.looks
 
 
@@ -289,13 +289,14 @@ def test_counts_of_penalties_have_their_memory_from_the_start():
 
 @on_a_gpu
 def test_graphs_of_all_sizes_share_the_memory_of_their_outputs():
-    model = small_model(torch.device("cuda", 0), vocab_size=1 << 20)
+    model, forwards = small_model(torch.device("cuda", 0), vocab_size=1 << 20)
+    device = model.facts.device
     size = 64 * (1 << 20) * 2  # of the largest output
-    runner = Runner(model.forward, engine_setup.new_cache(model, 8, 64), True)
-    worker = Worker(runner, Sampler(model.num_logits, model.device))
-    before = gpu_memory(model.device).reserved
+    runner = Runner(forwards.plain, engine_setup.new_cache(model.facts, 8, 64), True)
+    worker = Worker(runner, Sampler(model.facts.num_logits, device))
+    before = gpu_memory(device).reserved
     worker.warm_up(64, 64, 4)
-    assert gpu_memory(model.device).reserved - before < 1.5 * size
+    assert gpu_memory(device).reserved - before < 1.5 * size
     assert len(runner._graphs) > 9
     outputs = {graph.found[0].data_ptr() for graph in runner._graphs.values()}
     assert len(outputs) < len(runner._graphs) / 2
@@ -314,7 +315,7 @@ def test_an_engine_takes_no_more_than_its_fraction_of_a_small_gpu(max_num_seqs):
         model = small_model(device, vocab_size=151936, layers=8, head_dim=128)
         config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
         torch.cuda.reset_peak_memory_stats(device)
-        engine = new_engine(model, config, None)
+        engine = new_engine(*model, config, None)
         answers, taken = [], [most_taken(device)]
         for _ in range(2):
             params = [params_of(index) for index in range(300)]
@@ -325,7 +326,7 @@ def test_an_engine_takes_no_more_than_its_fraction_of_a_small_gpu(max_num_seqs):
         engine.check()
         del engine
         gc.collect()
-        plain = new_engine(model, EngineConfig(num_blocks=500, cuda_graphs=False), None)
+        plain = new_engine(*model, EngineConfig(num_blocks=500, cuda_graphs=False), None)
         answers.append(plain.generate([[index, 3] * (1 + index % 90) for index in range(300)], params))
     finally:
         torch.cuda.set_per_process_memory_fraction(before, 0)

@@ -94,9 +94,9 @@ def test_states_take_their_share_of_the_memory(device: str) -> None:
     """Of a model without attention too, whose blocks hold nothing."""
     model = model_of("mamba2", device)
     config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=64, cuda_graphs=False)
-    room = room_for_cache(model.engine_model, config, drafts=False)
-    assert affordable_states(model.engine_model, config, room) == 5
-    states = new_cache(model.engine_model, 2, 16, 5).states
+    room = room_for_cache(model.facts, model.executor.forwards.plain, config, drafts=False)
+    assert affordable_states(model.facts, config, room) == 5
+    states = new_cache(model.facts, 2, 16, 5).states
     assert len(states) == 4 and all(len(state) == 5 for state in states)
     assert {state.dtype for state in states} == {torch.float32, model.dtype}
     engine = engine_of(model, config)

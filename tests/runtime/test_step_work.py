@@ -6,7 +6,8 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree
 from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
-from detcompile.runtime.step.builder import BlockTables, StepEntry, build_step
+from detcompile.runtime.step.block_tables import BlockTables
+from detcompile.runtime.step.builder import StepEntry, build_step
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step_work import build_work, lay_out
 from tests.bits import assert_bitwise_equal

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, and which one fills what is behind it, as a model's configuration has them."""
+"""Tokens that end an answer, and the one that fills what is behind it, as a model's configuration has them."""
 
 from collections.abc import Sequence, Set
 from typing import Any

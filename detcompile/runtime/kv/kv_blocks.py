@@ -69,7 +69,7 @@ class KVBlocks:
         assert not (num_state_slots and prefix_caching), "a cached prefix would lack its state"
         self._keeps_states = num_state_slots > 0
         self._free_slots = list(reversed(range(num_state_slots)))
-        self._num_slots = num_state_slots
+        self.num_state_slots = num_state_slots
         self.pool = pool
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
@@ -253,7 +253,7 @@ class KVBlocks:
             assert len(sequence.block_digests) <= num_full, "digests of tokens that are not known"
         if self._keeps_states:
             slots = [sequence.state_slot for sequence in sequences] + self._free_slots
-            assert sorted(slots) == list(range(self._num_slots)), f"states of two sequences, or of none: {slots}"
+            assert sorted(slots) == list(range(self.num_state_slots)), f"states of two sequences, or of none: {slots}"
         self.pool.check([forked, *(table for sequence in sequences for table in sequence.block_tables)])
 
     def _first_visible(self, group: KVGroup, position: int) -> int:

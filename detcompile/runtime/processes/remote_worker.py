@@ -107,6 +107,9 @@ class RemoteWorker(_Remote):
         device: device that hidden states are handed out on.
     """
 
+    accepts_rejection = False
+    is_alone = False
+
     def __init__(
         self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], seconds: float, device: torch.device
     ) -> None:
@@ -128,6 +131,10 @@ class RemoteWorker(_Remote):
         result, hidden = self._group.call("collect", self.name)[0]
         assert isinstance(result, StepResult)
         return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
+
+    def recover(self) -> None:
+        """Never asked for: a rank that could not launch a step leaves the others waiting in it."""
+        raise AssertionError("ranks share their steps")
 
     @property
     def sampler(self) -> "RemoteWorker":

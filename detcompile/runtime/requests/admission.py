@@ -25,7 +25,7 @@ class Admission:
         tokenizer: a tokenizer of transformers; None for a model that takes token ids only.
         max_context: tokens a sequence may hold.
         vocab_size: number of ids that the model can read, 0 … vocab_size - 1.
-        num_logits: number of ids that it can draw, 0 … num_logits - 1; default: as many as it can read.
+        num_logits: number of ids that it can draw, 0 … num_logits - 1; None for as many as it can read.
         eos_token_ids: tokens that end a request, unless it ignores them. Those that the model cannot draw are left
             out, with a warning: no request can end with them.
     """

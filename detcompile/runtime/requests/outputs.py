@@ -22,7 +22,7 @@ class CompletionOutput:
     """One sample of a request, as far as it has come.
 
     Attributes:
-        index: which of the request's n samples.
+        index: place among the request's n samples.
         text: the tokens as text; "" without a tokenizer.
         token_ids: the tokens drawn, a final stop token included.
         logprobs: one entry a token, if they were asked for.

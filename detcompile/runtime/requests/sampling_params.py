@@ -28,7 +28,7 @@ class SamplingParams:
 
     Args:
         n: completions of one prompt; each has random numbers of its own.
-        max_tokens: generated tokens at most; None: as many as the context holds.
+        max_tokens: generated tokens at most; None for as many as the context holds.
         min_tokens: neither a stop token nor a stop string ends the request up to this many tokens.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
@@ -42,9 +42,9 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: how many of the likeliest tokens to report with each token, beside itself; None: no logprobs.
         prompt_logprobs: the same for the tokens of the prompt.
-        repetition_penalty: above 1, makes tokens of the prompt and the output less likely; below 1, more likely.
-        presence_penalty: in [-2, 2], is taken from the logits of tokens in the output.
-        frequency_penalty: in [-2, 2], is taken from a token's logit once for each time it is in the output.
+        repetition_penalty: makes tokens of the prompt and the output less likely above 1, more likely below.
+        presence_penalty: is taken, in [-2, 2], from the logits of tokens in the output.
+        frequency_penalty: is taken, in [-2, 2], from a token's logit once for each time it is in the output.
         logit_bias: is added to the logits of some tokens; -inf forbids one.
 
     Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
@@ -105,7 +105,7 @@ class SamplingParams:
         return self.greedy and self.logprobs is None and not changed
 
     def seeded(self) -> "SamplingParams":
-        """These parameters with a seed: their own, or a fresh one from the operating system."""
+        """The same parameters with a seed: their own, or a fresh one from the operating system."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
     def check_vocabulary(self, vocab_size: int) -> None:

@@ -22,8 +22,8 @@ class DraftTree:
 
     Args:
         tokens: token id of each node.
-        distributions: of nodes that were drawn at random, the probabilities [V] (float32, on the target's device) that
-            they were drawn from, given the older siblings: only ``acceptance="rejection"`` reads them. A node without
+        distributions: probabilities [V] (float32, on the target's device) that nodes were drawn from at random, given
+            the older siblings: only ``acceptance="rejection"`` reads them. A node without
             is taken for the only token that could have been proposed there, which is never wrong and accepts less.
 
     Raises:
@@ -59,7 +59,7 @@ class DraftTree:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of the nodes, parents before children: trees of equal paths have one shape."""
+        """Paths of the nodes, parents before children: trees of equal paths have one shape."""
         return self._shape.paths
 
     def child(self, path: Path, token: int) -> Path | None:

@@ -52,7 +52,8 @@ class GrowingTree:
     """Nodes and the probabilities of their paths.
 
     Args:
-        max_nodes: that the tree has in the end. width: nodes of a level that are expanded.
+        max_nodes: nodes that the tree has in the end.
+        width: nodes of a level that are expanded.
 
     Raises:
         InvalidInput: less than one of either.

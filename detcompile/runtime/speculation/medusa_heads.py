@@ -30,10 +30,11 @@ class MedusaHeads(nn.Module):
     """Residual blocks and a language-model head for each offset.
 
     Args:
-        hidden_size: of the target.
+        hidden_size: features of the target's hidden states.
         num_heads: offsets that are guessed, 1 the nearest.
         num_layers: residual blocks x + silu(Wx + b) of a head, W and b zero at first.
-        vocab_size: of each head's own language-model head; None: all use the target's, which need not be shipped again.
+        vocab_size: rows of each head's own language-model head; None has all use the target's, which need not be
+            shipped again.
 
     Raises:
         InvalidInput: sizes that cannot be.

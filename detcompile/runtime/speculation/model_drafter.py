@@ -42,9 +42,11 @@ class ModelDrafter(Drafter):
     likeliest tokens beside it. Other trees branch further. Made by ``CompiledModel.drafter``.
 
     Args:
-        runner, blocks: over the draft model's KV cache. max_context: tokens that it can read.
-        num_tokens: of the chain, or of the longest path. num_sequences: up to which CUDA graphs are captured at once.
-        tokenizer: of the draft model, if it is known.
+        runner, blocks: run steps over the draft model's KV cache.
+        max_context: tokens that the draft model can read.
+        num_tokens: tokens of the chain, or of the longest path.
+        num_sequences: most sequences of a step whose CUDA graphs are captured at once.
+        tokenizer: the draft model's, if it is known.
         tree: "chain"; "grown" to the ``max_nodes`` likeliest nodes, WIDTH of a level expanded (GrowingTree); or the
             paths of a fixed shape, such as [(0,), (0, 0), (0, 1), (1,)]. A chain is read back once, a tree every level.
 
@@ -85,14 +87,10 @@ class ModelDrafter(Drafter):
         self._shadows: dict[Sequence, Sequence] = {}
         self._new_tree, num_candidates = _trees(tree, max_nodes)
         self._drafting = TreeDrafting(runner, blocks, self._sampler, min(num_candidates, vocab_size))
-        if runner.cuda_graphs:  # before anyone is served; after a pause, many tokens are read at once
-            worker = Worker(runner, self._sampler)
-            most = max(num_sequences, FEWEST_MIXED)
-            worker.warm_up(most, MIXED_BUCKETS[-1], blocks.pool.blocks_for(max_context))
-            if tree == "chain" and not siblings:
-                worker.warm_up_chains(num_sequences, num_tokens)
         self._gives_distributions = False
         self._distributions: list[Tensor] = []  # [S, V] of each level in the making
+        if runner.cuda_graphs:
+            self._warm_up(num_sequences, chains=tree == "chain" and not siblings)
 
     @torch.no_grad()
     def propose(self, sequences: SequenceOf[Sequence], max_depth: SequenceOf[int]) -> list[DraftTree]:
@@ -125,6 +123,14 @@ class ModelDrafter(Drafter):
         shadow = self._shadows.pop(sequence, None)
         if shadow is not None and shadow.block_tables:
             self._blocks.release(shadow)
+
+    def _warm_up(self, num_sequences: int, *, chains: bool) -> None:
+        """Capture graphs before anyone is served; after a pause, many tokens are read at once."""
+        worker = Worker(self._runner, self._sampler)
+        most = max(num_sequences, FEWEST_MIXED)
+        worker.warm_up(most, MIXED_BUCKETS[-1], self._blocks.pool.blocks_for(self._max_context))
+        if chains:
+            worker.warm_up_chains(num_sequences, self.num_tokens)
 
     def _follow(self, sequence: Sequence, depth: int, kept: SequenceOf[Sequence]) -> bool:
         """Bring the draft's copy of a sequence up to date: drafts that were wrong are computed over."""

@@ -74,7 +74,7 @@ class SpeculationSwitch:
 
         Args:
             seconds: from the end of the step before to its own.
-            tokens: that each decode got, on average.
+            tokens: tokens that each decode got, on average.
             drafted: whether the step should draft, even if there was nothing to guess.
         """
         if load.num_decodes == 0:

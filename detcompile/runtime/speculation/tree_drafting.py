@@ -37,7 +37,7 @@ class TreeDrafting:
     the likeliest; the n-th candidate is taken to be as likely as the n-th likeliest token.
 
     Args:
-        num_candidates: of each node.
+        num_candidates: candidates at each node.
     """
 
     def __init__(self, runner: Runner, blocks: KVBlocks, sampler: Sampler, num_candidates: int) -> None:

@@ -68,7 +68,7 @@ class StepLayout(NamedTuple):
 
     @classmethod
     def of(cls, arrays: StepArrays) -> "StepLayout":
-        """Without padding."""
+        """The layout of a step, without padding."""
         groups, sequences, blocks = arrays.block_tables.shape
         copies = arrays.slot_mappings.shape[1]
         return cls(len(arrays.input_ids), sequences, len(arrays.logits_to_keep), blocks, groups, copies)
@@ -162,8 +162,8 @@ class StepBuffers:
     """The buffers of several steps in one piece of memory, so that one copy moves them all.
 
     Args:
-        layouts: of the steps, in their order.
-        memory: as of StepBuffer.
+        layouts: the steps' layouts, in their order.
+        memory: what the buffers are views of, as for a StepBuffer.
 
     Attributes:
         steps: a StepBuffer for each layout.

@@ -44,7 +44,7 @@ class Runner:
         cuda_graphs: needs a cache on a CUDA device.
 
     Attributes:
-        states: of the last launch, good until the next one; None if the forward gives none.
+        states: states of the last launch, good until the next one; None if the forward gives none.
         drawn: [R, 2] int64, what ``likeliest`` gives for the logits of the last ``launch``, good until the next one;
             ``sampled`` has these tokens then. None if no graph was replayed.
 
@@ -86,7 +86,7 @@ class Runner:
         return logits.clone() if self.cuda_graphs else logits
 
     def launch(self, arrays: StepArrays) -> Tensor:
-        """As ``run``, without waiting for the device; the logits are good until the next launch.
+        """Run a step as ``run`` does, without waiting for the device; the logits are good until the next launch.
 
         Pending tokens are those of the launch before, by row of its logits: what ``keep`` was given after it, or else,
         if a graph was replayed, the likeliest.
@@ -108,7 +108,7 @@ class Runner:
         Every chain of new layouts is captured. Nothing waits for the device.
 
         Args:
-            steps: of as many rows of logits each; in the first no token is pending.
+            steps: steps of as many rows of logits each; in the first no token is pending.
 
         Returns:
             [len(steps), R, 2] int64, what ``likeliest`` gives, and for padding after it; good until the next launch.

@@ -69,13 +69,16 @@ class Worker:
     """Runs steps and draws tokens on one device.
 
     Args:
-        runner: of this rank's model.
-        sampler: of its vocabulary.
+        runner: runs this rank's share of the model.
+        sampler: draws from the vocabulary.
 
     Attributes:
+        accepts_rejection: whether the sampler can accept guesses by rejection.
         is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
-        memory: of a GPU that its steps use; None leaves it to the allocator.
+        memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
     """
+
+    accepts_rejection = True
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self.runner = runner
@@ -98,7 +101,7 @@ class Worker:
         return launched
 
     def recover(self) -> None:
-        """After a launch that ran out of memory: wait for what it did launch, and give back what is kept for later."""
+        """Settle what a launch that ran out of memory has left: wait for it, and give back what is kept for later."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # its arrays may still be on their way
             torch.cuda.empty_cache()

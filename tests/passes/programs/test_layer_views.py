@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import detcompile
+from detcompile import CompiledModel
 from tests.model_cases import MAX_CONTEXT, random_model, without_inductor
 
 IDS = torch.arange(1, 101)[None] % 150  # longer than the windows
@@ -27,10 +28,10 @@ def test_a_view_gives_the_bits_of_a_model_with_these_layers_only(name, layers):
     with without_inductor():
         model = detcompile.compile(random_model(name, torch.float32), max_context=MAX_CONTEXT)
         before = model(IDS).logits
-        part = model._with_layers(layers)
+        part = CompiledModel(model.executor.drafting(layers))
         cut = detcompile.compile(with_only(name, layers), max_context=model.max_context)
     assert part(IDS).logits.numpy().tobytes() == cut(IDS).logits.numpy().tobytes()
-    assert part._kv_groups == cut._kv_groups
+    assert part.facts.kv_groups == cut.facts.kv_groups
     assert model(IDS).logits.numpy().tobytes() == before.numpy().tobytes()
     own = {parameter.data_ptr() for parameter in model.model.parameters()}
     assert {parameter.data_ptr() for parameter in part.model.parameters()} < own

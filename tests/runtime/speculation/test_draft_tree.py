@@ -15,7 +15,8 @@ from detcompile.runtime.speculation.growing_tree import GrowingTree
 from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
 from detcompile.runtime.speculation.statistics import DraftStatistics, expected_tokens
 from detcompile.runtime.speculation.tree_verification import tree_arrays
-from detcompile.runtime.step.builder import BlockTables, StepEntry, joined
+from detcompile.runtime.step.block_tables import BlockTables
+from detcompile.runtime.step.builder import StepEntry, joined
 from detcompile.step import KVGroup
 
 SHAPE = [(0,), (0, 0), (0, 1), (1,), (0, 0, 0)]

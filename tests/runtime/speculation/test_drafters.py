@@ -144,14 +144,15 @@ def test_reading_states_and_sharing_layers_leaves_the_target_as_it_was(device):
     arrays = build_step([(sequence, 40) for sequence in (Sequence(list(range(40))), Sequence([7] * 40))], blocks)
     logits = runner.run(arrays)
     drafter = model.drafter(2, layers=1)
-    reading = Runner(model.engine_model.forward_with_states(), runner.kv_cache, False)
+    reading = Runner(model.executor.forwards.with_states(), runner.kv_cache, False)
     assert reading.run(arrays).numpy(force=True).tobytes() == logits.numpy(force=True).tobytes()
     head = model.model.get_output_embeddings()
     assert torch.allclose(head(reading.states), logits, atol=1e-4)  # they are the states that these logits are made of
     assert runner.run(arrays).numpy(force=True).tobytes() == logits.numpy(force=True).tobytes()
     assert model.fingerprint_parts == parts
     addresses = {parameter.data_ptr() for parameter in model.model.parameters()}
-    assert {parameter.data_ptr() for parameter in model._parts[0,].model.parameters()} < addresses
+    part = model.executor.drafting((0,)).description.module
+    assert {parameter.data_ptr() for parameter in part.parameters()} < addresses
     assert len(drafter._runner.kv_cache.k_caches) == 1
 
 

@@ -9,9 +9,9 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.sequence import Sequence
+from detcompile.runtime.step.block_tables import BlockTables
 from detcompile.runtime.step.builder import (
     NOT_PENDING,
-    BlockTables,
     StepEntry,
     block_tables,
     build_arrays,

@@ -1,23 +1,16 @@
 """The tensors that a model's graphs read: what they hold now, whether that was changed, and new contents for them."""
 
-import contextlib
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
-from detcompile.models.fingerprints import fingerprint
-from detcompile.runtime.engine import Engine
-from detcompile.runtime.requests.turns import without_interrupts
-from detcompile.weights import tensor_digest, weight_digests, weights_digest
+from detcompile.weights import tensor_digest, weight_digests
 
-__all__ = ["LiveWeights", "WeightSource", "WeightedModel"]
+__all__ = ["LiveWeights", "tensors_by_name"]
 
-WeightSource = Union[nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "WeightedModel"]
 SAMPLES = 256  # elements of each tensor that a look reads
 RELOAD = "load and compile the model again"
 
@@ -105,83 +98,22 @@ class LiveWeights:
         return [torch.cat(views).view(torch.uint8) for views in self._samples]
 
 
-class WeightedModel(ABC):
-    """What a compiled model says of its weights, and what its fingerprint makes of them."""
+def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
+    """What ``LiveWeights.update`` takes, from a module, a mapping or pairs.
 
-    model: Any
-    _weights: LiveWeights
+    Args:
+        what: a word for the source, for messages.
 
-    def update_weights(self, source: WeightSource) -> int:
-        """New contents for weights, in place: compiled graphs stay, CUDA graphs too, and prefix caches forget.
-
-        Some of the weights suffice. Nothing is written unless all fit.
-
-        Args:
-            source: a module or compiled model of the same architecture, or tensors by the names that Hugging Face's
-                model has for them, as a mapping or as pairs; on any device. Buffers may be among them.
-
-        Returns:
-            The version of the weights, which counts up.
-
-        Raises:
-            InvalidInput: a name, a shape or a dtype that is not the model's; requests are running on one of its
-                engines; or ranks share the model.
-        """
-        given = _tensors_of(source)
-        with without_interrupts(), contextlib.ExitStack() as paused:
-            for engine in list(self._engines):
-                paused.enter_context(engine.idle())
-            return self._weights.update(given)
-
-    @property
-    def weights_version(self) -> int:
-        """Counts the contents that the weights have had, by update_weights or by changes in place that were seen."""
-        return self._weights.version()
-
-    @property
-    def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name. Reads every weight, so that it follows changes in place.
-
-        Raises:
-            InvalidInput: a weight was given another storage since; or a rank's share of one was changed by something
-                that did not tell what the whole is now.
-        """
-        return {"weights": weights_digest(self.weight_digests()), **self._fixed_parts}
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 in hex: equal fingerprints give equal bits. Reads every weight, as ``fingerprint_parts``.
-
-        It is the same at every tensor-parallel size; there the whole weights were read before the ranks took shares.
-        """
-        return fingerprint(self.fingerprint_parts)
-
-    def weight_digests(self) -> dict[str, str]:
-        """The digest of every parameter and buffer as it is now, whole; raises as ``fingerprint_parts``."""
-        return self._weights.digests()
-
-    @property
-    @abstractmethod
-    def _fixed_parts(self) -> dict[str, str]:
-        """The parts besides the weights."""
-
-    @property
-    def _engines(self) -> "weakref.WeakSet[Engine]":
-        """Engines over this model."""
-        engines: weakref.WeakSet[Engine] = self.__dict__.setdefault("_engines_here", weakref.WeakSet())
-        return engines
-
-
-def _tensors_of(source: WeightSource) -> dict[str, Tensor]:
-    held: Any = source.model if isinstance(source, WeightedModel) else source
-    held = held.state_dict() if isinstance(held, nn.Module) else held
+    Raises:
+        InvalidInput: it is none of these, or holds something else than plain tensors.
+    """
+    held: Any = source.state_dict() if isinstance(source, nn.Module) else source
     try:
         pairs = list(held.items() if isinstance(held, Mapping) else held)
         given = dict(pairs)
     except (TypeError, ValueError) as error:
         raise InvalidInput(
-            f"update_weights: {type(source).__name__} is neither a module in this process, a mapping, nor pairs of a"
-            " name and a tensor"
+            f"update_weights: {what} is neither a module in this process, a mapping, nor pairs of a name and a tensor"
         ) from error
     if len(given) < len(pairs):
         raise InvalidInput("update_weights: a name was given twice")

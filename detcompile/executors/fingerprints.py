@@ -17,7 +17,7 @@ from detcompile.passes.proof.certificate import Certificate
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
 
-__all__ = ["fingerprint", "fingerprint_parts"]
+__all__ = ["fingerprint", "fingerprint_parts", "source_digest"]
 
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
@@ -39,7 +39,8 @@ def fingerprint_parts(
     """What the contract holds fixed besides the weights, by name, so that fingerprints that differ can be told apart.
 
     Args:
-        program: digest of the graph that was certified (passes.programs.canonical_form). dtype: of the KV cache.
+        program: digest of the graph that was certified (passes.programs.canonical_form).
+        dtype: dtype of the KV cache.
     """
     fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
     return {

@@ -1,0 +1,159 @@
+"""ArchivedProgram: the program that an archive holds, run in this process without Python code of the model."""
+
+import json
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._export.serde.schema import ScalarType
+from torch.torch_version import TorchVersion
+
+from detcompile.archives.archive import Archive, library_folder
+from detcompile.archives.certificates import read_certificate
+from detcompile.archives.description import CERTIFICATE, TOKENIZER, read_sizes
+from detcompile.errors import InvalidInput
+from detcompile.executors.description import ModelDescription
+from detcompile.executors.live_weights import LiveWeights
+from detcompile.executors.local import LocalExecutor
+from detcompile.orders.numerics import Numerics
+from detcompile.parallel import TensorParallel
+from detcompile.passes.programs.cache_writes import require_kept
+from detcompile.passes.programs.example_step import example_step
+from detcompile.runtime.engine_setup import Forwards
+from detcompile.step import StepInputs, step_leaves
+from detcompile.templates.cpu.fp_mode import in_float_mode
+
+__all__ = ["ArchivedProgram", "executor_from"]
+
+CONVERTS_DTYPES = TorchVersion(torch.__version__) >= "2.12"  # https://github.com/pytorch/pytorch/pull/173562
+DTYPE_NUMBERS = {ScalarType.HALF: 5, ScalarType.FLOAT: 6, ScalarType.DOUBLE: 7, ScalarType.BFLOAT16: 15}  # torch's own
+
+
+def executor_from(archive: Archive, ranks: TensorParallel | None = None) -> LocalExecutor:
+    """What runs the program of an archive; one rank's, where ranks share the model.
+
+    Raises:
+        UnsupportedModel: the program, run over one step, did not write its KV caches in place.
+    """
+    facts, share = archive.facts, archive.share
+    library = library_folder(0 if ranks is None else ranks.rank)
+    folder = _unpacked(archive, library)
+    description = _described(archive, folder)
+    sizes = description.facts
+    weights = archive.weights(sizes.device)
+    named = {
+        name: weights[held_in].as_strided(shape, stride, offset)
+        for name, (held_in, shape, stride, offset) in share["views"].items()
+    }
+    digests = facts["weight_digests"]
+    held = {name: tensor for name, tensor in named.items() if name in digests}
+    live = LiveWeights(lambda: held, lambda: named, whole=digests, is_share=ranks is not None)
+    loaded = _Library(Path(folder.name, library), share["arguments"], weights, ranks)
+    forward = in_float_mode(loaded, sizes.device, share["num_threads"])
+    step = example_step(sizes.kv_shapes, len(sizes.kv_groups), sizes.state_shapes, sizes.dtype, sizes.device)
+    require_kept(forward, sizes.kv_groups, step)
+    origin = ArchivedProgram(facts["fingerprint_parts"], folder)
+    return LocalExecutor(description, Forwards(forward), live, origin, ranks)
+
+
+class ArchivedProgram:
+    """The archive behind a LocalExecutor: what it does not hold is refused.
+
+    Args:
+        parts: the parts of the fingerprint.
+        folder: holds what was loaded; lives as long as this object.
+    """
+
+    def __init__(self, parts: Mapping[str, str], folder: "tempfile.TemporaryDirectory[str]") -> None:
+        self.fixed_parts = {name: part for name, part in parts.items() if name != "weights"}
+        self._folder = folder
+
+    def head_weight(self) -> NoReturn:
+        """An archive has no head by name.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise InvalidInput(
+            "an archive gives no hidden states, which Medusa heads read, and does not say which of its weights is the"
+            " head: compile the model"
+        )
+
+    def with_layers(self, layers: tuple[int, ...]) -> NoReturn:
+        """An archive has one program, of all layers.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise InvalidInput("an archive holds the whole model only: compile the model to draft with some of its layers")
+
+
+def _unpacked(archive: Archive, library: str) -> "tempfile.TemporaryDirectory[str]":
+    """A folder with the members that are read as files."""
+    folder = tempfile.TemporaryDirectory(prefix="detcompile-")
+    for name in (*archive.names(library), *archive.names(TOKENIZER)):
+        place = Path(folder.name, name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(archive.read(name))
+    return folder
+
+
+def _described(archive: Archive, folder: "tempfile.TemporaryDirectory[str]") -> ModelDescription:
+    facts = archive.facts
+    ends = SimpleNamespace(eos_token_id=facts["eos_token_ids"], pad_token_id=facts["pad_token_id"])
+    numerics = Numerics(**facts["numerics"])
+    return ModelDescription(
+        module=SimpleNamespace(generation_config=ends, name_or_path=str(Path(folder.name, TOKENIZER))),
+        numerics=numerics,
+        certificate=read_certificate(json.loads(archive.read(CERTIFICATE)), numerics),
+        program=facts["fingerprint_parts"].get("program", ""),
+        facts=read_sizes(facts),
+    )
+
+
+class _Library:
+    """AOTInductor's library, called like the forward that the JIT compiled."""
+
+    def __init__(
+        self, folder: Path, arguments: list[int | str], weights: dict[str, Tensor], ranks: TensorParallel | None
+    ) -> None:
+        (library,) = folder.glob("*.so")
+        for operations in folder.glob("*.json"):
+            operations.write_text(_for_this_process(operations.read_text(), "" if ranks is None else ranks.group))
+        self._arguments = [weights[source] if isinstance(source, str) else source for source in arguments]
+        on_gpu = next(iter(weights.values())).device.type == "cuda"
+        runners: Any = torch._C._aoti
+        if on_gpu:
+            # Without the runtime's own bookkeeping of threads: its CUDA events cannot be asked about after a capture.
+            self._runner = runners.AOTIModelContainerRunnerCuda(str(library), 1, "cuda", str(folder), True)
+        else:
+            self._runner = runners.AOTIModelContainerRunnerCpu(str(library), 1)
+        self._one_at_a_time = threading.Lock()
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
+        given = step_leaves(input_ids, position_ids, step, logits_to_keep)
+        with self._one_at_a_time:
+            (logits,) = self._runner.run([given[a] if isinstance(a, int) else a for a in self._arguments])
+        return logits
+
+
+def _for_this_process(operations: str, group: str) -> str:
+    """The operations of a program, as AOTInductor lists them, over this group and with dtypes as this torch reads them.
+
+    The list has a dtype by its number in torch.export's schema. Before 2.12 torch took that for its own number.
+    """
+
+    def adapted(value: dict[str, Any]) -> dict[str, Any]:
+        if value.get("name") == "group":
+            return value | {"arg": {"as_string": group}}
+        if "as_scalar_type" in value and not CONVERTS_DTYPES:
+            return {"as_scalar_type": DTYPE_NUMBERS[ScalarType(value["as_scalar_type"])]}
+        return value
+
+    return json.dumps(json.loads(operations, object_hook=adapted))

@@ -1,0 +1,93 @@
+"""LocalExecutor: runs a model's steps in this process, by a forward of the JIT or of an archive."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.executors.description import ModelDescription
+from detcompile.executors.live_weights import LiveWeights
+from detcompile.parallel import TensorParallel
+from detcompile.runtime.dense.end_tokens import stop_tokens
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.engine_setup import EngineModel, Forwards, new_cache, new_engine
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.runtime.step.runner import Runner
+from detcompile.weights import weights_digest
+
+__all__ = ["LocalExecutor", "Origin"]
+
+
+class Origin(Protocol):
+    """What a forward was made from, for those who need more of it than its steps."""
+
+    @property
+    def fixed_parts(self) -> Mapping[str, str]:
+        """The parts of the fingerprint besides the weights."""
+
+    def head_weight(self) -> Tensor:
+        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+
+    def with_layers(self, layers: tuple[int, ...]) -> "LocalExecutor":
+        """What runs some of the layers, over the same weights."""
+
+
+class LocalExecutor:
+    """An Executor in this process, which may be one of the ranks that share a model.
+
+    Args:
+        forwards: what runs a step.
+        weights: the tensors that ``forwards`` read.
+        origin: a LoweredModule or an ArchivedProgram.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        forwards: Forwards,
+        weights: LiveWeights,
+        origin: Origin,
+        ranks: TensorParallel | None = None,
+    ) -> None:
+        self.description = description
+        self.forwards = forwards
+        self.weights = weights
+        self.origin = origin
+        self.ranks = ranks
+
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What the contract holds fixed, by name. Reads every weight."""
+        return {"weights": weights_digest(self.weights.digests()), **self.origin.fixed_parts}
+
+    def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
+        """A serving engine, its KV cache in this process."""
+        if self.ranks is not None and speculation is not None and speculation.switch == "automatic":
+            raise InvalidInput(
+                "ranks that share a model have to take the same steps, and each would switch speculation by its own"
+                " clock: pass SpeculationConfig(switch='always')"
+            )
+        model = EngineModel(
+            facts=self.description.facts,
+            eos_token_ids=stop_tokens(self.description.module, None),
+            weights_version=self.weights.version,
+        )
+        return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)
+
+    def new_runner(self, num_blocks: int, block_size: int, cuda_graphs: bool, num_states: int = 0) -> Runner:
+        """A KV cache of so many blocks and states, and what runs steps over it."""
+        cache = new_cache(self.description.facts, num_blocks, block_size, num_states)
+        return Runner(self.forwards.plain, cache, cuda_graphs)
+
+    def drafting(self, layers: tuple[int, ...] | None) -> "LocalExecutor":
+        """What runs these layers for drafts; None for all."""
+        if layers is None:
+            return self
+        if self.ranks is not None:
+            raise InvalidInput("ranks that share a model do not draft with its layers: compile with tp=1")
+        return self.origin.with_layers(layers)
+
+    def head_weight(self) -> Tensor:
+        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+        return self.origin.head_weight()

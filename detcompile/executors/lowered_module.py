@@ -1,0 +1,91 @@
+"""LoweredModule: a Hugging Face module that was lowered in this process, and what else can be made of it."""
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from detcompile.errors import InvalidInput
+from detcompile.executors.description import ModelDescription
+from detcompile.executors.fingerprints import fingerprint_parts
+from detcompile.executors.live_weights import LiveWeights
+from detcompile.executors.local import LocalExecutor
+from detcompile.orders.numerics import Numerics
+from detcompile.parallel import TensorParallel
+from detcompile.passes.lowering import Lowered, lower_view, lower_with_states
+from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.programs.layer_views import layers_of
+from detcompile.passes.sharding.modules import GatheredLinear
+from detcompile.runtime.engine_setup import Forwards
+from detcompile.runtime.step.runner import Forward
+from detcompile.weights import weight_addresses, weights_in_place
+
+__all__ = ["LoweredModule", "executor_of"]
+
+
+def executor_of(
+    module: PreTrainedModel, lowered: Lowered, numerics: Numerics, ranks: TensorParallel | None = None
+) -> LocalExecutor:
+    """What runs a module that was lowered in this process.
+
+    Args:
+        ranks: the ranks that share the module.
+    """
+    description = ModelDescription(
+        module=module,
+        numerics=numerics,
+        certificate=lowered.certificate,
+        program=lowered.program,
+        facts=lowered.facts,
+    )
+    held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
+    weights = LiveWeights(held, partial(held, every_name=True), whole=lowered.whole_weights, is_share=ranks is not None)
+    origin = LoweredModule(description, lowered.recurrences)
+    return LocalExecutor(description, Forwards(lowered.forward, origin.forward_with_states), weights, origin, ranks)
+
+
+class LoweredModule:
+    """The module behind a LocalExecutor.
+
+    Args:
+        recurrences: the operations that carry a state from token to token; None if there are none.
+    """
+
+    def __init__(self, description: ModelDescription, recurrences: Recurrences | None) -> None:
+        self.description = description
+        self.recurrences = recurrences
+        self._parts: dict[tuple[int, ...], LocalExecutor] = {}  # some of the layers, for drafting
+
+    @cached_property
+    def fixed_parts(self) -> Mapping[str, str]:
+        """The parts of the fingerprint besides the weights."""
+        known = self.description
+        given = (known.module.config.to_dict(), known.numerics, known.certificate, known.program)
+        return fingerprint_parts(*given, known.facts.max_context, known.facts.dtype, known.facts.device)
+
+    def forward_with_states(self) -> Forward:
+        """The forward that also returns the states [R, H] that the head reads; compiled when first asked for."""
+        return self._forward_with_states
+
+    def head_weight(self) -> Tensor:
+        """[V, H] of the language-model head, of all ranks together; each of them has to call this."""
+        head = self.description.module.get_output_embeddings()
+        if head is None:
+            raise InvalidInput("no hidden states: this model has no head of its own: take another drafter")
+        weight: Tensor = head.whole_weight() if isinstance(head, GatheredLinear) else head.weight.detach()
+        return weight
+
+    def with_layers(self, layers: tuple[int, ...]) -> LocalExecutor:
+        """What runs some of the layers, over the same weights; compiled when first asked for."""
+        if layers not in self._parts:
+            known = self.description
+            view = layers_of(known.module, layers)
+            lowered = lower_view(view, known.numerics, known.facts.max_context)
+            self._parts[layers] = executor_of(view, lowered, known.numerics)
+        return self._parts[layers]
+
+    @cached_property
+    def _forward_with_states(self) -> Forward:
+        known = self.description
+        return lower_with_states(known.module, known.numerics, known.certificate)

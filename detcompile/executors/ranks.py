@@ -1,0 +1,73 @@
+"""The start of worker processes that share a model: what each rank is told, and the processes that were told."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from detcompile.config import gpus_shared
+from detcompile.errors import InvalidInput
+from detcompile.executors.remote import START_SECONDS, RemoteExecutor
+from detcompile.orders.numerics import Numerics
+from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.start_progress import StartProgress
+
+__all__ = ["RankPlan", "start_ranks"]
+
+STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels on its way; CPUs take their time
+
+
+class RankPlan(NamedTuple):
+    """What every rank is told at its start."""
+
+    tp: int
+    numerics: Numerics
+    device_type: str
+    num_threads: int
+    options: Mapping[str, Any]  # of compile(), handed on
+    path: str | None = None  # of the model's folder
+    file: int | None = None  # descriptor of a saved module
+    build: Callable[[], PreTrainedModel] | None = None  # what else makes the module, on the rank's device
+    archive: str | None = None  # that export wrote, which each rank loads instead
+    max_context: int | None = None
+
+
+def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExecutor:
+    """Start ``plan.tp`` processes, and wait until each of them has its share of the model.
+
+    Args:
+        step_seconds: time after which a step counts as hung; None takes STEP_SECONDS.
+
+    Raises:
+        WorkerError: a rank could not start.
+        InvalidInput: too few GPUs.
+        Also what compile() and load() raise in the ranks.
+    """
+    _require_gpus(plan)
+    group = WorkerGroup(
+        plan.tp,
+        "detcompile.workers:RankServer",
+        (plan,),
+        step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
+        files=() if plan.file is None else (plan.file,),
+    )
+    with StartProgress(plan.tp) as progress:
+        group.on_note = progress.on_note
+        try:
+            group.result(group.started)
+            port = group.call("open_store")[0]
+            description = group.call("start", port, seconds=START_SECONDS)[0]
+        except BaseException:
+            group.close()
+            raise
+    group.on_note = lambda rank, text: None
+    return RemoteExecutor(group, description)
+
+
+def _require_gpus(plan: RankPlan) -> None:
+    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else plan.tp
+    if plan.device_type == "cuda" and found < needed:
+        instead = "take a smaller tp, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
+        shared = "; DETCOMPILE_SHARED_GPUS=1 lets ranks share GPUs, to compare bits and not for speed" if found else ""
+        raise InvalidInput(f"tp={plan.tp} needs {needed} GPUs, this machine has {found}: {instead}{shared}")

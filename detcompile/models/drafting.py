@@ -1,0 +1,53 @@
+"""A model, or some of its layers, as the drafter of an engine."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from detcompile.errors import InvalidInput
+from detcompile.executors.executor import Executor
+from detcompile.runtime.kv.block_pool import whole_blocks
+from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.speculation.model_drafter import ModelDrafter
+
+__all__ = ["CACHE_TOKENS", "draft_with"]
+
+CACHE_TOKENS = 1 << 17  # of a draft model's KV cache, where nobody says
+
+
+def draft_with(
+    executor: Executor,
+    layers: int | SequenceOf[int] | None,
+    num_sequences: int,
+    cache_tokens: int | None,
+    cuda_graphs: bool | None,
+    tokenizer: Any | None,
+    shape: Mapping[str, Any],
+) -> ModelDrafter:
+    """A drafter over a KV cache of its own; arguments as ``CompiledModel.drafter`` has them.
+
+    Args:
+        shape: what a ModelDrafter is told of its drafts.
+    """
+    facts = executor.description.facts
+    if facts.state_shapes:
+        raise InvalidInput("this model's layers carry a state, which cannot take guesses back: draft with another")
+    if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
+        raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens}: at least 1")
+    chosen = range(layers) if isinstance(layers, int) else layers
+    source = executor.drafting(None if chosen is None else tuple(chosen))
+    if cache_tokens is None:
+        longest = whole_blocks(facts.max_context)
+        cache_tokens = min(num_sequences * longest, max(longest, CACHE_TOKENS))
+    blocks = plain_blocks(source.description.facts, cache_tokens)
+    graphs = facts.device.type == "cuda" if cuda_graphs is None else cuda_graphs
+    runner = source.new_runner(blocks.pool.num_blocks, blocks.pool.block_size, graphs)
+    return ModelDrafter(
+        runner,
+        blocks,
+        vocab_size=facts.num_logits,
+        max_context=facts.max_context,
+        num_sequences=num_sequences,
+        tokenizer=tokenizer,
+        **shape,
+    )

@@ -1,0 +1,53 @@
+"""What runs steps, as an engine and a call see it: in this process, or in others."""
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from detcompile.runtime.step.builder import StepArrays
+from detcompile.runtime.step.worker import StepResult, StepWork
+
+__all__ = ["Forgetful", "StepRunner", "StepWorker"]
+
+
+class Forgetful(Protocol):
+    """Keeps something of every sequence that has had a row."""
+
+    def forget(self, key: Hashable) -> None:
+        """A sequence will have no more rows."""
+
+
+class StepWorker(Protocol):
+    """Runs steps and draws their tokens. Worker and RemoteWorker do.
+
+    Attributes:
+        accepts_rejection: whether the sampler can accept guesses by rejection.
+        is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
+    """
+
+    accepts_rejection: bool
+    is_alone: bool
+
+    @property
+    def sampler(self) -> Forgetful:
+        """What keeps the sequences' draws."""
+
+    def launch(self, work: StepWork) -> Any:
+        """Start a step; nothing waits for it. What comes back is for ``collect``."""
+
+    def collect(self, launched: Any) -> StepResult:
+        """Wait for the oldest step that was not collected, and read what it drew."""
+
+    def recover(self) -> None:
+        """Settle what a launch that ran out of memory has left; asked only of a worker that is alone."""
+
+
+class StepRunner(Protocol):
+    """Runs steps over a KV cache of its own. Runner and RemoteRunner do."""
+
+    def run(self, arrays: StepArrays) -> Tensor:
+        """The logits [R, V] of a step."""
+
+    def fill_caches(self, value: float) -> None:
+        """Write ``value`` into every slot of the KV cache and into every state."""

@@ -17,6 +17,8 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["Generator", "append_rows", "padded_logits"]
 
+_MAKING = threading.Lock()  # two threads that generate share the engine that one of them makes
+
 
 def padded_logits(executor: Executor, batch: UnpaddedBatch, logits_to_keep: int | Tensor) -> Tensor:
     """Logits [B, K, V] of one step over a KV cache of its own, zeros at padding.
@@ -45,7 +47,6 @@ class Generator:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self._making = threading.Lock()  # two threads that generate share the engine that one of them makes
 
     def continued(
         self,
@@ -64,7 +65,7 @@ class Generator:
         most = max(each.max_tokens or 0 for each in params)
         longest = whole_blocks(max(len(tokens) for tokens in prompts) + most)
         needed = len(prompts) * longest // BLOCK_SIZE * num_groups + 1
-        with self._making:
+        with _MAKING:
             last = self.engine
             if last is None or last.failed or last.config.cuda_graphs != cuda_graphs or last.stats.num_blocks < needed:
                 self.engine = last = None  # frees the old cache first

@@ -147,10 +147,11 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     Raises:
         UnsupportedModel: the logits would be computed in other orders.
     """
+    seen = Seen.of(observe_attention(model, numerics.kv_chunk))  # runs the model: before anybody watches its head
     packed = StatesForward(model)
     watched = packed.watch()
     try:
-        forward, traced = _compile_packed(packed, numerics, Seen.of(observe_attention(model, numerics.kv_chunk)))
+        forward, traced = _compile_packed(packed, numerics, seen)
     finally:
         watched.remove()
     if traced.certificate.orders != certificate.orders:

@@ -24,8 +24,7 @@ MAX_FOLDER = 15
 LONG_FILES: dict[str, int] = {
     "models/compiled.py": 323,
 }
-LONG_FUNCTIONS: dict[str, int] = {
-}
+LONG_FUNCTIONS: dict[str, int] = {}
 LONG_KERNELS: dict[str, int] = {}
 
 

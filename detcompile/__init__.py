@@ -1,40 +1,46 @@
-"""Bit-for-bit reproducible LLM inference by compilation."""
+"""Bit-for-bit reproducible LLM inference by compilation.
 
-from torch._dynamo import register_backend
+Names are imported when they are first asked for, so that importing the package takes no time.
+"""
 
-from detcompile.api import compile, load_model
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 from detcompile.config import pin_ptxas
-from detcompile.errors import (
-    ArchiveError,
-    CompilerNotFound,
-    DetcompileError,
-    EngineError,
-    InvalidInput,
-    NumericsError,
-    ScheduleError,
-    StorageError,
-    UncertifiedOp,
-    UnsupportedModel,
-    WorkerError,
-)
-from detcompile.exporting import export
-from detcompile.models.compiled import CompiledModel
-from detcompile.models.exported import ExportedModel, load
-from detcompile.orders.numerics import Numerics
-from detcompile.passes.backend import Backend, detcompile_backend
-from detcompile.passes.calls import enter_calls
-from detcompile.passes.proof.certificate import Certificate
-from detcompile.runtime.engine import Engine
-from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
-from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.speculation.draft_tree import DraftTree
-from detcompile.runtime.speculation.drafter import Drafter
-from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
-from detcompile.runtime.speculation.medusa_heads import MedusaHeads
-from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
-from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
-from detcompile.runtime.speculation.speculator import SpeculationConfig
+
+if TYPE_CHECKING:
+    from detcompile.api import compile, load_model
+    from detcompile.errors import (
+        ArchiveError,
+        CompilerNotFound,
+        DetcompileError,
+        EngineError,
+        InvalidInput,
+        NumericsError,
+        ScheduleError,
+        StorageError,
+        UncertifiedOp,
+        UnsupportedModel,
+        WorkerError,
+    )
+    from detcompile.exporting import export
+    from detcompile.models.compiled import CompiledModel
+    from detcompile.models.exported import ExportedModel, load
+    from detcompile.orders.numerics import Numerics
+    from detcompile.passes.backend import Backend
+    from detcompile.passes.proof.certificate import Certificate
+    from detcompile.runtime.engine import Engine
+    from detcompile.runtime.engine_config import EngineConfig
+    from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
+    from detcompile.runtime.requests.sampling_params import SamplingParams
+    from detcompile.runtime.speculation.draft_tree import DraftTree
+    from detcompile.runtime.speculation.drafter import Drafter
+    from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
+    from detcompile.runtime.speculation.medusa_heads import MedusaHeads
+    from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
+    from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
+    from detcompile.runtime.speculation.speculator import SpeculationConfig
 
 __all__ = [
     "ArchiveError",
@@ -74,6 +80,55 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-register_backend(detcompile_backend, name="detcompile")  # torch.compile(model, backend="detcompile")
-enter_calls()  # before torch.compile sees a backend of ours
+PLACES = {  # modules of the public names
+    "ArchiveError": "detcompile.errors",
+    "Backend": "detcompile.passes.backend",
+    "Certificate": "detcompile.passes.proof.certificate",
+    "CompiledModel": "detcompile.models.compiled",
+    "CompilerNotFound": "detcompile.errors",
+    "CompletionOutput": "detcompile.runtime.requests.outputs",
+    "DetcompileError": "detcompile.errors",
+    "DraftTree": "detcompile.runtime.speculation.draft_tree",
+    "Drafter": "detcompile.runtime.speculation.drafter",
+    "Engine": "detcompile.runtime.engine",
+    "EngineConfig": "detcompile.runtime.engine_config",
+    "EngineError": "detcompile.errors",
+    "ExportedModel": "detcompile.models.exported",
+    "InvalidInput": "detcompile.errors",
+    "Logprobs": "detcompile.runtime.requests.outputs",
+    "MedusaDrafter": "detcompile.runtime.speculation.medusa_drafter",
+    "MedusaHeads": "detcompile.runtime.speculation.medusa_heads",
+    "MirrorDrafter": "detcompile.runtime.speculation.mirror_drafter",
+    "NGramDrafter": "detcompile.runtime.speculation.ngram_drafter",
+    "Numerics": "detcompile.orders.numerics",
+    "NumericsError": "detcompile.errors",
+    "RequestOutput": "detcompile.runtime.requests.outputs",
+    "SamplingParams": "detcompile.runtime.requests.sampling_params",
+    "ScheduleError": "detcompile.errors",
+    "SpeculationConfig": "detcompile.runtime.speculation.speculator",
+    "StorageError": "detcompile.errors",
+    "UncertifiedOp": "detcompile.errors",
+    "UnsupportedModel": "detcompile.errors",
+    "WorkerError": "detcompile.errors",
+    "compile": "detcompile.api",
+    "export": "detcompile.exporting",
+    "load": "detcompile.models.exported",
+    "load_model": "detcompile.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        found = getattr(importlib.import_module(PLACES[name]), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PLACES})
+
+
 pin_ptxas()  # at import: a kernel that Inductor compiles before it would have another assembler

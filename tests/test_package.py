@@ -35,6 +35,24 @@ def test_public_names_are_sorted_and_exist():
     assert [name for name in detcompile.__all__ if not hasattr(detcompile, name)] == []
 
 
+def test_importing_the_package_imports_no_torch_until_a_name_is_asked_for():
+    finished = _python("import sys, detcompile; print('torch' in sys.modules); detcompile.Numerics")
+    assert (finished.returncode, finished.stdout) == (0, "False\n"), finished.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        detcompile.nonsense  # noqa: B018
+
+
+def test_torch_finds_the_backend_without_an_import():
+    finished = _python(
+        "import sys, torch\n"
+        "module = torch.nn.LayerNorm(8).eval()\n"
+        "x = torch.randn(3, 8)\n"
+        "with torch.no_grad():\n"
+        "    print(torch.compile(module, backend='detcompile')(x).shape, 'detcompile' in sys.modules)"
+    )
+    assert (finished.returncode, finished.stdout) == (0, "torch.Size([3, 8]) True\n"), finished.stderr
+
+
 @pytest.mark.parametrize("given", [None, "of the caller"])
 def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor takes torch's where nobody has chosen, but only in processes in which it compiles a kernel itself."""
@@ -57,7 +75,7 @@ def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, mon
 def test_no_module_bears_the_name_of_a_public_function():
     """`detcompile.name` would be the function or the module, depending on what was imported last."""
     functions = {name for name in detcompile.__all__ if not isinstance(getattr(detcompile, name), type)}
-    assert functions & {path.stem for path in (ROOT / "detcompile").rglob("*.py")} == set()
+    assert functions & {path.stem for path in (ROOT / "detcompile").iterdir()} == set()
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -1,31 +1,79 @@
 """The command line: detcompile demo | generate | verify | check | export | tune-speculation. Results go to standard
 output, progress to standard error."""
 
+import importlib
 import io
 import sys
-from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
-from transformers.utils import logging as transformers_logging
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from detcompile.commands import check, demo, export, generate, tune_speculation, verify
-from detcompile.commands.options import logs, with_options
+from detcompile import __version__
 from detcompile.errors import DetcompileError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "verify": verify.command,
-    "check": check.command,
-    "export": export.command,
-    "generate": generate.command,
-    "demo": demo.command,
-    "tune-speculation": tune_speculation.command,
+# By name, the first line of each command's help; the module of the name has the command itself. A module is imported
+# when its command runs, so that --help and --version take no time.
+COMMANDS = {
+    "verify": "Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails.",
+    "check": "Print the certificate: every operation, its place in the model's source, its class, order and proof.",
+    "export": (
+        "Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."
+    ),
+    "generate": (
+        "Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."
+    ),
+    "demo": "Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits.",
+    "tune-speculation": (
+        "Try drafts on code and on prose: what is fastest, and what another draft model would have to be."
+    ),
 }
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-for name, command in COMMANDS.items():
-    app.command(name)(with_options(command))
+
+class _Command(TyperCommand):
+    """A command by its name and help, which becomes the real one when its arguments are read."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        return _loaded(self.name or "").make_context(*args, **kwargs)
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _Command(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+
+def _loaded(name: str) -> Any:
+    """The command that typer makes of a module's function."""
+    module = importlib.import_module(f"detcompile.commands.{name.replace('-', '_')}")
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command(name)(importlib.import_module("detcompile.commands.options").with_options(module.command))
+    return get_command(command)
+
+
+app = typer.Typer(
+    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"detcompile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 def main() -> None:
@@ -33,11 +81,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer may hold what a terminal's encoding does not
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # ours covers the load
     try:
         app()
     except DetcompileError as error:
+        logs = Console(stderr=True)
         logs.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         logs.print(str(error), markup=False, highlight=False)
         sys.exit(2)

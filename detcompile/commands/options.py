@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from detcompile.api import TINY
 from detcompile.commands.verification import ModelSpec
@@ -46,6 +47,8 @@ TpSizes = Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")]
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer takes it: each parameter that is a dataclass has become its fields, as options."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # ours covers the load
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     taken: list[inspect.Parameter] = []

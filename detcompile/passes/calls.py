@@ -6,7 +6,6 @@ certificate sees. So torch.compile enters a Call around each call of what it com
 """
 
 import contextlib
-import functools
 import sys
 import threading
 import types
@@ -154,18 +153,15 @@ def enter_calls() -> None:
 
     torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend.
     """
-    wrapper = torch._TorchCompileWrapper
-    make = wrapper.__init__
 
-    @functools.wraps(make)
-    def make_entered(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+    def backend_ctx_ctor(self: Any) -> Callable[[], Any]:
         around_calls = getattr(self.compiler_fn, "around_calls", None)
-        if around_calls is not None:
-            self.backend_ctx_ctor = around_calls(self.kwargs.get("options") or {})
+        if around_calls is None:
+            raise AttributeError("backend_ctx_ctor")
+        constructor: Callable[[], Any] = around_calls(self.kwargs.get("options") or {})
+        return constructor
 
-    if not hasattr(make, "__wrapped__"):  # the package may be imported anew
-        setattr(wrapper, "__init__", make_entered)  # noqa: B010
+    setattr(torch._TorchCompileWrapper, "backend_ctx_ctor", property(backend_ctx_ctor))  # noqa: B010
 
 
 def _place(frame: types.FrameType) -> tuple[str, str]:

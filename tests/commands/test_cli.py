@@ -1,6 +1,8 @@
 """The command line as a user runs it: results, logs and exit codes."""
 
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import os
@@ -14,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+import detcompile
 from detcompile import CompiledModel
 from detcompile.commands import cli, export
 from detcompile.commands.axes import AXES
@@ -55,6 +58,26 @@ def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
         except SystemExit as ended:
             code = int(ended.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def test_help_and_version_import_no_torch():
+    code = "import sys; from detcompile.commands import cli; cli.main()"
+    for option, shown in (("--help", "tune-speculation"), ("--version", detcompile.__version__)):
+        checked = f"import atexit; atexit.register(lambda: print('torch' in sys.modules)); sys.argv[1:] = ['{option}']"
+        command = [sys.executable, "-c", f"import sys; {checked}; {code}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert shown in done.stdout and done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_list_of_commands_has_the_first_line_of_each_ones_help():
+    for name, line in cli.COMMANDS.items():
+        command = importlib.import_module(f"detcompile.commands.{name.replace('-', '_')}").command
+        assert inspect.getdoc(command).splitlines()[0] == line
+
+
+def test_an_unknown_command_is_named():
+    done = run_here("serve-me")
+    assert done.returncode == 2 and "serve-me" in done.stderr
 
 
 def compiled_here(*_: object) -> CompiledModel:

@@ -33,9 +33,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from benchmarks.random_programs import FEATURES, WEIGHTS, NoFit, Program
 from detcompile import Numerics
 from detcompile.errors import DetcompileError
-from detcompile.passes.backend import Backend, cause
+from detcompile.passes.backend import Backend
+from detcompile.passes.causes import cause
 from detcompile.passes.pipeline import decompositions, rewrite
-from detcompile.passes.proof.certificate import Role, certify
+from detcompile.passes.proof.certificate import certify
+from detcompile.passes.proof.inputs import Role
 
 __all__ = ["Verdict", "draw"]
 

@@ -15,6 +15,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
+from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.positions import position_tables
 

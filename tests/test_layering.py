@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
-    {"detcompile", "detcompile.commands"},
+    {"detcompile", "detcompile.__main__", "detcompile.commands"},
     {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting"},
     {"detcompile.api", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
@@ -51,12 +51,13 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging"},
-        {"passes.tracing"},
+        {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
+        {"passes.layers"},
         {"passes.calls", "passes.capture", "passes.pipeline", "passes.roles", "passes.sharding", "passes.traced_call"},
         {"passes.adapters", "passes.programs", "passes.rewrites"},
         {"passes.modules", "passes.proof"},
-        {"passes.graphs"},
+        {"passes.causes", "passes.graphs"},
     ],
     [
         {"runtime.engine_setup"},

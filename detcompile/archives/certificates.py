@@ -21,7 +21,7 @@ def certificate_json(certificate: Certificate) -> bytes:
 
 def read_certificate(content: dict[str, Any], numerics: Numerics) -> Certificate:
     """The certificate that ``certificate_json`` wrote. What is none fails with whatever exception it comes to."""
-    entries = tuple(Entry(**entry) for entry in content["entries"])
+    entries = tuple(Entry(**{**entry, "holds_for": tuple(entry["holds_for"])}) for entry in content["entries"])
     return Certificate(entries, numerics, tuple(_order(order) for order in content["sums"]))
 
 

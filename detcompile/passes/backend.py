@@ -1,7 +1,6 @@
 """The torch.compile backend: rewrite, certify, then lower through Inductor.
 
-torch.compile(model, backend="detcompile")              any module, or
-torch.compile(model, backend=Backend(numerics))         to keep the certificate
+torch.compile(model, backend=Backend(numerics)) keeps the certificate; passes.named_backend is the same by name.
 """
 
 import functools
@@ -12,27 +11,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
+from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, reporting
+from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, enter_calls, reporting
+from detcompile.passes.layers.boundary import take_marks
+from detcompile.passes.layers.compilation import Layered, compile_layers
+from detcompile.passes.layers.inputs import LayerInputs
+from detcompile.passes.layers.regions import Region
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.programs.binding import CompiledGraph
-from detcompile.passes.programs.canonical_form import program_digest
+from detcompile.passes.programs.canonical_form import never_run, program_digest
 from detcompile.passes.programs.direct_calls import call_directly
 from detcompile.passes.programs.plain import run_plainly
-from detcompile.passes.proof.certificate import Certificate, Role, certify
+from detcompile.passes.proof.certificate import Certificate, certify
+from detcompile.passes.proof.inputs import Role
 from detcompile.passes.rewrites.collectives import pin_collectives
 from detcompile.passes.rewrites.composites import take_apart
 from detcompile.passes.rewrites.gates import fuse_gated_products
-from detcompile.passes.rewrites.merged_linears import joined, lift_weights, merge_linears
+from detcompile.passes.rewrites.merged_linears import fed, joined, lift_weights, merge_linears
 from detcompile.passes.roles import join_batches, refuse, role_by_source
 from detcompile.passes.traced_call import TracedCall
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
 
-__all__ = ["Backend", "Expected", "cause", "detcompile_backend"]
+__all__ = ["Backend", "Expected"]
 
 COMPARISONS = (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
 Compiled = Callable[..., Any]
@@ -61,6 +66,7 @@ class Backend:
             stay so.
         name_inputs: names of a graph's traced inputs; where it is given, the digest of each graph is kept.
         graph_breaks: "raise", or "warn" where torch did not make one graph of a whole call.
+        layers: the graph is of a model's first layers, marked by `mark_layers`; the program runs all of them.
 
     Attributes:
         certificates, programs: one a graph that was compiled.
@@ -78,6 +84,7 @@ class Backend:
         join_weights: bool = False,
         name_inputs: Callable[[Sequence[Any]], list[str]] | None = None,
         graph_breaks: str = "raise",
+        layers: LayerInputs | None = None,
     ) -> None:
         if graph_breaks not in GRAPH_BREAKS:
             raise InvalidInput(f"graph_breaks={graph_breaks!r}: it is one of {', '.join(map(repr, GRAPH_BREAKS))}")
@@ -88,6 +95,7 @@ class Backend:
         self.join_weights = join_weights
         self.name_inputs = name_inputs
         self.graph_breaks = graph_breaks
+        self.layers = layers
         self.certificates: list[Certificate] = []
         self.programs: list[CompiledGraph] = []
         self.digests: list[str] = []
@@ -114,10 +122,13 @@ class Backend:
                 decompositions=decompositions(),
             )
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        if compilation.layered is not None:
+            self.programs.append(compilation.over_all_layers(values, checked))
+            return run
         wide = compilation.joined()
         run = _in_float_mode(run, example_inputs)
         self.programs.append(CompiledGraph(run, values, list(example_inputs), roles, wide, checked))
-        return reporting(_fed(run, wide))
+        return reporting(fed(run, wide))
 
     def _roles(self, gm: fx.GraphModule, traced: TracedCall) -> list[Role]:
         """Roles of the graph's inputs, in order; what the call leaves behind or looks at is refused before."""
@@ -135,10 +146,12 @@ class Backend:
             return Role("weight")
         return self.roles_of(str(node.target), value) if self.roles_of else role_by_source(node, value, traced)
 
-    def _certify(self, gm: fx.GraphModule, named: Mapping[str, Role]) -> Certificate:
+    def _certify(
+        self, gm: fx.GraphModule, named: Mapping[str, Role], states: dict[fx.Node, Any] | None = None
+    ) -> Certificate:
         attention, recurrences = (None, 0) if self.expects is None else self.expects
         leading = "batch" if self.roles_of is None else None
-        return certify(gm.graph, named, self.numerics, attention, recurrences, leading)
+        return certify(gm.graph, named, self.numerics, attention, recurrences, leading, states)
 
 
 class _Compilation:
@@ -156,6 +169,7 @@ class _Compilation:
         self._inputs = inputs
         self._named: dict[str, Role] = {}  # by the names of the graph that is lowered
         self._groups: list[tuple[int, ...]] = []  # positions of weights that became one
+        self.layered: Layered | None = None
 
     def settings(self) -> dict[str, Any]:
         """Inductor's settings: those of rounding, and where it calls us."""
@@ -169,8 +183,9 @@ class _Compilation:
 
     def rewrite(self, gm: fx.GraphModule) -> fx.GraphModule:
         backend = self._backend
+        repeats = None if backend.layers is None else backend.layers.repeats
         if backend.name_inputs is not None:
-            backend.digests.append(program_digest(gm, backend.name_inputs(self._inputs)))
+            backend.digests.append(program_digest(gm, backend.name_inputs(self._inputs), repeats))
         return rewrite(pin_collectives(gm, backend.numerics))
 
     def lower(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
@@ -182,9 +197,59 @@ class _Compilation:
             inputs = _with_joined(gm, inputs, self._groups)
         if backend.roles_of is None:
             refuse(self._traced.splits(), "the module looks at the number of rows")  # torch's decompositions may too
+        if backend.layers is not None:
+            self.layered = self._lower_layers(gm, backend.layers, kwargs)
+            backend.certificates.append(self.layered.certificate)
+            return never_run()
         # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
         backend.certificates.append(backend._certify(gm, self._named))
         return backend.compile_graph(gm, inputs, **kwargs)
+
+    def _lower_layers(self, gm: fx.GraphModule, owners: LayerInputs, settings: Mapping[str, Any]) -> Layered:
+        backend, direct, rows = self._backend, self._direct_ops(), take_marks(gm)
+        states: dict[fx.Node, Any] = {}
+        proved = backend._certify(gm, self._named, states), states
+        static = {*settings.get("static_input_idxs", ())}
+
+        def compile_region(region: Region, roles: Mapping[str, Role], certificate: Certificate) -> Compiled:
+            counts = certificate.counts
+            expected = Expected(counts.get("attention", 0), counts.get("recurrence", 0))
+            nodes = region.gm.graph.find_nodes(op="placeholder")
+            first = len(nodes) - len(region.given)
+            kept = [first + place for place, position in enumerate(region.given) if position in static]
+
+            def finish(gm: fx.GraphModule) -> None:
+                certify(gm.graph, roles, backend.numerics, *expected)
+                call_directly(gm, direct)
+
+            fakes = [node.meta["val"] for node in nodes]
+            key = f"{backend.numerics!r}, {len(direct)} direct, {expected}"
+            with inductor_config.patch(post_grad_custom_post_pass=GraphPass(finish, key)):
+                return backend.compile_graph(region.gm, fakes, **{**settings, "static_input_idxs": kept})
+
+        return compile_layers(gm, rows, self._inputs, owners, self._named, proved, backend.numerics, compile_region)
+
+    def over_all_layers(self, values: Sequence[Any], checked: frozenset[int]) -> CompiledGraph:
+        """The program over all layers, whose inputs are those of the graph and then those of the other layers."""
+        assert self.layered is not None and self._backend.layers is not None
+        owners, (run, unrolled, _) = self._backend.layers, self.layered
+        groups = {positions[0]: positions for positions in self._groups}
+        inputs: list[Any] = []
+        wide: dict[int, torch.Tensor] = {}
+        for position, (source, layer) in enumerate(zip(unrolled.sources, unrolled.layers, strict=True)):
+            parts = [self._inputs[part] for part in groups.get(source, (source,))]
+            own = [given if layer is None else owners.of(given, layer) for given in parts]
+            inputs.append(own[0])
+            if len(own) > 1:
+                wide[position] = joined(own)
+        return CompiledGraph(
+            _in_float_mode(run, self._inputs),
+            [values[source] for source in unrolled.sources],
+            inputs,
+            [self._roles[source] for source in unrolled.sources],
+            wide,
+            checked,
+        )
 
     def finish(self, direct: Mapping[Any, Any], gm: fx.GraphModule) -> None:
         self._backend._certify(gm, self._named)
@@ -224,17 +289,6 @@ def _with_joined(gm: fx.GraphModule, inputs: Sequence[Any], groups: Sequence[tup
     return [values[i] if i in wide else given for i, given in enumerate(inputs)]
 
 
-def _fed(run: Compiled, weights: Mapping[int, torch.Tensor]) -> Compiled:
-    """``run`` with these tensors in place of its inputs at these positions."""
-    if not weights:
-        return run
-
-    def fed(*given: Any) -> Any:
-        return run(*(weights.get(i, value) for i, value in enumerate(given)))
-
-    return fed
-
-
 def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
     """``run`` in the standard mode, in all threads that its kernels were compiled for."""
     devices = {given.device for given in inputs if isinstance(given, torch.Tensor)}
@@ -243,33 +297,4 @@ def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
     return in_float_mode(run, torch.device("cpu"), torch.get_num_threads())
 
 
-class NamedBackend:
-    """The backend by name: ``options`` may hold "numerics" and "graph_breaks", as Backend takes them."""
-
-    __name__ = "detcompile"
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
-        return _with_options(kwargs.get("options") or {})(gm, example_inputs)
-
-    def around_calls(self, options: Mapping[str, Any]) -> Callable[[], Call]:
-        return _with_options(options).around_calls({})
-
-
-def _with_options(options: Mapping[str, Any]) -> Backend:
-    unknown = options.keys() - {"numerics", "graph_breaks"}
-    if unknown:
-        raise InvalidInput(f"options={dict(options)!r}: {', '.join(sorted(unknown))} is none of numerics, graph_breaks")
-    return Backend(**{"numerics": Numerics(), **options})
-
-
-detcompile_backend = NamedBackend()
-
-
-def cause(error: BaseException) -> DetcompileError | None:
-    """The error of ours inside the exceptions that Dynamo and Inductor wrap around it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, DetcompileError):
-            return seen
-        seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
-    return None
+enter_calls()

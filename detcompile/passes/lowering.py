@@ -15,6 +15,7 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.adapters.expert_classes import replace_experts
 from detcompile.passes.adapters.scans import pin_recurrences
 from detcompile.passes.capture import PackedForward, StatesForward, freeze_rope, observe_attention, probe_attention
+from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
 from detcompile.passes.modules.quantized_linear import pin_quantized
@@ -25,7 +26,7 @@ from detcompile.passes.programs.canonical_form import never_run
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
-from detcompile.passes.tracing import Seen, Traced, certify_batches, trace_packed
+from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.step import StepInputs
 from detcompile.weights import named_weights, weight_digests, weights_digest
 
@@ -108,8 +109,9 @@ def lower(
         whole = _read_whole(model, numerics, max_context, seen, ranks, on_read)
         shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
-    certify_batches(model, numerics, seen.expected)
-    forward, traced = _compile_packed(PackedForward(model), numerics, seen)
+    repeats = None if recurrences is not None else find_repeats(model)
+    certify_batches(model, numerics, seen.expected, repeats)
+    forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
     return Lowered(
         forward=forward,
         certificate=traced.certificate,
@@ -128,7 +130,7 @@ def lower_view(view: PreTrainedModel, numerics: Numerics, max_context: int) -> L
         UnsupportedModel, UncertifiedOp: as ``lower``.
     """
     seen = Seen.of(observe_attention(view, numerics.kv_chunk))
-    forward, traced = _compile_packed(PackedForward(view), numerics, seen)
+    forward, traced = _compile_packed(PackedForward(view), numerics, seen, find_repeats(view))
     return Lowered(
         forward=forward,
         certificate=traced.certificate,
@@ -232,12 +234,15 @@ def _whole_program(model: PreTrainedModel, numerics: Numerics, seen: Seen) -> tu
     """The digest of the program that one rank would run, and its constants."""
     view = view_of(model)
     pin_row_parallel(view, numerics)
-    traced = trace_packed(PackedForward(view), numerics, seen, never_run, join_weights=False)
+    repeats = None if seen.states else find_repeats(view)
+    traced = trace_packed(PackedForward(view), numerics, seen, never_run, join_weights=False, repeats=repeats)
     return traced.digest, traced.constants
 
 
-def _compile_packed(module: PackedForward, numerics: Numerics, seen: Seen) -> tuple[Callable[..., Any], Traced]:
-    traced = trace_packed(module, numerics, seen, compile_fx_inner)
+def _compile_packed(
+    module: PackedForward, numerics: Numerics, seen: Seen, repeats: Repeats | None = None
+) -> tuple[Callable[..., Any], Traced]:
+    traced = trace_packed(module, numerics, seen, compile_fx_inner, repeats=repeats)
     forward = bind(traced.graph, traced.example)
     require_kept(forward, seen.groups, traced.example)
     return forward, traced

@@ -11,9 +11,9 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.capture import PackedForward, observe_attention
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.aot import Packaging
-from detcompile.passes.programs.canonical_form import input_names
+from detcompile.passes.programs.canonical_form import input_names, never_run
 from detcompile.passes.proof.certificate import Certificate
-from detcompile.passes.tracing import Seen, trace_packed
+from detcompile.passes.tracing import Seen, find_repeats, trace_packed
 from detcompile.step import step_leaves
 from detcompile.weights import WeightView, named_weights, views_in
 
@@ -52,9 +52,9 @@ def package(
     packaging = Packaging()
     seen = Seen.of(observe_attention(model, numerics.kv_chunk, recurrences), recurrences)
     traced = trace_packed(PackedForward(model), numerics, seen, packaging)
-    found, graph, leaves = traced.certificate, traced.graph, step_leaves(*traced.example)
-    same = found.counts == certificate.counts and found.orders == certificate.orders
-    if not same or traced.digest != (program or traced.digest):
+    graph, leaves = traced.graph, step_leaves(*traced.example)
+    same = _sums(traced.certificate) == _sums(certificate)
+    if not same or not _same_program(model, numerics, seen, traced.digest, program):
         raise UnsupportedModel(f"{type(model).__name__} gave another graph than the compiled one: load it again")
     place = {id(leaf): index for index, leaf in enumerate(leaves)}
     names = input_names(model, leaves, graph.inputs)
@@ -70,3 +70,19 @@ def package(
         arguments.append(name)
     held = named_weights(model, every_name=True) | traced.constants
     return Packaged(packaging.files, tuple(arguments), weights, views_in(weights, held))
+
+
+def _sums(certificate: Certificate) -> tuple[dict[str, int], tuple[str, ...]]:
+    """What a certificate says of sums. Values that all layers move alike may be moved once, or once a layer."""
+    counts = {kind: count for kind, count in certificate.counts.items() if kind not in ("movement", "pointwise")}
+    return counts, certificate.orders
+
+
+def _same_program(model: PreTrainedModel, numerics: Numerics, seen: Seen, digest: str, program: str | None) -> bool:
+    """Whether a model is the one of a program, whose digest is of all its layers or of the first ones."""
+    if program in (None, digest):
+        return True
+    repeats = None if seen.states else find_repeats(model)
+    if repeats is None:
+        return False
+    return trace_packed(PackedForward(model), numerics, seen, never_run, repeats=repeats).digest == program

@@ -9,7 +9,7 @@ from torch import fx
 from detcompile.errors import UncertifiedOp
 from detcompile.passes.calls import current_call
 from detcompile.passes.graphs import sympy_size
-from detcompile.passes.proof.certificate import Role
+from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Layout
 from detcompile.passes.traced_call import TracedCall
 from detcompile.step import KVGroup

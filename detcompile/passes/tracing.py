@@ -1,6 +1,7 @@
 """Dynamo makes one graph of a model: over a padless batch, to certify it, and over a packed step, to serve it."""
 
 import contextlib
+import logging
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,20 +17,27 @@ from transformers import PreTrainedModel
 from detcompile.config import inductor_folder, sizes_asserted
 from detcompile.errors import DetcompileError, UnsupportedModel
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.backend import Backend, Expected, cause
+from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, PackedForward
+from detcompile.passes.causes import cause
+from detcompile.passes.layers.boundary import mark_layers
+from detcompile.passes.layers.inputs import LayerInputs
+from detcompile.passes.layers.regions import NotCut
+from detcompile.passes.layers.structure import Repeats, repeats_of
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.canonical_form import NotRun, constants_of, input_names
-from detcompile.passes.programs.example_step import ExampleStep, example_step
+from detcompile.passes.programs.example_step import ExampleStep, example_step, first_layers
+from detcompile.passes.programs.layer_views import layer_list, layers_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import dense_role, packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import disk_failure
 
-__all__ = ["Seen", "Traced", "certify_batches", "trace_packed", "with_own_code"]
+__all__ = ["Seen", "Traced", "certify_batches", "find_repeats", "trace_packed", "with_own_code"]
 
+logger = logging.getLogger(__name__)
 DISK_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
 
 
@@ -68,8 +76,16 @@ class Traced(NamedTuple):
     constants: dict[str, Tensor]  # what the graph takes that is no parameter or buffer, by name
 
 
-def certify_batches(model: PreTrainedModel, numerics: Numerics, expected: Expected) -> None:
-    """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here."""
+def certify_batches(
+    model: PreTrainedModel, numerics: Numerics, expected: Expected, repeats: Repeats | None = None
+) -> None:
+    """Prove the model over a batch of several rows: what packing writes as an extent of 1 is visible here.
+
+    Args:
+        repeats: structures of the model's layers; where they are given, the first layers stand for all.
+    """
+    if repeats is not None:
+        model, expected = layers_of(model, range(repeats.prefix)), Expected(repeats.prefix)
     backend = Backend(numerics, dense_role, expects=expected, certify_only=True)
     device = next(model.parameters()).device
     input_ids = torch.zeros(3, 5, dtype=torch.int64, device=device)  # two extents that no other dimension shares
@@ -85,30 +101,77 @@ def trace_packed(
     seen: Seen,
     compile_graph: Callable[..., Any],
     join_weights: bool = True,
+    repeats: Repeats | None = None,
 ) -> Traced:
     """The graph of a packed forward over an example step.
 
     Args:
+        module: the forward of the whole model.
         seen: what the model has shown as it is now.
         compile_graph: what makes code of the rewritten graph; see `Backend`.
         join_weights: whether matrices of equal width share a product; see `Backend`.
+        repeats: structures of the model's layers; where they are given, only the first layers are traced, unless
+            those turn out to read of each other something else than their rows.
     """
+    if repeats is not None:
+        try:
+            return _trace_packed(module, numerics, seen, compile_graph, join_weights, repeats)
+        except NotCut as error:
+            logger.debug("the layers of %s are taken one by one: %s", type(module.model).__name__, error)
+    return _trace_packed(module, numerics, seen, compile_graph, join_weights, None)
+
+
+def _trace_packed(
+    module: PackedForward,
+    numerics: Numerics,
+    seen: Seen,
+    compile_graph: Callable[..., Any],
+    join_weights: bool,
+    repeats: Repeats | None,
+) -> Traced:
     model = module.model
     parameter = next(model.parameters())
     example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, parameter.device)
     leaves = step_leaves(*example)
+    layers = None if repeats is None else LayerInputs(list(layer_list(model) or ()), repeats, example[2], seen.groups)
+    traced = module if repeats is None else PackedForward(_marked(model, repeats.prefix))
     backend = Backend(
         numerics,
         packed_roles(seen.groups),
-        expects=seen.expected,
+        expects=seen.expected if repeats is None else Expected(repeats.prefix),
         compile_graph=compile_graph,
         join_weights=join_weights,
         name_inputs=partial(input_names, model, leaves),
+        layers=layers,
     )
     with inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
-        _trace(module, backend, example)
+        _trace(traced, backend, example if repeats is None else first_layers(example, repeats.prefix))
     (graph,), (certificate,), (digest,) = backend.programs, backend.certificates, backend.digests
     return Traced(graph, certificate, digest, example, constants_of(model, leaves, graph.inputs))
+
+
+def find_repeats(model: PreTrainedModel) -> Repeats | None:
+    """The structures of a model's layers, from a run on two tokens that computes nothing; None if it cannot be had."""
+
+    def run(model: PreTrainedModel) -> None:
+        device = next(model.parameters()).device
+        DenseForward(model)(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
+
+    try:
+        with torch.no_grad():
+            return repeats_of(model, run)
+    except (RuntimeError, TypeError) as error:  # code that looks at values, or modules that cannot be copied
+        logger.debug("the layers of %s are taken one by one: %s", type(model).__name__, error)
+        return None
+
+
+def _marked(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """The model as if it had only its first layers, whose boundaries a trace will show."""
+    view = layers_of(model, range(count))
+    layers = layer_list(view)
+    assert layers is not None
+    mark_layers(list(layers))
+    return view
 
 
 def with_own_code(module: nn.Module) -> Callable[..., Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.programs.example_step import ExampleStep
-from detcompile.passes.proof.certificate import Role
+from detcompile.passes.proof.inputs import Role
 from detcompile.step import StepInputs, step_leaves
 
 __all__ = ["CompiledGraph", "bind"]

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from detcompile.errors import UnsupportedModel
 from detcompile.weights import tensor_digest
 
-__all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest"]
+__all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest", "region_form"]
 
 CONSTANT = "constant."  # begins the names of tensors that are neither a model's parameters or buffers nor a step's
 CHECKS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "_assert_tensor_metadata")  # they compute nothing
@@ -29,11 +29,12 @@ ELSEWHERE = ("device", "pin_memory")  # arguments that say where a value lives
 BY_NAME = (bool, str, torch.dtype, torch.layout, torch.memory_format, type(None), type(...))
 
 
-def program_digest(gm: fx.GraphModule, names: Sequence[str]) -> str:
+def program_digest(gm: fx.GraphModule, names: Sequence[str], repeats: Sequence[Any] | None = None) -> str:
     """sha256 of the canonical form.
 
     Args:
         names: what each of the graph's inputs is, in order: which weight, which constant, which part of a step.
+        repeats: structures of all layers, if the graph is of a model's first ones.
 
     Raises:
         UnsupportedModel: an argument has no canonical form.
@@ -41,7 +42,22 @@ def program_digest(gm: fx.GraphModule, names: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for line in _Form(gm, names).lines:
         digest.update(json.dumps(line).encode())
+    if repeats is not None:
+        digest.update(json.dumps(repeats).encode())
     return digest.hexdigest()
+
+
+def region_form(gm: fx.GraphModule, names: Sequence[str]) -> str:
+    """The canonical form as text, with what code depends on besides: strides and devices of the inputs.
+
+    Args:
+        names: what each of the graph's inputs is, in order; two inputs may have one name.
+    """
+    form = _Form(gm, names)
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    form.lines.append([[str(tensor.device), *map(form._number, tensor.stride())] for tensor in tensors])
+    return json.dumps([names, form.lines])
 
 
 def input_names(model: nn.Module, leaves: Sequence[Tensor], inputs: Sequence[Any]) -> list[str]:

@@ -9,7 +9,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 from detcompile.step import KVShape, StateShape, StepInputs
 
-__all__ = ["BLOCK_SIZE", "ExampleStep", "example_step"]
+__all__ = ["BLOCK_SIZE", "ExampleStep", "example_step", "first_layers"]
 
 NUM_TOKENS, NUM_BLOCKS = 2, 2
 BLOCK_SIZE = 16  # of the step's caches; the extent is marked unknown like the others
@@ -38,6 +38,13 @@ def example_step(
     _mark_unknown([*step.block_tables, *step.k_caches, *step.v_caches], [0, 1])
     _mark_unknown(step.states, [0])
     return input_ids, position_ids, step, logits_to_keep
+
+
+def first_layers(example: ExampleStep, count: int) -> ExampleStep:
+    """The step without the caches of the other layers."""
+    input_ids, position_ids, step, logits_to_keep = example
+    kept = step._replace(k_caches=step.k_caches[:count], v_caches=step.v_caches[:count])
+    return input_ids, position_ids, kept, logits_to_keep
 
 
 def _step(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 
-__all__ = ["layers_of", "view_of"]
+__all__ = ["layer_list", "layers_of", "view_of"]
 
 
 def view_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -18,6 +18,13 @@ def view_of(model: PreTrainedModel) -> PreTrainedModel:
     shared = itertools.chain(model.parameters(), model.buffers())
     view: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     return view
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The one list of a model's layers, if it keeps them in one."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    return lists[0] if len(lists) == 1 else None
 
 
 def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -33,11 +40,11 @@ def layers_of(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
         raise InvalidInput(f"layers {tuple(layers)}: give some of 0 to {count - 1}, each once, in their order")
     view = view_of(model)
-    lists = [module for module in view.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if len(lists) != 1:
-        raise UnsupportedModel(f"{type(model).__name__} has {len(lists)} lists of {count} layers; one is needed")
-    kept = [lists[0][index] for index in layers]
-    lists[0]._modules = {str(index): layer for index, layer in enumerate(kept)}
+    all_layers = layer_list(view)
+    if all_layers is None:
+        raise UnsupportedModel(f"{type(model).__name__} keeps its {count} layers in no single list")
+    kept = [all_layers[index] for index in layers]
+    all_layers._modules = {str(index): layer for index, layer in enumerate(kept)}
     for index, layer in enumerate(kept):
         attention: Any
         for attention in layer.modules():

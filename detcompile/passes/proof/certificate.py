@@ -7,47 +7,39 @@ holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, 
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from detcompile.errors import UncertifiedOp
 from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
-from detcompile.passes.graphs import layer_of, operation_of, place_of, shape_of, source_of, sympy_size
+from detcompile.passes.graphs import layer_of, operation_of, place_of, source_of, sympy_size
 from detcompile.passes.proof.context import Context, require_arguments, size_arithmetic
 from detcompile.passes.proof.indexing_rules import INDEXING
+from detcompile.passes.proof.inputs import Role, constant_state, context_of, input_state
 from detcompile.passes.proof.movement_rules import MOVEMENT
 from detcompile.passes.proof.order_free_rules import ORDER_FREE
 from detcompile.passes.proof.pointwise import is_pointwise, pointwise, why_not_pointwise
-from detcompile.passes.proof.provenance import LAYOUT, SIZE, Layout, Refusal, Rows, created, require_apart
+from detcompile.passes.proof.provenance import Layout, Refusal, Rows, require_apart
 from detcompile.passes.proof.refusals import reason_of
 from detcompile.passes.proof.template_table import Template, template_of
 from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
 
-__all__ = ["Certificate", "Entry", "Role", "certify"]
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a graph input is: 'weight', 'layout', or 'rows' with the row space of each dimension that has one.
-
-    layout: which part of the step, where attention is to read it.
-    """
-
-    kind: str
-    rows: Mapping[int, str] | None = None
-    final_gather: bool = False
-    layout: Layout = LAYOUT
+__all__ = ["Certificate", "Entry", "certify"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One certified operation. layer: the module that it came from, by its path; empty where none was recorded."""
+    """One certified operation.
+
+    Attributes:
+        layer: path of the module that it came from; empty where none was recorded.
+        holds_for: indices of the layers that the proof holds for, where those have one structure; empty elsewhere.
+    """
 
     op: str
     layer: str
@@ -55,6 +47,7 @@ class Entry:
     kind: str
     order: str
     proof: str
+    holds_for: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +64,11 @@ class Certificate:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of operations of each class."""
-        return dict(Counter(entry.kind for entry in self.entries))
+        """Number of operations of each class, those of layers of one structure once a layer."""
+        counts: Counter[str] = Counter()
+        for entry in self.entries:
+            counts[entry.kind] += max(1, len(entry.holds_for))
+        return dict(counts)
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -95,12 +91,23 @@ class Certificate:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
 
     def __str__(self) -> str:
-        header = Entry("op", "layer", "place", "class", "order", "proof")
-        rows = [tuple(asdict(entry).values()) for entry in (header, *self.entries)]
+        header = ("op", "layer", "place", "class", "order", "proof", "layers")
+        rows = [header, *((*list(asdict(entry).values())[:-1], _ranges(entry.holds_for)) for entry in self.entries)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """(0, 1, 2, 5)  ->  "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def certify(
@@ -110,6 +117,7 @@ def certify(
     expected_attention: int | None,
     expected_recurrences: int = 0,
     leading: str | None = None,
+    states: dict[fx.Node, Any] | None = None,
 ) -> Certificate:
     """Prove the graph or raise UncertifiedOp naming every offender.
 
@@ -120,16 +128,16 @@ def certify(
         expected_attention: attention calls the model makes; None if the graph is not a causal LM.
         expected_recurrences: calls that carry a state from token to token, of a causal LM.
         leading: the row space that the first dimension of every output has to be; None if the caller knows.
+        states: is filled with what the proof says of each node.
     """
-    context = _context(graph, roles)
+    context, checked = context_of(graph, roles, {} if states is None else states), only_checked(graph)
     entries, offenders = [], []
-    checked = only_checked(graph)
     sums: dict[SumOrder, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            context.states[node] = _input_state(node, roles.get(node.name, Role("weight")))
+            context.states[node] = input_state(node, roles.get(node.name, Role("weight")))
         elif node.op == "get_attr":
-            context.states[node] = _constant_state(node)
+            context.states[node] = constant_state(node)
         elif node in checked:
             context.states[node] = None
         elif node.op == "call_function" and not _known_to_be_poisoned(node, context):
@@ -172,37 +180,6 @@ def _refusal_text(offenders: list[str]) -> str:
         f"{len(offenders)} operation(s) could make a row's bits depend on other rows:\n  {listed}\n"
         "Rewrite them row by row, or compile a model without them; nothing was compiled."
     )
-
-
-def _context(graph: fx.Graph, roles: Mapping[str, Role]) -> Context:
-    row_symbols: dict[sympy.Expr, str] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        for dim, name in (roles.get(node.name, Role("weight")).rows or {}).items():
-            size = shape_of(node)[dim]
-            if size.free_symbols:
-                row_symbols[size] = name
-    final = {name: role.rows[0] for name, role in roles.items() if role.final_gather and role.rows}
-    packed = any(role.kind == "layout" or role.final_gather for role in roles.values())
-    return Context(row_symbols, final, packed)
-
-
-def _input_state(node: fx.Node, role: Role) -> Any:
-    if not isinstance(node.meta["val"], torch.Tensor):
-        return SIZE
-    if role.kind == "layout" or role.final_gather:  # which row of the step is wanted tells its place
-        return role.layout
-    dims = list(created(shape_of(node), {}).dims)
-    for dim, name in (role.rows or {}).items():
-        dims[dim] = tuple(axis._replace(row=name) for axis in dims[dim])
-    return Rows(tuple(dims))
-
-
-def _constant_state(node: fx.Node) -> Rows | None:
-    owner = node.graph.owning_module
-    value = getattr(owner, str(node.target), None) if owner is not None else None
-    if not isinstance(value, torch.Tensor):
-        return None  # a submodule: the operation that uses it is refused by name
-    return created([sympy.Integer(size) for size in value.shape], {})
 
 
 def _known_to_be_poisoned(node: fx.Node, context: Context) -> bool:

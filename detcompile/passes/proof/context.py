@@ -18,11 +18,17 @@ aten = torch.ops.aten
 class Context:
     """The states of the nodes seen so far, and the row spaces that extents stand for."""
 
-    def __init__(self, row_symbols: dict[sympy.Expr, str], final_gather: Mapping[str, str], packed: bool) -> None:
+    def __init__(
+        self,
+        row_symbols: dict[sympy.Expr, str],
+        final_gather: Mapping[str, str],
+        packed: bool,
+        states: dict[fx.Node, Any] | None = None,
+    ) -> None:
         self.row_symbols = row_symbols
         self.final_gather = final_gather  # placeholders that choose the rows of the logits, and the space of those rows
         self.packed = packed  # the tokens are of several sequences
-        self.states: dict[fx.Node, Any] = {}
+        self.states: dict[fx.Node, Any] = {} if states is None else states
         self.caches: dict[Layout, fx.Node] = {}  # written in this step, and by which attention
         self.kept: set[Layout] = set()  # of these, the ones that the graph's inputs hold when it ends
 

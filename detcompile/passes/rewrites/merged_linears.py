@@ -8,7 +8,8 @@ whoever calls the graph has to concatenate once (`joined`), so that no step pays
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
 from detcompile.templates.ops import ours
 
-__all__ = ["joined", "lift_weights", "merge_linears"]
+__all__ = ["fed", "joined", "lift_weights", "merge_linears"]
 
 aten = torch.ops.aten
 
@@ -125,3 +126,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = rows
     return whole
+
+
+def fed(run: Callable[..., Any], weights: Mapping[int, Tensor]) -> Callable[..., Any]:
+    """``run`` with these tensors in place of its inputs at these positions."""
+    if not weights:
+        return run
+
+    def called(*given: Any) -> Any:
+        return run(*(weights.get(i, value) for i, value in enumerate(given)))
+
+    return called

@@ -15,7 +15,8 @@ from detcompile import CompiledModel, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.commands.axes import Configuration, score
 from detcompile.orders import Experts
 from detcompile.passes import pipeline
-from detcompile.passes.backend import Backend, cause
+from detcompile.passes.backend import Backend
+from detcompile.passes.causes import cause
 from detcompile.passes.modules.experts import experts, mixed, pin_experts
 from detcompile.passes.rewrites.sorts import pin_topk
 from tests.bits import assert_bitwise_equal

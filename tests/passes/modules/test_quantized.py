@@ -19,10 +19,11 @@ import detcompile
 from detcompile import CompiledModel, EngineConfig, Numerics, SamplingParams, UncertifiedOp, UnsupportedModel
 from detcompile.commands.axes import Configuration, score
 from detcompile.orders.numerics import matmul_order
-from detcompile.passes.backend import Backend, cause
+from detcompile.passes.backend import Backend
+from detcompile.passes.causes import cause
 from detcompile.passes.modules.quantized_layouts import unpack_words
 from detcompile.passes.modules.quantized_linear import QuantizedLinear, pin_quantized
-from detcompile.passes.proof.certificate import Role
+from detcompile.passes.proof.inputs import Role
 from detcompile.templates.cpu.library import isa_of
 from tests.bits import assert_bitwise_equal
 from tests.invariance.axis import configuration_for

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 
 from detcompile import Numerics, UncertifiedOp
-from detcompile.passes.backend import Backend, Expected, cause
-from detcompile.passes.proof.certificate import Role
+from detcompile.passes.backend import Backend, Expected
+from detcompile.passes.causes import cause
+from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Layout
 from tests.templates.recurrences.cases import step_of
 

@@ -18,7 +18,8 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes import backend, lowering
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.pipeline import rewrite
-from detcompile.passes.proof.certificate import Role, certify
+from detcompile.passes.proof.certificate import certify
+from detcompile.passes.proof.inputs import Role
 from tests.model_cases import random_model
 
 __all__ = ["MODELS", "Captured", "Planter", "candidates", "capture", "copied", "offenders_of"]

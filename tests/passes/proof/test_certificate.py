@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import detcompile
 from detcompile import Backend, Numerics, UncertifiedOp, UnsupportedModel
 from detcompile.orders.numerics import matmul_order
-from detcompile.passes.backend import Expected, cause
-from detcompile.passes.proof.certificate import Role
+from detcompile.passes.backend import Expected
+from detcompile.passes.causes import cause
+from detcompile.passes.proof.inputs import Role
 from detcompile.templates.cpu.library import isa_of
 from tests.model_cases import certified, compiled, random_model
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from detcompile import Backend, DetcompileError, InvalidInput, Numerics, UncertifiedOp
 from detcompile.parallel import tensor_parallel
-from detcompile.passes.backend import cause
+from detcompile.passes.causes import cause
 from detcompile.passes.proof.certificate import Certificate
 
 ours = torch.ops.detcompile

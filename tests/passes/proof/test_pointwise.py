@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._inductor.codegen.cpp import CppVecOverrides
 
 from detcompile.errors import UncertifiedOp
-from detcompile.passes.backend import cause
+from detcompile.passes.causes import cause
 from detcompile.passes.programs.lanes import EXACT, SAME_LANES, lane_by_lane
 from detcompile.passes.proof.pointwise import ADMITTED, OTHERWISE_SPELLED, UNPROVEN, is_pointwise
 

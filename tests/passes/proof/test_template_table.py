@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from detcompile import Backend, Numerics, UncertifiedOp
-from detcompile.passes.backend import cause
+from detcompile.passes.causes import cause
 from detcompile.passes.proof import template_table
 from detcompile.passes.proof.template_table import TEMPLATES, Template, without_entry
 

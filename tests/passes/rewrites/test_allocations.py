@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from detcompile import Numerics, UncertifiedOp
-from detcompile.passes.backend import Backend, cause
+from detcompile.passes.backend import Backend
+from detcompile.passes.causes import cause
 
 
 def filled(x: Tensor, *pieces: tuple[int, int]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import detcompile
 from detcompile import Backend, CompiledModel, Numerics
 from detcompile.passes import tracing
-from detcompile.passes.proof.certificate import Role
+from detcompile.passes.proof.inputs import Role
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import certified, random_model
 

@@ -1,0 +1,1 @@
+"""One program a distinct layer: which layers of a model are the same, and a graph cut where they meet."""

@@ -1,0 +1,91 @@
+"""A program that runs one compiled region for all layers of a structure, each over its own weights and caches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from detcompile.passes.graphs import sympy_size
+from detcompile.passes.layers.inputs import LayerInputs
+from detcompile.passes.layers.regions import Region
+
+__all__ = ["LayeredProgram", "Run", "Unrolled", "owned_inputs", "unroll"]
+
+Run = Callable[[list[Any]], Sequence[Any]]
+
+
+class Unrolled(NamedTuple):
+    """Inputs of a program over all layers: those of the graph over the first layers, and what other layers add."""
+
+    sources: tuple[int, ...]  # by position: the input of the graph in whose place it stands
+    layers: tuple[int | None, ...]  # by position: the layer that added it; None for an input of the graph
+    given: tuple[tuple[int, ...], ...]  # positions that each region of the program takes, in the order in which it runs
+    regions: tuple[int, ...]  # which region of the graph each of them is
+
+
+def owned_inputs(gm: fx.GraphModule, inputs: Sequence[Any], owners: LayerInputs) -> list[bool]:
+    """Say of each input of a graph whether some layer owns it; a number is owned if only tensors of layers have it."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    general = {
+        symbol
+        for node, given in zip(nodes, inputs, strict=True)
+        if isinstance(given, torch.Tensor) and owners.name_of(given) is None
+        for size in node.meta["val"].shape
+        for symbol in sympy_size(size).free_symbols
+    }
+    return [
+        owners.name_of(given) is not None
+        if isinstance(given, torch.Tensor)
+        else not sympy_size(node.meta["val"]).free_symbols & general
+        for node, given in zip(nodes, inputs, strict=True)
+    ]
+
+
+def unroll(regions: Sequence[Region], inputs: Sequence[Any], owners: LayerInputs) -> Unrolled:
+    """Inputs and regions of the program over all layers, from the regions of a graph over the first ones."""
+    repeats = owners.repeats
+    sources = list(range(len(inputs)))
+    layers: list[int | None] = [None] * len(inputs)
+    added: dict[tuple[int, int], int] = {}  # by layer and position in the graph
+    order = [0, *(1 + first for first in repeats.first), len(regions) - 1]
+    given = []
+    for place, index in enumerate(order):
+        layer = place - 1
+        positions = []
+        for position in regions[index].given:
+            if not 0 <= layer < len(repeats.first) or repeats.first[layer] == layer:
+                positions.append(position)
+                continue
+            other = owners.of(inputs[position], layer)
+            if other is inputs[position]:
+                positions.append(position)
+                continue
+            if (layer, position) not in added:
+                added[layer, position] = len(sources)
+                sources.append(position)
+                layers.append(layer)
+            positions.append(added[layer, position])
+        given.append(tuple(positions))
+    return Unrolled(tuple(sources), tuple(layers), tuple(given), tuple(order))
+
+
+class LayeredProgram:
+    """The program as a function of its inputs in order, which gives the outputs of the last region."""
+
+    def __init__(self, runs: Mapping[int, Run], regions: Sequence[Region], unrolled: Unrolled) -> None:
+        first, *others = unrolled.regions
+        self._first = runs[first], unrolled.given[0]
+        self._steps = [
+            (runs[index], regions[index].shared, positions)
+            for index, positions in zip(others, unrolled.given[1:], strict=True)
+        ]
+
+    def __call__(self, *given: Any) -> Sequence[Any]:
+        run, positions = self._first
+        rows, *shared = run([given[position] for position in positions])
+        outputs: Sequence[Any] = [rows]
+        for run, used, positions in self._steps:
+            arguments = [outputs[0], *[shared[index] for index in used], *[given[position] for position in positions]]
+            outputs = run(arguments)
+        return outputs

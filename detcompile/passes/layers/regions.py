@@ -1,0 +1,151 @@
+"""A graph cut where layers meet: what comes before them, one graph a layer, what comes after them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.graphs import VIEWS
+
+__all__ = ["NotCut", "Region", "cut"]
+
+aten = torch.ops.aten
+# What a region computes for itself rather than take it from another: it costs nothing, or aliases what it is made of.
+CHEAP = (
+    *VIEWS,
+    aten.expand.default,
+    aten.full.default,
+    aten.permute.default,
+    aten.scalar_tensor.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+)
+OUTSIDE = -1  # the place of what no layer's rows enter
+
+
+class NotCut(UnsupportedModel):
+    """A graph whose layers hand each other more than one tensor of rows."""
+
+
+class Region(NamedTuple):
+    """A part of a graph as a graph of its own, with the names of nodes as they were.
+
+    Its inputs are, in this order: the ``rows`` of the region before it (none before the first), ``shared`` values that
+    the first region made, and ``given`` inputs of the whole graph. The first region gives the rows and then every
+    shared value; each other one gives its rows, and the last one what the whole graph gave.
+    """
+
+    gm: fx.GraphModule
+    shared: tuple[int, ...]  # which of the shared values
+    given: tuple[int, ...]  # positions of the whole graph's inputs
+
+
+def cut(gm: fx.GraphModule, rows: Sequence[fx.Node], owned: Sequence[bool]) -> list[Region]:
+    """The regions of a graph, in the order in which they run.
+
+    Args:
+        rows: nodes of the rows that enter each layer, and of those that the last one gives.
+        owned: whether an input belongs to some layer or to all, one entry an input.
+
+    Raises:
+        NotCut: a layer reads, from another one, something else than its rows.
+    """
+    places = _places(gm.graph, rows)
+    own = {node for node, belongs in zip(gm.graph.find_nodes(op="placeholder"), owned, strict=True) if belongs}
+    copied = _copied(gm.graph, places, own)
+    (output,) = gm.graph.find_nodes(op="output")
+    results = [[row] for row in rows] + [list(output.args[0])]
+    parts = []
+    for place, gives in zip(range(OUTSIDE, len(rows)), results, strict=True):
+        made = [node for node in gm.graph.nodes if places.get(node) == place and node not in copied]
+        parts.append(_with_copied([node for node in made if node.op != "placeholder"], gives, copied))
+    shared = _read_elsewhere(parts, results, rows)
+    results[0] += shared
+    return [_region(gm, part, rows, gives, shared) for part, gives in zip(parts, results, strict=True)]
+
+
+def _places(graph: fx.Graph, rows: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Of each node, the layer whose rows it is computed from; OUTSIDE if it is computed from none."""
+    entering = {node: layer for layer, node in enumerate(rows)}
+    places: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        read = {entering.get(arg, places[arg]) for arg in node.all_input_nodes}
+        layers = read - {OUTSIDE}
+        if len(layers) > 1:
+            raise NotCut(f"{node} reads rows of layers {sorted(layers)}")
+        places[node] = layers.pop() if layers else OUTSIDE
+    for layer, node in enumerate(rows):
+        if places[node] != layer - 1:
+            raise NotCut(f"the rows that enter layer {layer} are made by another than the one before it")
+    return places
+
+
+def _copied(graph: fx.Graph, places: Mapping[fx.Node, int], own: set[fx.Node]) -> set[fx.Node]:
+    """Nodes outside the layers that each region computes for itself: numbers, cheap ones, and what is of one layer."""
+    copied: set[fx.Node] = set()
+    special = set(own)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or places[node] != OUTSIDE:
+            continue
+        of_layer = any(arg in special for arg in node.all_input_nodes)
+        number = not isinstance(node.meta.get("val"), Tensor) and node.users
+        if of_layer:
+            special.add(node)
+        from_inputs = all(arg.op == "placeholder" or arg in copied for arg in node.all_input_nodes)
+        if node.op == "get_attr" or of_layer or (number and from_inputs) or (node.target in CHEAP and from_inputs):
+            copied.add(node)
+    return copied
+
+
+def _with_copied(made: Sequence[fx.Node], gives: Sequence[Any], copied: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of a region, with those that it computes for itself."""
+    nodes = set(made)
+    wanted = [arg for node in made for arg in node.all_input_nodes] + [node for node in gives if node in copied]
+    while wanted:
+        node = wanted.pop()
+        if node in copied and node not in nodes:
+            nodes.add(node)
+            wanted += node.all_input_nodes
+    return nodes
+
+
+def _read_elsewhere(
+    parts: Sequence[set[fx.Node]], results: Sequence[Sequence[Any]], rows: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """What the first part makes and others read, but for the rows."""
+    first, others = parts[0], parts[1:]
+    read = {arg for part in others for node in part for arg in node.all_input_nodes}
+    read |= {node for gives in results[1:] for node in gives if isinstance(node, fx.Node)}
+    made_there = set().union(*others)
+    return [node for node in rows[0].graph.nodes if node in first and node in read - made_there and node is not rows[0]]
+
+
+def _region(
+    gm: fx.GraphModule, part: set[fx.Node], rows: Sequence[fx.Node], gives: Sequence[Any], shared: Sequence[fx.Node]
+) -> Region:
+    read = {arg for node in part for arg in node.all_input_nodes} | {
+        node for node in gives if isinstance(node, fx.Node)
+    }
+    inputs = gm.graph.find_nodes(op="placeholder")
+    entering = [node for node in rows if node in read - part]
+    used = [index for index, node in enumerate(shared) if node in read - part]
+    given = [index for index, node in enumerate(inputs) if node in read]
+    graph, known = fx.Graph(), {}
+    for node in (*entering, *(shared[index] for index in used), *(inputs[index] for index in given)):
+        known[node] = graph.placeholder(node.name)
+        known[node].meta = dict(node.meta)
+    for node in gm.graph.nodes:
+        if node in part:
+            known[node] = graph.node_copy(node, known.__getitem__)
+    output = graph.output(tuple(known[node] if isinstance(node, fx.Node) else node for node in gives))
+    output.meta["user_visible_output_idxs"] = list(range(len(gives)))
+    return Region(fx.GraphModule(gm, graph), tuple(used), tuple(given))

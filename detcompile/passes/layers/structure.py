@@ -1,0 +1,247 @@
+"""Layers of a model that compute the same from other weights: found by watching the model run, never assumed.
+
+Two layers have one structure if a run of the model shows the same operations for both, on the same values (the rows
+that the layer before handed over, what all layers read, their own weights at the same places), and their modules are
+alike in every class and attribute. What code of the model reads besides these cannot tell the two apart.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
+
+from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
+
+__all__ = ["Repeats", "repeats_of"]
+
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
+
+
+class Repeats(NamedTuple):
+    """Layers by their structure: ``first[k]`` is the first layer that has the structure of layer k."""
+
+    first: tuple[int, ...]
+
+    @property
+    def prefix(self) -> int:
+        """Layers from the first on, among which is one of each structure."""
+        return max(self.first) + 1
+
+    def alike(self, layer: int) -> tuple[int, ...]:
+        """The layers that have the structure of this one."""
+        return tuple(other for other, first in enumerate(self.first) if first == self.first[layer])
+
+
+def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Repeats | None:
+    """The structures of a model's layers; None where the first layers alone would not show what all of them do.
+
+    Args:
+        run: calls a model once, on the same few tokens; nothing is computed, as only operations are looked at.
+    """
+    layers = layer_list(model)
+    if layers is None or len(layers) < 2:
+        return None
+    whole = _shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
+    if whole is None:
+        return None
+    first: list[int] = []
+    for index, layer in enumerate(layers):
+        same = (
+            other
+            for other in sorted(set(first))
+            if whole.layers[other] == whole.layers[index] and _alike(layers[other], layer, (other, index))
+        )
+        first.append(next(same, index))
+    repeats = Repeats(tuple(first))
+    if repeats.prefix == len(layers):
+        return None
+    shown = _shown_by(layers_of(model, range(repeats.prefix)), run)
+    expected = whole._replace(layers=whole.layers[: repeats.prefix])
+    return repeats if shown == expected else None
+
+
+class _Shown(NamedTuple):
+    """Operations of one run of a model, in their order, by where they stand. Values go by the place of their making."""
+
+    before: list[Any]
+    layers: list[list[Any]]
+    after: list[Any]
+
+
+def _shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> _Shown | None:
+    """What a run shows; None if the layers do not run one after the other, each on what the one before it gave."""
+    layers = layer_list(model)
+    if layers is None:
+        return None
+    recorder = _Recorder(model, list(layers))
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(recorder.enter, index), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(recorder.leave, index))
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        run(model)
+    return recorder.shown()
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes every operation down as (name, arguments), each tensor by its origin.
+
+    An origin is ``("weight", name)``, ``("own", name within the layer)``, ``("rows",)`` for what the layer before gave,
+    ``(part, place, index)`` for the result of an operation, or ``("given", number)`` for what came from outside.
+    A layer's part begins where the layer before it ends, and that of the first layer where it is called.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._names: dict[int, tuple[int | None, str]] = {}  # of parameters and buffers: which layer's, and its name
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+            self._names.setdefault(id(tensor), (None, name))
+        for index, layer in enumerate(layers):
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                if self._names[id(tensor)][0] is None:
+                    self._names[id(tensor)] = (index, name)
+        self._parts: list[list[Any]] = [[] for _ in range(len(layers) + 2)]  # before, one a layer, after
+        self._part = 0
+        self._origins: dict[int, tuple[Any, ...]] = {}
+        self._objects: dict[int, int] = {}
+        self._kept: list[Any] = []  # an id is that of one object only while it lives
+        self._rows: Tensor | None = None  # what the layer before gave
+        self._broken = False
+
+    def shown(self) -> _Shown | None:
+        if self._broken or self._part != len(self._parts) - 1:
+            return None
+        return _Shown(self._parts[0], self._parts[1:-1], self._parts[-1])
+
+    def enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("hidden_states")
+        if index == 0 and self._part == 0 and isinstance(given, Tensor):
+            self._rows, self._part = given, 1
+        if self._part != index + 1 or given is not self._rows:
+            self._broken = True  # out of its turn, or what it reads first is not what the layer before it gave
+            return
+        self._parts[self._part].append(("call", self._encoded((args, kwargs))))
+
+    def leave(self, index: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        given = output[0] if isinstance(output, tuple) and output else output
+        if self._part != index + 1 or not isinstance(given, Tensor):
+            self._broken = True
+            return
+        self._parts[self._part].append(("return", self._encoded(output)))
+        self._rows, self._part = given, index + 2
+        self._kept.append(given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        part = self._parts[self._part]
+        place = len(part)
+        part.append((str(func), self._encoded((args, kwargs))))
+        output = func(*args, **kwargs)
+        leaves, _ = tree_flatten(output)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._origins[id(leaf)] = (self._part, place, index)
+                self._kept.append(leaf)
+        return output
+
+    def _encoded(self, given: Any) -> Any:
+        leaves, spec = tree_flatten(given)
+        return str(spec), tuple(self._leaf(leaf) for leaf in leaves)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return (*self._origin(leaf), str(leaf.dtype), tuple(leaf.shape), leaf.stride())
+        if isinstance(leaf, PLAIN):
+            return type(leaf).__name__, str(leaf)
+        self._kept.append(leaf)
+        return "object", type(leaf).__qualname__, self._objects.setdefault(id(leaf), len(self._objects))
+
+    def _origin(self, tensor: Tensor) -> tuple[Any, ...]:
+        if tensor is self._rows:
+            return ("rows",)
+        if id(tensor) in self._names:
+            layer, name = self._names[id(tensor)]
+            return ("own", name) if layer is not None and layer == self._part - 1 else ("weight", layer, name)
+        if id(tensor) in self._origins:
+            part, place, index = self._origins[id(tensor)]
+            return ("made here" if part == self._part else part, place, index)
+        self._kept.append(tensor)
+        return "given", self._objects.setdefault(id(tensor), len(self._objects))
+
+
+def _alike(one: nn.Module, other: nn.Module, indices: tuple[int, int]) -> bool:
+    """Whether two layers' modules agree in class, attributes and the form of their weights.
+
+    A whole number that is its layer's own index (layer_idx) may differ: what it is used for was seen in the run.
+    """
+    ours, theirs = dict(one.named_modules()), dict(other.named_modules())
+    if ours.keys() != theirs.keys():
+        return False
+    for name, module in ours.items():
+        match = theirs[name]
+        if type(module) is not type(match):
+            return False
+        for tensors in ("_parameters", "_buffers"):
+            a, b = getattr(module, tensors), getattr(match, tensors)
+            if a.keys() != b.keys() or not all(_same_form(a[key], b[key]) for key in a):
+                return False
+        a, b = _attributes(module), _attributes(match)
+        if a.keys() != b.keys() or not all(_same(a[key], b[key], indices) for key in a):
+            return False
+    return True
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = ("_parameters", "_buffers", "_modules")
+    found = {name: value for name, value in vars(module).items() if name not in own}
+    return {name: list(value.values()) if name.endswith(HOOKS) and value else value for name, value in found.items()}
+
+
+def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.dtype, one.shape, one.stride(), one.device) == (other.dtype, other.shape, other.stride(), other.device)
+
+
+def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
+    """Whether two attributes are equal: by value where they have one, by identity elsewhere."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) is int and (one, other) == indices:
+        return True
+    if isinstance(one, Tensor):
+        return _same_form(one, other) and torch.equal(one, other)
+    if isinstance(one, PLAIN):
+        return bool(one == other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(a, b, indices) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key], indices) for key in one)
+    if isinstance(one, (set, frozenset)):
+        return one == other
+    if isinstance(one, functools.partial):
+        return _same((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), indices)
+    if isinstance(one, types.MethodType):  # of two layers: the same function, and the modules are compared themselves
+        return one.__func__ is other.__func__ and isinstance(one.__self__, nn.Module)
+    return False

@@ -1,9 +1,9 @@
-"""The file that export writes: a zip in torch's .pt2 layout, where a manifest holds the sha256 of every other member.
+"""The file that export writes, checked byte by byte when it is opened: a zip in torch's .pt2 layout with a manifest.
 
-The zip's comment, its last bytes, is the sha256 of all that is no member's contents, so that no byte goes unchecked.
-Each rank has a library and its share of the weights: one member in the format of safetensors, or a file of that format
-beside the archive. Members are stored as they are, so that weights are read from the file's pages without a copy of the
-whole.
+The manifest holds the sha256 of every other member. The zip's comment, its last bytes, is the sha256 of all that is no
+member's contents, so that no byte goes unchecked. Each rank has a library and its share of the weights: one member in
+the format of safetensors, or a file of that format beside the archive. Members are stored as they are, so that weights
+are read from the file's pages without a copy of the whole.
 """
 
 import hashlib

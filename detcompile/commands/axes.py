@@ -1,4 +1,4 @@
-"""The axes of the contract as experiments: one target sequence under many configurations, compared by bytes.
+"""The axes that one process can measure, as experiments: one target sequence under many configurations, by bytes.
 
 A configuration says who else is in the batch, how tokens are split into steps, how rows are padded and where keys
 live. ``score`` runs one and returns the target's logits; ``measure`` runs all of an axis and counts distinct results.

@@ -1,4 +1,4 @@
-"""Measure the axes on a user's model and machine: what `detcompile verify` and `detcompile demo` run.
+"""The axes that there are on a device, and their measurement: what `detcompile verify` and `detcompile demo` run.
 
 Run as a module it is the other process of the restart axis: it reads a request on standard input and saves logits.
 """

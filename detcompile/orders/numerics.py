@@ -1,4 +1,4 @@
-"""Numerics: the declared choices that fix every SumOrder, and the functions that choose the orders.
+"""Numerics: the declared choices that fix every SumOrder, and the functions that choose the orders on a CPU and a GPU.
 
 A choosing function sees the reduced length, the dtype, the device type or instruction set, and the Numerics. None has a
 parameter through which the number of tokens, the batch or the current tensor-parallel size could reach it.

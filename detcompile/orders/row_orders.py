@@ -1,4 +1,4 @@
-"""How a reduction sums the elements of one axis: evaluate(terms [..., R]) -> [...], R the length of a row."""
+"""Row: how a reduction sums one axis, as a value and its reference: evaluate(terms [..., R]) -> [...], R the length."""
 
 import math
 from dataclasses import dataclass

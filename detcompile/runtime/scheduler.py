@@ -1,7 +1,8 @@
-"""Scheduler: which sequences run in the next step, and how many tokens of each. No choice made here can change a bit.
+"""Scheduler: which sequences run in the next step, how many tokens of each, and the blocks they take and give back.
 
-A policy makes up each step (runtime/policies.py) in the order of urgency (runtime/requests/queues.py). What is planned
-can be undone: where a step could not be built or found no memory, its sequences stand where they stood.
+No choice made here can change a bit. A policy makes up each step (runtime/policies.py) in the order of urgency
+(runtime/requests/queues.py). What is planned can be undone: where a step could not be built or found no memory, its
+sequences stand where they stood.
 """
 
 from typing import NamedTuple

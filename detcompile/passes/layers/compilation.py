@@ -1,4 +1,4 @@
-"""From a certified graph over a model's first layers to code for all of them, with a proof for each structure."""
+"""From a certified graph over the first layers to code for all: a proof a structure, and one code for equal regions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -6,7 +6,7 @@ Legend: M tokens, n columns of each rank, R ranks, v rows of a table on each ran
     columns  every rank sends its [M, n] to all, and lays what it has received side by side
     rows     of a token, the rank that holds its row sends it to all, and they read that rank's box alone
 
-Boxes, flags and epochs are those of collectives_gpu: sums and gathers may follow each other in any order that is the
+Boxes, flags and epochs are those of collectives/gpu: sums and gathers may follow each other in any order that is the
 same on all ranks. Elements travel as integers of their size.
 """
 

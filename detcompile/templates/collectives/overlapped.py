@@ -9,7 +9,7 @@ Legend: M tokens, N features, R ranks. Rank r owns the r-th share of the tokens 
 There are two meetings a piece, however large it is. Nothing is overwritten too early: that a rank's kernel has ended
 says that the others have read all that landed before, and that it meets the others says that it has taken all sums.
 
-As in collectives_gpu, all ranks launch the same sums in the same order; no way of travelling moves a bit.
+As in collectives/gpu, all ranks launch the same sums in the same order; no way of travelling moves a bit.
 """
 
 import functools

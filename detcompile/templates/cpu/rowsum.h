@@ -53,7 +53,7 @@ inline float sum_leaf(const float* row, int64_t length, int64_t num_lanes, Term 
 template <class Term>
 inline float sum_row(const float* row, int64_t length, const int64_t* radices, int64_t num_radices, Term term) {
   if (num_radices == 0) return sum_leaf(row, length, row_lanes(length), term);
-  float nodes[16];  // cpu_library.radices_array bounds their number
+  float nodes[16];  // cpu/library.radices_array bounds their number
   int64_t leaves = 1;
   for (int64_t i = 0; i < num_radices; i++) leaves *= radices[i];
   int64_t leaf_length = (length + leaves - 1) / leaves;

@@ -36,7 +36,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// dtype codes, as in cpu_library.DTYPE_CODES
+// dtype codes, as in cpu/library.DTYPE_CODES
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 inline int64_t item_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }

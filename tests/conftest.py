@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+import detcompile.passes.named_backend  # noqa: F401 - a checkout that is not installed has no entry point
 from tests.draws import VARIABLE, seed_of_run
 
 # Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.

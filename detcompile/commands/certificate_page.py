@@ -80,13 +80,14 @@ def _page(title: str, *parts: str) -> str:
 def _sum(order: str, drawing: str, entries: Sequence[Entry]) -> str:
     own = [entry for entry in entries if entry.order == order]
     names = ", ".join(sorted({entry.op.removeprefix("detcompile.").removesuffix(".default") for entry in own}))
-    return f"<figure><figcaption><b>{escape(order)}</b>: {len(own)} × {escape(names)}</figcaption>{drawing}</figure>"
+    count = sum(entry.count for entry in own)
+    return f"<figure><figcaption><b>{escape(order)}</b>: {count} × {escape(names)}</figcaption>{drawing}</figure>"
 
 
 def _layers(entries: Sequence[Entry]) -> str:
     """A fold for each stretch of operations that came from one block of the model."""
     folds = []
-    for block, stretch in groupby(entries, key=lambda entry: _block(entry.layer)):
+    for (block, shared), stretch in groupby(entries, key=lambda entry: (_block(entry.layer), entry.layers)):
         own = list(stretch)
         sums = sum(bool(entry.order) for entry in own)
         rows = "".join(
@@ -96,7 +97,8 @@ def _layers(entries: Sequence[Entry]) -> str:
         )
         folds.append(
             f"<details><summary><b>{escape(block or 'around the layers')}</b>"
-            f" <span class='muted'>{len(own)} operations, {sums} with sums</span></summary>"
+            f" <span class='muted'>{len(own)} operations, {sums} with sums"
+            f"{f'; the proof of layers {shared}, of one structure' if shared else ''}</span></summary>"
             "<table><tr><th>operation</th><th>layer</th><th>source</th><th>class</th><th>order</th><th>proof</th></tr>"
             f"{rows}</table></details>"
         )

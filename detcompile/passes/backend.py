@@ -60,8 +60,7 @@ class Backend:
             what the compiled module holds are weights; and every output has the batch in its first dimension.
         expects: calls that a causal LM makes; None for any other module.
         compile_graph: what compiles the certified graph, called as Inductor's own; default: Inductor's own.
-        certify_only: run the certified graph as it is, without Inductor (to trace, not to serve); the same as
-            ``compile_graph=run_plainly``.
+        certify_only: run the certified graph as it is, without Inductor: ``compile_graph=run_plainly``.
         join_weights: linears of one input share a product: their weights become views of one tensor, and have to
             stay so.
         name_inputs: names of a graph's traced inputs; where it is given, the digest of each graph is kept.
@@ -207,6 +206,7 @@ class _Compilation:
 
     def _lower_layers(self, gm: fx.GraphModule, owners: LayerInputs, settings: Mapping[str, Any]) -> Layered:
         backend, direct, rows = self._backend, self._direct_ops(), take_marks(gm)
+        owners.require_joinable([[self._inputs[position] for position in positions] for positions in self._groups])
         states: dict[fx.Node, Any] = {}
         proved = backend._certify(gm, self._named, states), states
         static = {*settings.get("static_input_idxs", ())}

@@ -151,17 +151,20 @@ def reporting(run: Callable[..., Any]) -> Callable[..., Any]:
 def enter_calls() -> None:
     """Have torch.compile enter what a backend's ``around_calls`` makes of its options.
 
-    torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend.
+    torch looks for ``backend_ctx_ctor`` at the object that torch.compile puts around a backend, not at the backend, and
+    may import this module while it makes that object: before the backend is put into it, and the options after that.
     """
 
-    def backend_ctx_ctor(self: Any) -> Callable[[], Any]:
-        around_calls = getattr(self.compiler_fn, "around_calls", None)
-        if around_calls is None:
-            raise AttributeError("backend_ctx_ctor")
-        constructor: Callable[[], Any] = around_calls(self.kwargs.get("options") or {})
-        return constructor
+    def get(self: Any) -> Any:
+        return self.__dict__["compiler_fn"]
 
-    setattr(torch._TorchCompileWrapper, "backend_ctx_ctor", property(backend_ctx_ctor))  # noqa: B010
+    def enter(self: Any, compiler_fn: Any) -> None:
+        self.__dict__["compiler_fn"] = compiler_fn
+        around_calls = getattr(compiler_fn, "around_calls", None)
+        if around_calls is not None:
+            self.backend_ctx_ctor = lambda: around_calls(self.kwargs.get("options") or {})()
+
+    setattr(torch._TorchCompileWrapper, "compiler_fn", property(get, enter))  # noqa: B010
 
 
 def _place(frame: types.FrameType) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch._dynamo import register_backend
+from torch._dynamo.backends import registry
 
 from detcompile.errors import InvalidInput
 from detcompile.orders.numerics import Numerics
@@ -34,4 +34,5 @@ def _with_options(options: Mapping[str, Any]) -> Backend:
 
 
 detcompile_backend = NamedBackend()
-register_backend(detcompile_backend, name="detcompile")
+if "detcompile" not in registry._BACKENDS:  # else torch found the entry point, and registers what it imports from here
+    registry.register_backend(detcompile_backend, name="detcompile")

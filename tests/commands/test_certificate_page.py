@@ -66,7 +66,7 @@ def test_a_page_holds_every_operation_and_every_sum():
     assert counts["tr"] == classes + operations + counts["details"]
     assert counts["svg"] == len(certificate.sums) == len(certificate.orders)
     assert "a &lt;model&gt;" in page and "<model>" not in page
-    assert "model.layers.0</b>" in page and "model.layers.1</b>" in page and "around the layers" in page
+    assert "model.layers.0</b>" in page and "the proof of layers 0-1" in page and "around the layers" in page
     for entry in certificate.entries:
         assert entry.layer or entry.kind == "movement", entry
 

@@ -66,7 +66,7 @@ def compile_layers(
         region, last = regions[index], index == len(regions) - 1
         own = known_roles | {name: role for name, role in roles.items() if last or not role.final_gather}
         certificates[index] = certify(region.gm.graph, own, numerics, None)
-        form = region_form(region.gm, _names(region, inputs, owners))
+        form = region_form(region.gm, _names(region, inputs, owners, index - 1))
         if form not in by_form:
             with TracingContext.report_output_strides():  # each region has its own
                 by_form[form] = compile_region(region, own, certificates[index])
@@ -87,14 +87,15 @@ def _role(node: fx.Node, state: Any) -> Role:
     return Role("made", rows=spaces, state=state)
 
 
-def _names(region: Region, inputs: Sequence[Any], owners: LayerInputs) -> list[str]:
+def _names(region: Region, inputs: Sequence[Any], owners: LayerInputs, layer: int) -> list[str]:
     """What each input of a region is to its layer."""
     num_inputs = len(region.gm.graph.find_nodes(op="placeholder"))
     names = ["rows"] * (num_inputs - len(region.given) - len(region.shared))
     names += [f"shared {place}" for place in region.shared]
     for position in region.given:
         common = f"input {position}" if isinstance(inputs[position], torch.Tensor) else ""
-        names.append(owners.name_of(inputs[position]) or common)
+        own = owners.name_of(inputs[position], layer) if 0 <= layer < owners.repeats.prefix else None
+        names.append(own or common)
     return names
 
 

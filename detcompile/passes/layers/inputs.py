@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from detcompile.passes.layers.regions import NotCut
 from detcompile.passes.layers.structure import Repeats
 from detcompile.step import KVGroup, StepInputs
 
@@ -16,6 +17,7 @@ class _Owned(NamedTuple):
 
     kind: str  # weight, cache or group
     name: str
+    owner: int  # index of the layer, or of the group
 
 
 class LayerInputs:
@@ -36,23 +38,48 @@ class LayerInputs:
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._weights = [dict((*layer.named_parameters(), *layer.named_buffers())) for layer in layers]
         self._owned: dict[int, _Owned] = {}
-        for weights in self._weights:
+        for owner, weights in enumerate(self._weights):
             for name, tensor in weights.items():
-                self._owned.setdefault(id(tensor), _Owned("weight", name))
+                self._owned.setdefault(id(tensor), _Owned("weight", name, owner))
         for kind, fields in (("cache", ("k_caches", "v_caches")), ("group", ("slot_mappings", "block_tables"))):
             for field in fields:
-                self._owned |= dict.fromkeys(map(id, getattr(step, field)), _Owned(kind, field))
+                for owner, tensor in enumerate(getattr(step, field)):
+                    self._owned[id(tensor)] = _Owned(kind, field, owner)
 
-    def name_of(self, given: Any) -> str | None:
-        """What an input is to its layer; None if it is for all layers."""
-        owned = self._owned.get(id(given))
-        return None if owned is None else f"{owned.kind} {owned.name}"
+    def is_owned(self, given: Any) -> bool:
+        """Whether an input belongs to some layer, or to the layers of a group."""
+        return id(given) in self._owned
 
-    def of(self, given: Any, layer: int) -> Any:
-        """What this layer has in the place of an input that another layer of its structure takes."""
+    def require_joinable(self, groups: Sequence[Sequence[Any]]) -> None:
+        """Ask that the weights of each group, which become one, belong to one layer, or all to none.
+
+        Raises:
+            NotCut: a weight that all layers read would become a part of each layer's.
+        """
+        for parts in groups:
+            if len({owned.owner if (owned := self._owned.get(id(part))) else None for part in parts}) > 1:
+                raise NotCut("a product joins a layer's weights with weights that other layers read too")
+
+    def name_of(self, given: Any, layer: int) -> str | None:
+        """What an input is to the layer that reads it; None if it is not the layer's own.
+
+        Raises:
+            NotCut: it is another layer's cache.
+        """
         owned = self._owned.get(id(given))
         if owned is None:
+            return None
+        if owned.owner == (self._group_of[layer] if owned.kind == "group" else layer):
+            return f"{owned.kind} {owned.name}"
+        if owned.kind == "weight":  # the layers that share this one's structure were seen to read the same weight
+            return None
+        raise NotCut(f"layer {layer} reads {owned.name}[{owned.owner}]")
+
+    def of(self, given: Any, layer: int) -> Any:
+        """What this layer has in the place of an input that the first layer of its structure takes."""
+        if self.name_of(given, self.repeats.first[layer]) is None:
             return given
+        owned = self._owned[id(given)]
         if owned.kind == "weight":
             return self._weights[layer][owned.name]
         held: tuple[Tensor, ...] = getattr(self._step, owned.name)

@@ -30,12 +30,12 @@ def owned_inputs(gm: fx.GraphModule, inputs: Sequence[Any], owners: LayerInputs)
     general = {
         symbol
         for node, given in zip(nodes, inputs, strict=True)
-        if isinstance(given, torch.Tensor) and owners.name_of(given) is None
+        if isinstance(given, torch.Tensor) and not owners.is_owned(given)
         for size in node.meta["val"].shape
         for symbol in sympy_size(size).free_symbols
     }
     return [
-        owners.name_of(given) is not None
+        owners.is_owned(given)
         if isinstance(given, torch.Tensor)
         else not sympy_size(node.meta["val"]).free_symbols & general
         for node, given in zip(nodes, inputs, strict=True)

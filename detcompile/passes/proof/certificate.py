@@ -7,7 +7,7 @@ holds no symbol), *attention* and *recurrence* (sums over the row's own prefix, 
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,6 +49,22 @@ class Entry:
     proof: str
     holds_for: tuple[int, ...] = ()
 
+    @property
+    def count(self) -> int:
+        """Number of operations that the proof covers: one a layer where layers share it."""
+        return max(1, len(self.holds_for))
+
+    @property
+    def layers(self) -> str:
+        """The layers that the proof holds for, as ranges: "0-2, 5"; empty where it is of one operation."""
+        runs: list[list[int]] = []
+        for number in self.holds_for:
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -67,7 +83,7 @@ class Certificate:
         """Number of operations of each class, those of layers of one structure once a layer."""
         counts: Counter[str] = Counter()
         for entry in self.entries:
-            counts[entry.kind] += max(1, len(entry.holds_for))
+            counts[entry.kind] += entry.count
         return dict(counts)
 
     @property
@@ -92,22 +108,11 @@ class Certificate:
 
     def __str__(self) -> str:
         header = ("op", "layer", "place", "class", "order", "proof", "layers")
-        rows = [header, *((*list(asdict(entry).values())[:-1], _ranges(entry.holds_for)) for entry in self.entries)]
+        rows = [header, *((*list(asdict(entry).values())[:-1], entry.layers) for entry in self.entries)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """(0, 1, 2, 5)  ->  "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def certify(

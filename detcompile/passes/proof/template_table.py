@@ -1,15 +1,22 @@
 """Every operation of torch.ops.detcompile: its class in the certificate, what it does to rows, and how it sums.
 
 One entry an operation, whole: an operation that is registered and has none is an error when this module is imported.
+An order is a function of (node, numerics), None where this call sums nothing; a template that never sums has
+`sums_nothing`. It raises Refusal for an order that was not declared or whose extent is not fixed.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import sympy
 import torch
 from torch import fx
 
-from detcompile.passes.graphs import FUNCTIONALIZED, operation_of
+from detcompile.orders import Sequential
+from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order, state_order
+from detcompile.orders.sum_order import SumOrder
+from detcompile.passes.graphs import FUNCTIONALIZED, arguments_of, operation_of, shape_of
 from detcompile.passes.proof.collective_rules import (
     columns_gathered,
     expert_matmul_partial,
@@ -20,18 +27,6 @@ from detcompile.passes.proof.indexing_rules import embedding
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import Refusal, Rule
 from detcompile.passes.proof.recurrence_rules import AVERAGE, CONV, GREATEST, SCAN, dense_recurrence, packed_recurrence
-from detcompile.passes.proof.template_orders import (
-    Order,
-    order_of_attention,
-    order_of_convolution,
-    order_of_head_norm,
-    order_of_partial,
-    order_of_product,
-    order_of_ranks,
-    order_of_row,
-    order_of_state,
-    sums_nothing,
-)
 from detcompile.passes.proof.template_rules import (
     batched_matmul,
     cached_attention,
@@ -45,11 +40,98 @@ from detcompile.passes.proof.template_rules import (
     row_by_row,
     row_reduced,
 )
+from detcompile.templates.cpu.library import isa_of
 from detcompile.templates.ops import ours
 
 __all__ = ["TEMPLATES", "Template", "template_of", "without_entry"]
 
 Kind = Literal["template", "attention", "recurrence", "collective"]
+Order: TypeAlias = Callable[[fx.Node, Numerics], SumOrder | None]
+
+
+def sums_nothing(node: fx.Node, numerics: Numerics) -> None:
+    """No order: the template moves values, or its sums have two terms, each an operation of its own."""
+
+
+def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """A matrix product: over the last dimension of its first operand, in the declared tree where it has one."""
+    given = arguments_of(node)
+    value = given["x"].meta["val"]
+    radices = _declared(given.get("radices") or (), numerics)
+    return matmul_order(_static(shape_of(given["x"])[-1]), value.dtype, radices, isa_of(value.device))
+
+
+def order_of_row(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """A reduction of rows: over the last dimension, whole or in the declared leaves."""
+    given = arguments_of(node)
+    value = given["x"].meta["val"]
+    radices = _declared(given.get("radices") or (), numerics)
+    return row_order(_static(shape_of(given["x"])[-1]), value.device.type, radices, value.dtype)
+
+
+def order_of_head_norm(node: fx.Node, numerics: Numerics) -> SumOrder | None:
+    """rope_cache's norm of a head, where it has one."""
+    given = arguments_of(node)
+    if given["eps"] is None:
+        return None
+    value = given["q"].meta["val"]
+    return row_order(_static(shape_of(given["q"])[-1]), value.device.type, (), value.dtype)
+
+
+def order_of_attention(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The sum over the keys of one sequence, in the declared chunks."""
+    chunk = arguments_of(node)["kv_chunk"]
+    if chunk != numerics.kv_chunk:
+        raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
+    return kv_order(numerics)
+
+
+def order_of_convolution(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """A causal convolution: over its taps."""
+    return Sequential(_static(shape_of(arguments_of(node)["weight"])[1]))
+
+
+def order_of_state(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """A matrix state that a query reads: over its keys."""
+    q = arguments_of(node)["q"]
+    return state_order(_static(shape_of(q)[-1]), q.meta["val"].device.type)
+
+
+def order_of_ranks(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The whole sum of a product and of the tree over its ranks."""
+    given = arguments_of(node)
+    above = given["radices_above"]
+    return _shared(given["x"], given["radices"], math.prod(above), [above], numerics)
+
+
+def order_of_partial(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The whole sum of which a rank holds its share, which the trees of its users finish."""
+    given = arguments_of(node)
+    trees = [arguments_of(user)["radices"] for user in node.users]
+    return _shared(given["x"], given["radices"], given["tp"], trees, numerics)
+
+
+def _shared(
+    x: fx.Node, radices: Sequence[int], tp: int, trees: Sequence[Sequence[int]], numerics: Numerics
+) -> SumOrder:
+    if tp not in numerics.tp_sizes or tuple(radices) != numerics.split_radices(tp)[1]:
+        raise Refusal(f"a subtree {tuple(radices)} on each of {tp} ranks, declared is {numerics.radices}")
+    if any(tuple(above) != numerics.split_radices(tp)[0] for above in trees):
+        raise Refusal(f"{tp} ranks added in the tree {tuple(trees[0])}, declared is {numerics.radices}")
+    value = x.meta["val"]
+    return matmul_order(_static(shape_of(x)[-1]) * tp, value.dtype, numerics.radices, isa_of(value.device))
+
+
+def _declared(radices: Sequence[int], numerics: Numerics) -> tuple[int, ...]:
+    if radices and tuple(radices) != numerics.radices:
+        raise Refusal(f"a sum over the tree {tuple(radices)}, declared is {numerics.radices}")
+    return tuple(radices)
+
+
+def _static(size: sympy.Expr) -> int:
+    if size.free_symbols:
+        raise Refusal(f"a sum over {size}, which is not fixed")
+    return int(size)
 
 
 class Template(NamedTuple):
@@ -61,37 +143,37 @@ class Template(NamedTuple):
 
 
 TEMPLATES: Mapping[Any, Template] = {
-    ours.all_gather_columns.default: Template("collective", columns_gathered, sums_nothing),
-    ours.batched_matmul.default: Template("template", batched_matmul, order_of_product),
-    ours.cached_attention.default: Template("attention", cached_attention, order_of_attention),
-    ours.causal_conv.default: Template("recurrence", packed_recurrence(CONV), order_of_convolution),
-    ours.dense_attention.default: Template("attention", dense_attention, order_of_attention),
-    ours.dense_causal_conv.default: Template("recurrence", dense_recurrence(CONV), order_of_convolution),
-    ours.dense_linear_recurrence.default: Template("recurrence", dense_recurrence(SCAN), order_of_state),
-    ours.dense_running_max.default: Template("recurrence", dense_recurrence(GREATEST), sums_nothing),
-    ours.dense_wkv.default: Template("recurrence", dense_recurrence(AVERAGE), sums_nothing),
-    ours.dequant_matmul.default: Template("template", dequant_matmul, order_of_product),
-    ours.embedding.default: Template("template", embedding, sums_nothing),
-    ours.expert_matmul.default: Template("template", expert_matmul, order_of_product),
-    ours.expert_matmul_partial.default: Template("collective", expert_matmul_partial, order_of_partial),
-    ours.gated_matmul.default: Template("template", gated_matmul, order_of_product),
-    ours.layer_norm.default: Template("template", row_by_row, order_of_row),
-    ours.linear_recurrence.default: Template("recurrence", packed_recurrence(SCAN), order_of_state),
-    ours.log_softmax.default: Template("template", row_by_row, order_of_row),
-    ours.logsumexp.default: Template("template", row_reduced, order_of_row),
-    ours.matmul.default: Template("template", matmul, order_of_product),
-    ours.matmul_all_reduce.default: Template("collective", matmul_all_reduce, order_of_ranks),
-    ours.paged_attention.default: Template("attention", paged_attention, order_of_attention),
-    ours.rms_norm.default: Template("template", row_by_row, order_of_row),
-    ours.rope_cache.default: Template("template", rope_cache, order_of_head_norm),
-    ours.row_sum.default: Template("template", row_reduced, order_of_row),
-    ours.row_var_mean.default: Template("template", row_reduced, order_of_row),
-    ours.running_max.default: Template("recurrence", packed_recurrence(GREATEST), sums_nothing),
-    ours.sharded_embedding.default: Template("collective", embedding, sums_nothing),
-    ours.silu_mul.default: Template("template", pointwise, sums_nothing),
-    ours.softmax.default: Template("template", row_by_row, order_of_row),
-    ours.tree_all_reduce.default: Template("collective", tree_all_reduce, sums_nothing),
-    ours.wkv.default: Template("recurrence", packed_recurrence(AVERAGE), sums_nothing),
+    ours.all_gather_columns.default: Template("collective", rows=columns_gathered, order=sums_nothing),
+    ours.batched_matmul.default: Template("template", rows=batched_matmul, order=order_of_product),
+    ours.cached_attention.default: Template("attention", rows=cached_attention, order=order_of_attention),
+    ours.causal_conv.default: Template("recurrence", rows=packed_recurrence(CONV), order=order_of_convolution),
+    ours.dense_attention.default: Template("attention", rows=dense_attention, order=order_of_attention),
+    ours.dense_causal_conv.default: Template("recurrence", rows=dense_recurrence(CONV), order=order_of_convolution),
+    ours.dense_linear_recurrence.default: Template("recurrence", rows=dense_recurrence(SCAN), order=order_of_state),
+    ours.dense_running_max.default: Template("recurrence", rows=dense_recurrence(GREATEST), order=sums_nothing),
+    ours.dense_wkv.default: Template("recurrence", rows=dense_recurrence(AVERAGE), order=sums_nothing),
+    ours.dequant_matmul.default: Template("template", rows=dequant_matmul, order=order_of_product),
+    ours.embedding.default: Template("template", rows=embedding, order=sums_nothing),
+    ours.expert_matmul.default: Template("template", rows=expert_matmul, order=order_of_product),
+    ours.expert_matmul_partial.default: Template("collective", rows=expert_matmul_partial, order=order_of_partial),
+    ours.gated_matmul.default: Template("template", rows=gated_matmul, order=order_of_product),
+    ours.layer_norm.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.linear_recurrence.default: Template("recurrence", rows=packed_recurrence(SCAN), order=order_of_state),
+    ours.log_softmax.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.logsumexp.default: Template("template", rows=row_reduced, order=order_of_row),
+    ours.matmul.default: Template("template", rows=matmul, order=order_of_product),
+    ours.matmul_all_reduce.default: Template("collective", rows=matmul_all_reduce, order=order_of_ranks),
+    ours.paged_attention.default: Template("attention", rows=paged_attention, order=order_of_attention),
+    ours.rms_norm.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.rope_cache.default: Template("template", rows=rope_cache, order=order_of_head_norm),
+    ours.row_sum.default: Template("template", rows=row_reduced, order=order_of_row),
+    ours.row_var_mean.default: Template("template", rows=row_reduced, order=order_of_row),
+    ours.running_max.default: Template("recurrence", rows=packed_recurrence(GREATEST), order=sums_nothing),
+    ours.sharded_embedding.default: Template("collective", rows=embedding, order=sums_nothing),
+    ours.silu_mul.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.softmax.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.tree_all_reduce.default: Template("collective", rows=tree_all_reduce, order=sums_nothing),
+    ours.wkv.default: Template("recurrence", rows=packed_recurrence(AVERAGE), order=sums_nothing),
 }
 
 

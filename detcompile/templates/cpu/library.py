@@ -10,8 +10,8 @@ import ctypes
 import functools
 import hashlib
 import platform
+import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,46 +64,24 @@ _adopted: dict[str, Path] = {}  # by instruction set: what another machine compi
 _loaded: dict[str, Path] = {}  # by instruction set: what this process runs
 _MOST_RADICES = 16  # nodes[] in rowsum.h
 
-_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
-_SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, Sequence[Any]]] = {
-    "detcompile_matmul": (None, [ctypes.c_char_p]),  # struct Call of matmul_call.h
-    "detcompile_expert_matmul": (None, [ctypes.c_char_p, _POINTER, _INT64, _INT64]),  # the same, and what moves it
-    "detcompile_add_partials": (None, [ctypes.c_char_p]),  # the same
-    "detcompile_dequantize": (None, [ctypes.c_char_p]),  # struct Call of dequantize.cpp
-    "detcompile_pair_faults": (_INT64, []),
-    "detcompile_tile_faults": (_INT64, []),
-    "detcompile_enter_floats": (None, [_INT32, _POINTER]),
-    "detcompile_leave_floats": (None, []),
-    "detcompile_row_sum": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32, _INT32, _INT32]),
-    "detcompile_row_var_mean": (
-        None,
-        [_POINTER, _INT64, _POINTER, _POINTER, _FLOAT, _INT64, _INT64, _INT32, _INT32],
-    ),
-    "detcompile_rms_norm": (
-        None,
-        [_POINTER, _INT64, _POINTER, _POINTER, _DOUBLE, _INT32, _INT64, _INT64, _INT32, _INT32, _INT32],
-    ),
-    "detcompile_layer_norm": (
-        None,
-        [_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _DOUBLE, _INT64, _INT64] + [_INT32] * 4,
-    ),
-    "detcompile_softmax": (
-        None,
-        [_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64, _INT32, _INT32, _INT32],
-    ),
-    "detcompile_dense_attention": (
-        None,
-        [_POINTER] * 5 + [_INT64] * 9 + [_POINTER] * 4 + [_INT64, _INT32, _INT32],
-    ),
-    "detcompile_paged_attention": (_INT64, [_POINTER] * 16 + [_INT32, _INT32, _INT32, _POINTER]),
-    "detcompile_causal_conv": (_INT64, [_POINTER] * 9 + [_INT32, _POINTER]),
-    "detcompile_linear_recurrence": (_INT64, [_POINTER] * 12 + [_INT32, _POINTER]),
-    "detcompile_running_max": (_INT64, [_POINTER] * 8 + [_INT32, _POINTER]),
-    "detcompile_wkv": (_INT64, [_POINTER] * 10 + [_INT32, _POINTER]),
-    "detcompile_gumbel_argmax": (None, [_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT32]),
-    "detcompile_embedding": (_INT64, [_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT64, _INT64, _INT32]),
+_NUMBERS = {
+    "int64_t": ctypes.c_int64,
+    "int32_t": ctypes.c_int32,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
 }
+_PROTOTYPE = re.compile(r"^EXPORT (void|int64_t) (\w+)\(([^)]*)\)", re.MULTILINE)
+
+
+def _signatures() -> dict[str, tuple[type[ctypes.c_int64] | None, list[Any]]]:
+    """What each exported function gives and takes, as its source says; what is no number is an address."""
+    found = {}
+    for source in sorted(_SOURCES.glob("*.cpp")):
+        for result, name, taken in _PROTOTYPE.findall(source.read_text()):
+            kinds = [argument.strip().rpartition(" ")[0] for argument in taken.split(",") if argument.strip()]
+            arguments = [_NUMBERS.get(kind, ctypes.c_void_p) for kind in kinds]
+            found[name] = (None if result == "void" else ctypes.c_int64, arguments)
+    return found
 
 
 def isa() -> str:
@@ -272,7 +250,7 @@ def _library(name: str) -> ctypes.CDLL:
         build(path, sorted(_SOURCES.glob("*.cpp")), [*_FLAGS, *flags])
     loaded = ctypes.CDLL(str(path))
     _loaded[name] = path
-    for function, (result, arguments) in _SIGNATURES.items():
+    for function, (result, arguments) in _signatures().items():
         getattr(loaded, function).restype = result
         getattr(loaded, function).argtypes = arguments
     return loaded

@@ -80,3 +80,40 @@ def test_weights_of_every_layer_are_its_own():
         after = model(ids).logits
         assert not torch.equal(before, after), layer
         before = after
+
+
+def _reads(model: Any, theirs: Any) -> None:
+    """Every layer adds a product with a weight that is not its own."""
+
+    class Reading(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.theirs[0](x)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Reading
+        layer.mlp.theirs = [theirs]  # in a list: the layer does not own it
+
+
+@pytest.mark.parametrize("owner", ["the first layer", "the model"])
+def test_a_weight_that_all_layers_read_is_no_layers_own(owner: str):
+    def source() -> Any:
+        model: Any = random_model("llama", torch.float32, **FIVE)
+        torch.manual_seed(1)
+        linear = torch.nn.Linear(80, 80, bias=False)
+        if owner == "the model":
+            model.common = linear
+        else:
+            model.model.layers[0].common = linear
+        _reads(model, linear)
+        return model
+
+    with without_inductor():
+        layered = detcompile.compile(source(), max_context=MAX_CONTEXT)
+        with mock.patch.object(lowering, "find_repeats", lambda model: None):
+            whole = detcompile.compile(source(), max_context=MAX_CONTEXT)
+    ids = torch.arange(1, 41)[None] % VOCAB_SIZE
+    assert_bitwise_equal(layered(ids).logits, whole(ids).logits)
+    name = next(name for name, _ in source().named_parameters() if "common" in name)
+    for model in (layered, whole):
+        model.update_weights({name: torch.eye(80)})
+    assert_bitwise_equal(layered(ids).logits, whole(ids).logits)

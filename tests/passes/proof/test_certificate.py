@@ -161,7 +161,7 @@ def test_a_missing_attention_node_is_refused() -> None:
 def test_the_certificate_prints_and_gives_json() -> None:
     certificate = compiled("qwen3", BF16).certificate
     text = str(certificate)
-    assert text.splitlines()[0].split() == ["op", "layer", "place", "class", "order", "proof"]
+    assert text.splitlines()[0].split() == ["op", "layer", "place", "class", "order", "proof", "layers"]
     assert str(matmul_order(176, BF16, (2, 2, 2), isa_of(torch.device("cpu")))) in text
     assert "KV(chunk=512, block=64)" in text
     assert "modeling_qwen3.py" in text
@@ -170,7 +170,8 @@ def test_the_certificate_prints_and_gives_json() -> None:
     assert found["counts"]["attention"] == 2
     assert len(found["entries"]) == len(certificate.entries)
     assert all(entry["proof"] for entry in found["entries"])
-    assert "model.layers.1.self_attn.q_norm" in {entry["layer"] for entry in found["entries"]}
+    (norm,) = (entry for entry in found["entries"] if entry["layer"] == "model.layers.0.self_attn.q_norm")
+    assert norm["holds_for"] == [0, 1]
 
 
 def test_every_sum_of_a_model_is_pinned() -> None:

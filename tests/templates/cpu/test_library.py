@@ -16,7 +16,6 @@ SMALL_BUILD = """
 import sys, pathlib
 from detcompile.templates.cpu import library as cpu_library
 cpu_library._SOURCES = pathlib.Path(sys.argv[1])
-cpu_library._SIGNATURES = {"detcompile_embedding": cpu_library._SIGNATURES["detcompile_embedding"]}
 assert cpu_library.library("portable").detcompile_embedding(None, 0, None, 8, None, 0, 1, 4, 1) == -1
 """
 
@@ -43,8 +42,6 @@ def build(sources, tmp_path, monkeypatch):
     caches = (cpu_library.source_digest, shared_objects.compiler_version)
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cpu_library, "_SOURCES", sources)
-    signature = {"detcompile_embedding": cpu_library._SIGNATURES["detcompile_embedding"]}
-    monkeypatch.setattr(cpu_library, "_SIGNATURES", signature)
     yield load
     for cached in caches:
         cached.cache_clear()

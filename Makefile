@@ -16,11 +16,12 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo test check gpu-test bench census models clean help
+.PHONY: demo test test-all check gpu-test bench census models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
-	@echo "make test      every test that needs no GPU"
+	@echo "make test      the tests that need no GPU"
+	@echo "make test-all  these, and more cases of what they test"
 	@echo "make check     ruff and mypy"
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
 	@echo "make bench     benchmarks, under $(PYTHON) and its own packages; BENCHMARKS='templates model' for some"
@@ -33,8 +34,9 @@ demo: $(VENV)/.stamp-test
 
 # One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly. Generated code asserts layouts
 # here; elsewhere it does so on request.
-test: $(VENV)/.stamp-test
-	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: CHOSEN := -m "not exhaustive"
+test test-all: $(VENV)/.stamp-test
+	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	@$(VENV_PYTHON) -m ruff check $(LINTED)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.exhaustive import EXHAUSTIVE
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -25,6 +27,7 @@ def test_offline_answers_are_equal_together_and_alone(tmp_path: Path) -> None:
     assert "--- equal, together and alone; fingerprint " in printed
 
 
+@EXHAUSTIVE
 def test_an_exported_model_answers_as_the_compiled_one(tmp_path: Path) -> None:
     printed = run("export.py", tmp_path)
     assert "MiB, weights inside" in printed and "by another process" in printed

@@ -39,6 +39,7 @@ from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.weights import named_weights, weight_digests
 from detcompile.workers import load_for_rank
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 from tests.invariance.axis import configuration_for
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
 from tests.parallel.ranks import run_ranks
@@ -250,6 +251,7 @@ def test_a_module_that_cannot_be_sent() -> None:
         compile_in_workers(Unsendable(), tp=1, numerics=Numerics())  # type: ignore[arg-type]
 
 
+@EXHAUSTIVE
 def test_an_archive_of_two_ranks_gives_the_bits_of_one(two: RemoteModel, tmp_path: Path) -> None:
     """Loaded by worker processes, and by processes that are ranks already."""
     path = detcompile.export(two, tmp_path / "m.pt2", weights="beside")
@@ -371,6 +373,7 @@ def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> N
             use()
 
 
+@EXHAUSTIVE
 def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
     random_model("gpt2", torch.float32, n_layer=1, n_positions=700).save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu", tp_sizes=(1, 2))

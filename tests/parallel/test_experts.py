@@ -16,6 +16,7 @@ from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.experts import find_experts, pin_experts
 from detcompile.passes.sharding.experts import shard_experts
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import certified, random_model
 from tests.parallel.cases import answers, dense_logits, needs_gpus
 from tests.parallel.ranks import run_ranks
@@ -39,6 +40,7 @@ def mixture(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return random_model(name, dtype, device, num_hidden_layers=1, **MIXTURES[name])
 
 
+ON_CPU: dict[int, object] = {2: (), 4: EXHAUSTIVE}
 # Mixtures whose certified graph is run; four ranks on CPUs serve qwen3_moe, whose experts have mixtral's layout.
 GRAPHS = {("cpu", 2): ["mixtral"], ("cpu", 4): [], ("cuda", 2): ["mixtral"], ("cuda", 4): ["mixtral"]}
 
@@ -67,7 +69,7 @@ def on_a_rank(rank: int, device: str, tp: int) -> Found:
 @pytest.mark.parametrize(
     ("device", "tp"),
     [
-        pytest.param(device, tp, marks=needs_gpus(tp) if device == "cuda" else (), id=f"{device}-{tp}")
+        pytest.param(device, tp, marks=needs_gpus(tp) if device == "cuda" else ON_CPU[tp], id=f"{device}-{tp}")
         for device, tp in SERVED
     ],
 )

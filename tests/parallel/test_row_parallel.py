@@ -15,6 +15,7 @@ from benchmarks.tp_error import Errors, errors_of_logits, errors_of_products
 from detcompile import Backend, Numerics
 from detcompile.parallel import tensor_parallel
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
 from tests.model_cases import without_inductor
 from tests.parallel.ranks import run_ranks
 
@@ -73,7 +74,7 @@ def ranks(tp: int) -> list[tuple[tuple[Tensor, dict[str, int], tuple[str, ...]],
     return run_ranks(tp, on_a_rank, tp)
 
 
-@pytest.mark.parametrize("tp", SIZES)
+@pytest.mark.parametrize("tp", exhaustive_unless(lambda tp: tp == 2, SIZES))
 def test_a_models_own_all_reduce_gives_the_bits_of_one_rank(tp: int) -> None:
     ((whole, counts, orders), _) = ranks(1)[0]
     assert "collective" not in counts
@@ -87,7 +88,7 @@ def test_a_models_own_all_reduce_gives_the_bits_of_one_rank(tp: int) -> None:
         assert (counts["collective"], rank_orders) == (2, orders)
 
 
-@pytest.mark.parametrize("tp", SIZES)
+@pytest.mark.parametrize("tp", exhaustive_unless(lambda tp: tp == 2, SIZES))
 def test_errors_stay_within_plain_tensor_parallelism(tp: int) -> None:
     """Of products and of a whole model, within the five percent that other templates are given too."""
     for rank, (_, errors) in enumerate(ranks(tp)):

@@ -12,6 +12,7 @@ import torch
 
 from detcompile.parallel import rank_device
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 from tests.parallel.cases import (
     DENSE,
     PARTS,
@@ -38,13 +39,18 @@ SERVED_ON_GPU: dict[int, list[Any]] = {
         ("phi3", torch.float16),
     ],
 }
+ON_CPU: dict[int, Any] = {2: (), 3: (), 4: EXHAUSTIVE}
 DENSE_ON_GPU = {2: ["falcon", "gemma3_text", "mistral"], 3: DENSE[3], 4: ["falcon", "llama", "olmo2", "qwen3"]}
 
 
 def _each(*kinds: dict[int, list[Any]]) -> list[Any]:
     """(device, tp, case) for every case of ``kinds`` on the CPU, and the same on GPUs."""
     on_cpu, on_gpu = kinds
-    return [pytest.param("cpu", tp, case, id=f"cpu-{tp}-{_name(case)}") for tp in on_cpu for case in on_cpu[tp]] + [
+    return [
+        pytest.param("cpu", tp, case, marks=ON_CPU[tp], id=f"cpu-{tp}-{_name(case)}")
+        for tp in on_cpu
+        for case in on_cpu[tp]
+    ] + [
         pytest.param("cuda", tp, case, marks=needs_gpus(tp), id=f"cuda-{tp}-{_name(case)}")
         for tp in on_gpu
         for case in on_gpu[tp]
@@ -57,7 +63,7 @@ def _name(case: Any) -> str:
 
 ON_GPUS = [pytest.param(tp, marks=needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU]
 SIZES = [
-    *(pytest.param("cpu", tp, id=f"cpu-{tp}") for tp in DENSE),
+    *(pytest.param("cpu", tp, marks=ON_CPU[tp], id=f"cpu-{tp}") for tp in DENSE),
     *(pytest.param("cuda", tp, marks=needs_gpus(tp), id=f"cuda-{tp}") for tp in SERVED_ON_GPU),
 ]
 

@@ -22,10 +22,11 @@ def test_no_file_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_in_the_interpreter(family: str, tmp_path: Path) -> None:
+def test_kernels_in_the_interpreter(family: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "DETCOMPILE_CACHE": str(tmp_path)}
     tests = [str(path) for folder in FAMILIES[family] for path in sorted((HERE / folder).glob("test_*gpu.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    chosen = ["-m", pytestconfig.getoption("markexpr")]
+    command = [sys.executable, "-m", "pytest", "-q", *chosen, "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     run = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

@@ -14,6 +14,8 @@ from tests.bits import assert_bitwise_equal
 
 NO_MODEL_CODE = """
 import sys, detcompile
+
+detcompile.compile
 own = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
 assert own == ["transformers.models.auto.modeling_auto"], own
 """

@@ -70,9 +70,8 @@ def capture(name: str) -> Captured:
         raise _Seen
 
     model_type, _, shared = name.partition(" of ")
-    whole: Any = lambda model: None  # of first layers alone, a plant in a later one would be no input
     with (
-        mock.patch.object(lowering, "find_repeats", whole),
+        mock.patch.object(lowering, "find_repeats", return_value=None),  # the whole model's graph
         _two_ranks() if shared else contextlib.nullcontext() as ranks,
         mock.patch.object(lowering, "certify_batches"),
         mock.patch.object(lowering, "_whole_program", return_value=("", {})),

@@ -155,7 +155,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(InvalidInput, match="'raise', 'warn'"):
         Backend(Numerics(), graph_breaks="ignore")
     with pytest.raises(InvalidInput, match="none of numerics, graph_breaks"):
-        torch.compile(nn.Linear(D, D), backend="detcompile", options={"graph_break": "warn"})
+        torch.compile(nn.Linear(D, D), backend="detcompile", options={"graph_break": "warn"})(torch.ones(3, D))
 
 
 def test_a_call_that_torch_leaves_to_python_is_refused() -> None:

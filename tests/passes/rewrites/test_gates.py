@@ -13,6 +13,7 @@ from detcompile.passes.backend import Backend
 from detcompile.passes.rewrites import gates
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import certified, random_model
 
 APART = tuple(apply for apply in pipeline.PASSES if apply is not gates.fuse_gates)
@@ -31,7 +32,7 @@ def count(model: detcompile.CompiledModel, op: str = "gated_matmul") -> int:
 @pytest.mark.parametrize(
     ("name", "dtype", "op"),
     [
-        ("llama", torch.float32, "gated_matmul"),
+        pytest.param("llama", torch.float32, "gated_matmul", marks=EXHAUSTIVE),
         ("phi3", torch.bfloat16, "silu_mul"),  # one linear makes both halves: nothing is joined
         ("olmo2", torch.bfloat16, "gated_matmul"),
     ],

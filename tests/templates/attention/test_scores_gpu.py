@@ -17,6 +17,7 @@ from detcompile.templates.attention.schedules import (
 from detcompile.templates.attention.scores import tanh
 from detcompile.templates.device.gate import Tuner
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
 from tests.templates.attention.cases import (
     CHUNK,
     FEATURES,
@@ -34,11 +35,11 @@ from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, 
 pytestmark = NEEDS_TRITON
 
 SHAPE = (3, 1, 16, 24) if INTERPRETED else (6, 2, 16, 24)
-FEW = ["softcap", "alibi", "negative scale and sinks", "all"]  # the interpreter is slow
+FEW = ["negative scale and sinks", "all"]  # the interpreter is slow
 HEAD_DIMS = [(80, 80), (96, 96), (192, 128), (256, 256)]
 
 
-@pytest.mark.parametrize("name", FEW if INTERPRETED else FEATURES)
+@pytest.mark.parametrize("name", exhaustive_unless(FEW.__contains__, FEATURES) if INTERPRETED else FEATURES)
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype, name: str) -> None:
     n, given = CHUNK + 9, features(name, SHAPE[0], DEVICE)

@@ -2,7 +2,8 @@
 
 | variable | default | meaning |
 |---|---|---|
-| DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions |
+| DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions, programs |
+| DETCOMPILE_KEEP_PROGRAMS | 1 | 0: compile() neither reads nor writes the programs in the cache |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks go by NCCL also where GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
@@ -23,9 +24,11 @@ __all__ = [
     "compiler_environment",
     "cpu_isa_override",
     "cxx_compiler",
+    "environment_without_programs",
     "gpus_shared",
     "peer_memory_allowed",
     "pin_ptxas",
+    "programs_kept",
     "settle_symmetric_memory",
     "sizes_asserted",
 ]
@@ -97,6 +100,16 @@ def pin_ptxas() -> None:
 def peer_memory_allowed() -> bool:
     """Whether kernels may write into the memory of other GPUs."""
     return os.environ.get("DETCOMPILE_PEER_MEMORY", "1") != "0"
+
+
+def programs_kept() -> bool:
+    """Whether compile() keeps programs in the cache, and takes those that it finds there."""
+    return os.environ.get("DETCOMPILE_KEEP_PROGRAMS", "1") != "0"
+
+
+def environment_without_programs() -> dict[str, str]:
+    """Environment of a process that compiles anew whatever is kept."""
+    return os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "0"}
 
 
 def sizes_asserted() -> bool:

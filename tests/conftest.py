@@ -6,6 +6,7 @@ draws as many examples as CI has time for; `pytest --hypothesis-profile=explore`
 """
 
 import gc
+import os
 from fnmatch import fnmatch
 from typing import Any
 
@@ -17,6 +18,10 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 import detcompile.passes.named_backend  # noqa: F401 - a checkout that is not installed has no entry point
 from tests.draws import VARIABLE, seed_of_run
+
+# Tests compile anew: what they patch in this package is no part of a kept program's key. Those of kept programs, and
+# commands that run in processes of their own, say otherwise.
+os.environ["DETCOMPILE_KEEP_PROGRAMS"] = "0"
 
 # Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.
 DRAWS = settings(

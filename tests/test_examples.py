@@ -1,5 +1,6 @@
 """The examples run as a reader would run them, with the draft model in the place of the embedded one, for time."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ def run(name: str, folder: Path) -> str:
     assert source.count('compile("tiny")') == 1
     example = folder / name
     example.write_text(source.replace('compile("tiny")', 'compile("tiny-draft")'))
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=540)
+    environment = os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "1"}
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

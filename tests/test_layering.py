@@ -34,6 +34,7 @@ LAYERS = [
         "detcompile.facts",
         "detcompile.orders",
         "detcompile.parallel",
+        "detcompile.sources",
         "detcompile.step",
         "detcompile.storage",
         "detcompile.weights",
@@ -51,6 +52,7 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging"},
+        {"passes.warm"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},

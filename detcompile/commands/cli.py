@@ -1,5 +1,5 @@
-"""The command line: detcompile demo | generate | verify | check | export | tune-speculation. Results go to standard
-output, progress to standard error."""
+"""The command line: detcompile demo | generate | verify | check | export | cache | tune-speculation. Results go to
+standard output, progress to standard error."""
 
 import importlib
 import io
@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": (
         "Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."
     ),
+    "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",
     "demo": "Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits.",
     "tune-speculation": (
         "Try drafts on code and on prose: what is fastest, and what another draft model would have to be."

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from detcompile.commands.draft_trials import Trial, Workload, advice, tune_speculation
 from detcompile.commands.options import Device, Dtype, Json, Model, TpSizes, compile_model, logs, progress_bar, sizes
 from detcompile.commands.text_files import require_place, write_text_file
-from detcompile.commands.tune_speculation_report import advice_text, read_text, speedup_plot, trials_table
+from detcompile.commands.tuning.draft_trials import Trial, Workload, advice, tune_speculation
+from detcompile.commands.tuning.report import advice_text, read_text, speedup_plot, trials_table
 from detcompile.commands.verification import ModelSpec
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.requests.sampling_params import SamplingParams

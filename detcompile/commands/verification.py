@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from detcompile.api import TINY, TINY_FOLDER, compile, load_model
 from detcompile.commands.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
+from detcompile.config import environment_without_programs
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.exporting import export
 from detcompile.models.compiled import CompiledModel
@@ -173,7 +174,12 @@ def _restart(model: CompiledModel, spec: ModelSpec, targets: Sequence[Tokens]) -
         path = Path(folder) / "logits.pt"
         request = json.dumps({"spec": asdict(spec), "targets": targets, "path": str(path)})
         child = subprocess.run(
-            [sys.executable, "-m", __name__], input=request, text=True, capture_output=True, check=False
+            [sys.executable, "-m", __name__],
+            input=request,
+            text=True,
+            capture_output=True,
+            check=False,
+            env=environment_without_programs(),  # compiled anew, and compared
         )
         if child.returncode:
             raise DetcompileError(f"the restarted process failed with {child.returncode}:\n{child.stderr[-4000:]}")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import transformers
@@ -14,10 +13,11 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
+from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
 
-__all__ = ["fingerprint", "fingerprint_parts", "source_digest"]
+__all__ = ["fingerprint", "fingerprint_parts"]
 
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
@@ -56,16 +56,6 @@ def fingerprint_parts(
         "transformers": transformers.__version__,
         "device": _device(device),
     }
-
-
-def source_digest() -> str:
-    """sha256 over the sources of this package that decide bits."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".cpp", ".h") and package / "commands" not in path.parents:
-            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _device(device: torch.device) -> str:

@@ -16,11 +16,11 @@ from detcompile.archives.machine import obstacle
 from detcompile.archives.manifest import parsed, require_model
 from detcompile.errors import ArchiveError, DetcompileError, InvalidInput
 from detcompile.executors.archived import executor_from
-from detcompile.executors.fingerprints import source_digest
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import load_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
+from detcompile.sources import source_digest
 from detcompile.storage import disk_failure
 from detcompile.templates.cpu import library as cpu_library
 

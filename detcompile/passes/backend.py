@@ -18,8 +18,9 @@ from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, enter_calls, reporting
 from detcompile.passes.layers.boundary import take_marks
-from detcompile.passes.layers.compilation import Layered, compile_layers
+from detcompile.passes.layers.compilation import Layered, compile_layers, inputs_of_all_layers
 from detcompile.passes.layers.inputs import LayerInputs
+from detcompile.passes.layers.program import LayeredCode
 from detcompile.passes.layers.regions import Region
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.programs.binding import CompiledGraph
@@ -232,23 +233,17 @@ class _Compilation:
     def over_all_layers(self, values: Sequence[Any], checked: frozenset[int]) -> CompiledGraph:
         """The program over all layers, whose inputs are those of the graph and then those of the other layers."""
         assert self.layered is not None and self._backend.layers is not None
-        owners, (run, unrolled, _) = self._backend.layers, self.layered
-        groups = {positions[0]: positions for positions in self._groups}
-        inputs: list[Any] = []
-        wide: dict[int, torch.Tensor] = {}
-        for position, (source, layer) in enumerate(zip(unrolled.sources, unrolled.layers, strict=True)):
-            parts = [self._inputs[part] for part in groups.get(source, (source,))]
-            own = [given if layer is None else owners.of(given, layer) for given in parts]
-            inputs.append(own[0])
-            if len(own) > 1:
-                wide[position] = joined(own)
+        run = self.layered.run
+        sources = run.unrolled.sources
+        inputs, wide, parts = inputs_of_all_layers(run.unrolled, self._inputs, self._groups, self._backend.layers)
         return CompiledGraph(
             _in_float_mode(run, self._inputs),
-            [values[source] for source in unrolled.sources],
+            [values[source] for source in sources],
             inputs,
-            [self._roles[source] for source in unrolled.sources],
+            [self._roles[source] for source in sources],
             wide,
             checked,
+            LayeredCode(run, parts),
         )
 
     def finish(self, direct: Mapping[Any, Any], gm: fx.GraphModule) -> None:

@@ -1,5 +1,6 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
-from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.config import programs_kept
+from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
@@ -20,13 +22,17 @@ from detcompile.passes.modules.experts import pin_experts
 from detcompile.passes.modules.positions import give_positions
 from detcompile.passes.modules.quantized_linear import pin_quantized
 from detcompile.passes.modules.recurrences import Recurrences
-from detcompile.passes.programs.binding import bind
+from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.programs.canonical_form import never_run
+from detcompile.passes.programs.example_step import example_step
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
+from detcompile.passes.warm import programs
+from detcompile.passes.warm.kept_program import kept, revived
+from detcompile.passes.warm.program_key import program_key
 from detcompile.step import StepInputs
 from detcompile.weights import named_weights, weight_digests, weights_digest
 
@@ -109,15 +115,13 @@ def lower(
         whole = _read_whole(model, numerics, max_context, seen, ranks, on_read)
         shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
-    repeats = None if recurrences is not None else find_repeats(model)
-    certify_batches(model, numerics, seen.expected, repeats)
-    forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
+    program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
     return Lowered(
-        forward=forward,
-        certificate=traced.certificate,
+        forward=program.forward,
+        certificate=program.certificate,
         facts=_facts(model, seen, vocabulary, max_context),
-        program=traced.digest if whole is None else whole.program,
-        constants=traced.constants,
+        program=program.digest if whole is None else whole.program,
+        constants=program.constants,
         whole_weights={} if whole is None else whole.weights,
         recurrences=recurrences,
     )
@@ -239,10 +243,53 @@ def _whole_program(model: PreTrainedModel, numerics: Numerics, seen: Seen) -> tu
     return traced.digest, traced.constants
 
 
+class _Program(NamedTuple):
+    forward: Callable[..., Any]
+    certificate: Certificate
+    digest: str
+    constants: Mapping[str, Tensor]
+
+
+def _kept_or_compiled(
+    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, shared: bool
+) -> _Program:
+    """The program that an earlier start kept, or one that is compiled now and then kept."""
+    key = None
+    if programs_kept() and not seen.states and not shared and next(model.parameters()).device.type == "cpu":
+        key = program_key(model, numerics, max_context, seen)
+    found = None if key is None else _kept_program(key, model, seen)
+    if found is not None:
+        return found
+    repeats = None if seen.states else find_repeats(model)
+    certify_batches(model, numerics, seen.expected, repeats)
+    forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
+    content = None if key is None else kept(traced, model)
+    if key is not None and content is not None:
+        label = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
+        programs.write(key, content, label | {"max_context": str(max_context), "program": traced.digest})
+    return _Program(forward, traced.certificate, traced.digest, traced.constants)
+
+
+def _kept_program(key: str, model: PreTrainedModel, seen: Seen) -> _Program | None:
+    content = programs.read(key)
+    if content is None:
+        return None
+    try:
+        program, forward = revived(content, model)
+        example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
+        require_kept(forward, seen.groups, example)
+    except (DetcompileError, MemoryError):
+        raise
+    except Exception as error:  # torch's loader, whose files anybody may have removed
+        warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=2)
+        return None
+    return _Program(forward, program.certificate, program.digest, {})
+
+
 def _compile_packed(
     module: PackedForward, numerics: Numerics, seen: Seen, repeats: Repeats | None = None
 ) -> tuple[Callable[..., Any], Traced]:
     traced = trace_packed(module, numerics, seen, compile_fx_inner, repeats=repeats)
-    forward = bind(traced.graph, traced.example)
+    forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
     require_kept(forward, seen.groups, traced.example)
     return forward, traced

@@ -35,7 +35,7 @@ from detcompile.passes.roles import dense_role, packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import disk_failure
 
-__all__ = ["Seen", "Traced", "certify_batches", "find_repeats", "trace_packed", "with_own_code"]
+__all__ = ["Seen", "Traced", "certify_batches", "find_repeats", "run_on_two_tokens", "trace_packed", "with_own_code"]
 
 logger = logging.getLogger(__name__)
 DISK_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
@@ -152,17 +152,18 @@ def _trace_packed(
 
 def find_repeats(model: PreTrainedModel) -> Repeats | None:
     """The structures of a model's layers, from a run on two tokens that computes nothing; None if it cannot be had."""
-
-    def run(model: PreTrainedModel) -> None:
-        device = next(model.parameters()).device
-        DenseForward(model)(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
-
     try:
         with torch.no_grad():
-            return repeats_of(model, run)
+            return repeats_of(model, run_on_two_tokens)
     except (RuntimeError, TypeError) as error:  # code that looks at values, or modules that cannot be copied
         logger.debug("the layers of %s are taken one by one: %s", type(model).__name__, error)
         return None
+
+
+def run_on_two_tokens(model: PreTrainedModel) -> None:
+    """Call a model once."""
+    device = next(model.parameters()).device
+    DenseForward(model)(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
 
 
 def _marked(model: PreTrainedModel, count: int) -> PreTrainedModel:

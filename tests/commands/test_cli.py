@@ -37,6 +37,7 @@ SAMPLED = ("--device", "cpu", "--max-tokens", "24", "--temperature", "0.9", "--t
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "detcompile.commands.cli", *arguments],
+        env=os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "1"},
         input=stdin,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from detcompile.commands.generate import read_prompts
 from detcompile.commands.text_files import read_text_file
-from detcompile.commands.tune_speculation_report import read_text
+from detcompile.commands.tuning.report import read_text
 from detcompile.errors import InvalidInput
 from tests.commands.test_cli import run
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from detcompile.commands import cli
-from detcompile.commands.draft_trials import Trial, Workload, advice, embedded_text, tune_speculation
 from detcompile.commands.text_files import require_place
-from detcompile.commands.tune_speculation_report import (
+from detcompile.commands.tuning.draft_trials import Trial, Workload, advice, embedded_text, tune_speculation
+from detcompile.commands.tuning.report import (
     advice_text,
     read_text,
     speedup_plot,
@@ -68,7 +68,7 @@ class SlowAtFirst(NGramDrafter):
 
 def test_what_only_the_first_draft_costs_is_not_counted(monkeypatch):
     drafter = ("n-gram", 2, SlowAtFirst())
-    monkeypatch.setattr("detcompile.commands.draft_trials.plan", lambda draft, nodes: iter([drafter]))
+    monkeypatch.setattr("detcompile.commands.tuning.draft_trials.plan", lambda draft, nodes: iter([drafter]))
     model = compiled("tiny-draft", torch.bfloat16)
     workload = Workload.of("code", embedded_text("code"), model, 1, 20)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

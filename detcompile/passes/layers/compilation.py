@@ -18,15 +18,15 @@ from detcompile.passes.programs.canonical_form import region_form
 from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Rows
+from detcompile.passes.rewrites.merged_linears import joined
 
-__all__ = ["Layered", "compile_layers"]
+__all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers"]
 
 
 class Layered(NamedTuple):
     """A program over all layers of a model."""
 
     run: LayeredProgram
-    unrolled: Unrolled  # what it takes
     certificate: Certificate
 
 
@@ -72,7 +72,35 @@ def compile_layers(
                 by_form[form] = compile_region(region, own, certificates[index])
         runs[index] = by_form[form]
     certificate = Certificate(_entries(certificates, owners.repeats), numerics, whole.sums)
-    return Layered(LayeredProgram(runs, regions, unrolled), unrolled, certificate)
+    shared = {index: regions[index].shared for index in runs}
+    return Layered(LayeredProgram(runs, shared, unrolled), certificate)
+
+
+class AllInputs(NamedTuple):
+    """Inputs of a program over all layers."""
+
+    inputs: list[Any]  # in order
+    joined: dict[int, torch.Tensor]  # by position: the concatenations that stand in for single weights
+    parts: dict[int, tuple[torch.Tensor, ...]]  # by position: what these are made of
+
+
+def inputs_of_all_layers(
+    unrolled: Unrolled, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]], owners: LayerInputs
+) -> AllInputs:
+    """The inputs of a program, from those of the graph over the first layers.
+
+    Args:
+        groups: positions of the weights that are parts of one product, each group in the place of its first.
+    """
+    positions_of = {positions[0]: positions for positions in groups}
+    found = AllInputs([], {}, {})
+    for position, (source, layer) in enumerate(zip(unrolled.sources, unrolled.layers, strict=True)):
+        parts = [inputs[part] for part in positions_of.get(source, (source,))]
+        own = [given if layer is None else owners.of(given, layer) for given in parts]
+        found.inputs.append(own[0])
+        if len(own) > 1:
+            found.joined[position], found.parts[position] = joined(own), tuple(own)
+    return found
 
 
 def _role(node: fx.Node, state: Any) -> Role:

@@ -10,7 +10,7 @@ from detcompile.passes.graphs import sympy_size
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.regions import Region
 
-__all__ = ["LayeredProgram", "Run", "Unrolled", "owned_inputs", "unroll"]
+__all__ = ["LayeredCode", "LayeredProgram", "Run", "Unrolled", "owned_inputs", "unroll"]
 
 Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -70,14 +70,28 @@ def unroll(regions: Sequence[Region], inputs: Sequence[Any], owners: LayerInputs
     return Unrolled(tuple(sources), tuple(layers), tuple(given), tuple(order))
 
 
-class LayeredProgram:
-    """The program as a function of its inputs in order, which gives the outputs of the last region."""
+class LayeredCode(NamedTuple):
+    """What a program over all layers is made of."""
 
-    def __init__(self, runs: Mapping[int, Run], regions: Sequence[Region], unrolled: Unrolled) -> None:
+    program: "LayeredProgram"
+    parts: Mapping[int, tuple[torch.Tensor, ...]]  # by position: weights that became one
+
+
+class LayeredProgram:
+    """The program as a function of its inputs in order, which gives the outputs of the last region.
+
+    Args:
+        runs: code of the regions of a graph, by their number.
+        shared: numbers of the shared values that each of them takes.
+        unrolled: inputs and regions of the program.
+    """
+
+    def __init__(self, runs: Mapping[int, Run], shared: Mapping[int, tuple[int, ...]], unrolled: Unrolled) -> None:
+        self.runs, self.shared, self.unrolled = runs, shared, unrolled
         first, *others = unrolled.regions
         self._first = runs[first], unrolled.given[0]
         self._steps = [
-            (runs[index], regions[index].shared, positions)
+            (runs[index], shared[index], positions)
             for index, positions in zip(others, unrolled.given[1:], strict=True)
         ]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
 
-__all__ = ["Repeats", "repeats_of"]
+__all__ = ["Repeats", "Shown", "repeats_of", "shown_by"]
 
 PLAIN = (
     bool,
@@ -61,7 +61,7 @@ def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -
     layers = layer_list(model)
     if layers is None or len(layers) < 2:
         return None
-    whole = _shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
+    whole = shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
     if whole is None:
         return None
     first: list[int] = []
@@ -75,12 +75,12 @@ def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -
     repeats = Repeats(tuple(first))
     if repeats.prefix == len(layers):
         return None
-    shown = _shown_by(layers_of(model, range(repeats.prefix)), run)
+    shown = shown_by(layers_of(model, range(repeats.prefix)), run)
     expected = whole._replace(layers=whole.layers[: repeats.prefix])
     return repeats if shown == expected else None
 
 
-class _Shown(NamedTuple):
+class Shown(NamedTuple):
     """Operations of one run of a model, in their order, by where they stand. Values go by the place of their making."""
 
     before: list[Any]
@@ -88,7 +88,7 @@ class _Shown(NamedTuple):
     after: list[Any]
 
 
-def _shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> _Shown | None:
+def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown | None:
     """What a run shows; None if the layers do not run one after the other, each on what the one before it gave."""
     layers = layer_list(model)
     if layers is None:
@@ -127,10 +127,10 @@ class _Recorder(TorchDispatchMode):
         self._rows: Tensor | None = None  # what the layer before gave
         self._broken = False
 
-    def shown(self) -> _Shown | None:
+    def shown(self) -> Shown | None:
         if self._broken or self._part != len(self._parts) - 1:
             return None
-        return _Shown(self._parts[0], self._parts[1:-1], self._parts[-1])
+        return Shown(self._parts[0], self._parts[1:-1], self._parts[-1])
 
     def enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("hidden_states")

@@ -11,7 +11,7 @@ from detcompile.passes.programs.example_step import ExampleStep
 from detcompile.passes.proof.inputs import Role
 from detcompile.step import StepInputs, step_leaves
 
-__all__ = ["CompiledGraph", "bind"]
+__all__ = ["Binding", "CompiledGraph", "bind", "binding_of"]
 
 
 class CompiledGraph(NamedTuple):
@@ -23,17 +23,22 @@ class CompiledGraph(NamedTuple):
     roles: list[Role]
     joined: Mapping[int, Tensor]  # by position: the concatenations that stand in for single weights
     checked: frozenset[int] = frozenset()  # positions of extents that are compared with numbers, and read by nobody
+    code: Any = None  # LayeredCode of a program that runs one region for many layers
 
 
-def bind(graph: CompiledGraph, example: ExampleStep) -> Callable[..., Any]:
-    """The graph as a function of a step; ``example`` is the one that it was traced with.
+class Binding(NamedTuple):
+    """Where the inputs of a graph come from."""
 
-    Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
-    """
+    fixed: list[Any]  # weights by position, and None where a step brings something
+    of_step: list[tuple[int, int, int | None]]  # position, leaf of the step, and the dimension whose extent it is
+
+
+def binding_of(graph: CompiledGraph, example: ExampleStep) -> Binding:
+    """Where the graph's inputs come from; ``example`` is the step that it was traced with."""
     place = {id(leaf): i for i, leaf in enumerate(step_leaves(*example))}
     sizes = _sizes(graph, place)
-    fixed: list[Any] = []  # weights, and None where a step brings something
-    of_step: list[tuple[int, int, int | None]] = []  # position, leaf, and the dimension whose extent it is
+    fixed: list[Any] = []
+    of_step: list[tuple[int, int, int | None]] = []
     for position, (value, given, role) in enumerate(zip(graph.values, graph.inputs, graph.roles, strict=True)):
         fixed.append(graph.joined.get(position, given) if role.kind == "weight" else None)
         if isinstance(value, torch.SymInt):
@@ -46,7 +51,15 @@ def bind(graph: CompiledGraph, example: ExampleStep) -> Callable[..., Any]:
             assert (role.kind == "weight") == (id(given) not in place), f"an input of the step was not found: {value}"
             if id(given) in place:
                 of_step.append((position, place[id(given)], None))
-    run = graph.run
+    return Binding(fixed, of_step)
+
+
+def bind(run: Callable[..., Any], binding: Binding) -> Callable[..., Any]:
+    """A graph's code as a function of a step.
+
+    Dynamo is left out at run time: its guards could only cost time, or trace the model again for one token count.
+    """
+    fixed, of_step = binding
 
     @torch.no_grad()
     def forward(input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Any:

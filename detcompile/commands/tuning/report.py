@@ -6,8 +6,8 @@ from xml.sax.saxutils import escape
 
 from rich.table import Table
 
-from detcompile.commands.draft_trials import Advice, Trial, embedded_text
 from detcompile.commands.text_files import read_text_file
+from detcompile.commands.tuning.draft_trials import Advice, Trial, embedded_text
 from detcompile.errors import InvalidInput
 
 __all__ = ["advice_text", "read_text", "speedup_plot", "trials_table"]

@@ -1,0 +1,1 @@
+"""What `detcompile tune-speculation` measures and prints."""

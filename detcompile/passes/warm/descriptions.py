@@ -1,0 +1,138 @@
+"""What values are, as JSON: equal descriptions are of values that a trace cannot tell apart."""
+
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from detcompile.weights import tensor_digest
+
+__all__ = ["Descriptions", "Undescribed", "code_lines"]
+
+BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
+PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Of a config: where it came from, what wrote it, and a hash of strings, which is another one in every process.
+WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash")
+VOLATILE = ("_name_or_path", "name_or_path", "_commit_hash", *WRITTEN)
+HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
+
+
+class Undescribed(Exception):
+    """A value whose state cannot be seen."""
+
+
+class Descriptions:
+    """Describes values that belong to one model.
+
+    Args:
+        model: the model whose modules, parameters and buffers are described by their names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+        self._names |= {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # an id is that of one object only while it lives
+
+    def module(self, module: nn.Module) -> Any:
+        """Class, attributes, and the form of each parameter and buffer, whose values are left out.
+
+        Raises:
+            Undescribed: an attribute has a state that cannot be seen.
+        """
+        tensors = {
+            name: None if tensor is None else [self._names.get(id(tensor)), *_form(tensor)]
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+        }
+        own = {
+            name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")
+        }
+        own = {name: list(value.values()) if name.endswith(HOOKS) and value else value for name, value in own.items()}
+        children = {name: None if child is None else self._names[id(child)] for name, child in module._modules.items()}
+        return [_class(type(module)), tensors, children, self.of(own)]
+
+    def of(self, value: Any) -> Any:
+        """The description of an attribute.
+
+        Raises:
+            Undescribed: it has a state that cannot be seen.
+        """
+        if isinstance(value, enum.Enum):
+            return ["enum", _class(type(value)), value.name]
+        if isinstance(value, PLAIN) and type(value).__module__ in ("builtins", "torch", "types"):
+            return [type(value).__name__, repr(value)]
+        if isinstance(value, type):
+            return ["class", _class(value)]
+        if isinstance(value, (*FUNCTIONS, types.ModuleType)):
+            return ["builtin", str(getattr(value, "__module__", "")), str(getattr(value, "__name__", value))]
+        if id(value) in self._names and isinstance(value, (nn.Module, Tensor)):
+            return ["of the model", self._names[id(value)]]
+        if id(value) in self._seen:
+            return ["seen", self._seen[id(value)]]
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return ["tensor", *_form(value), tensor_digest(value)]
+        if isinstance(value, (np.ndarray, np.generic)):
+            array = np.asarray(value)
+            return ["array", str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
+        if isinstance(value, (list, tuple)):
+            return [_class(type(value)), *map(self.of, value)]
+        if isinstance(value, (set, frozenset)):
+            return [_class(type(value)), *sorted((self.of(part) for part in value), key=str)]
+        if isinstance(value, Mapping):
+            return [_class(type(value)), *([self.of(key), self.of(part)] for key, part in value.items())]
+        if isinstance(value, functools.partial):
+            return ["partial", self.of(value.func), self.of(value.args), self.of(value.keywords)]
+        if isinstance(value, types.MethodType):
+            return ["method", self.of(value.__func__), self.of(value.__self__)]
+        if isinstance(value, types.FunctionType):
+            free = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            held = [[name, self.of(cell.cell_contents)] for name, cell in free]
+            return ["function", *code_lines(value.__code__), held, self.of(value.__defaults__)]
+        if hasattr(value, "__dict__") and type(value).__flags__ & (1 << 9):  # of a class that Python code made
+            own = {name: part for name, part in vars(value).items() if name not in VOLATILE}
+            return [_class(type(value)), self.of(own)]
+        raise Undescribed(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def code_lines(code: types.CodeType) -> list[Any]:
+    """A function's code, without its place."""
+    constants = [
+        code_lines(part)
+        if isinstance(part, types.CodeType)
+        else repr(sorted(part, key=repr))
+        if isinstance(part, frozenset)
+        else repr(part)
+        for part in code.co_consts
+    ]
+    names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
+    return [
+        code.co_qualname,
+        code.co_code.hex(),
+        constants,
+        names,
+        code.co_argcount,
+        code.co_kwonlyargcount,
+        code.co_flags,
+    ]
+
+
+def _class(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _form(tensor: Tensor) -> list[Any]:
+    device = str(tensor.device)
+    return [str(tensor.dtype), list(tensor.shape), list(tensor.stride()), device, tensor.requires_grad]

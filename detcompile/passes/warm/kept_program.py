@@ -1,0 +1,93 @@
+"""A layered program without its weights, as bytes, and the same over the weights of a model."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+
+from detcompile.passes.layers.program import LayeredProgram, Unrolled
+from detcompile.passes.programs.binding import Binding, bind, binding_of
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.rewrites.merged_linears import joined
+from detcompile.passes.tracing import Traced
+from detcompile.templates.cpp_dispatch import direct_ops
+from detcompile.templates.cpu.fp_mode import in_float_mode
+from detcompile.weights import named_weights
+
+__all__ = ["KeptProgram", "kept", "revived"]
+
+
+class KeptProgram(NamedTuple):
+    """What is pickled of a program."""
+
+    certificate: Certificate
+    digest: str  # of the graph's canonical form
+    graphs: list[CompiledFxGraph]  # without the code that was loaded
+    runs: dict[int, int]  # by region: which of ``graphs`` is its code
+    shared: dict[int, tuple[int, ...]]
+    unrolled: Unrolled
+    weights: list[tuple[str, ...]]  # by position: names of the weights that are concatenated there; none for a step's
+    of_step: list[tuple[int, int, int | None]]
+
+
+def kept(traced: Traced, model: nn.Module) -> bytes | None:
+    """A compiled program as bytes; None where it is not made of regions, or holds more than code and named weights."""
+    code = traced.graph.code
+    if code is None or traced.constants:
+        return None
+    program, parts = code
+    graphs = {id(run): run for run in program.runs.values()}
+    if not all(isinstance(run, CompiledFxGraph) for run in graphs.values()):
+        return None
+    names = {id(tensor): name for name, tensor in reversed(named_weights(model, every_name=True).items())}
+    fixed, of_step = binding_of(traced.graph, traced.example)
+    brought = {position for position, _, _ in of_step}
+    weights = []
+    for position in range(len(fixed)):
+        own = () if position in brought else parts.get(position, (traced.graph.inputs[position],))
+        weights.append(tuple(names[id(part)] for part in own))
+    place = {key: number for number, key in enumerate(graphs)}
+    return pickle.dumps(
+        KeptProgram(
+            certificate=traced.certificate,
+            digest=traced.digest,
+            graphs=[_without_code(graph) for graph in graphs.values()],
+            runs={region: place[id(run)] for region, run in program.runs.items()},
+            shared=dict(program.shared),
+            unrolled=program.unrolled,
+            weights=weights,
+            of_step=of_step,
+        )
+    )
+
+
+def _without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
+    copied = copy.copy(graph)
+    copied.prepare_for_serialization()
+    copied.fx_kwargs = {}
+    copied._triton_bundle = None
+    return copied
+
+
+def revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..., Any]]:
+    """The program, and the same as a function of a step over the weights of this model."""
+    direct_ops()  # which its code calls by their names
+    program: KeptProgram = pickle.loads(content)
+    for graph in program.graphs:
+        graph.after_deserialization(CompiledFxGraphConstants())
+    runs = {region: program.graphs[number] for region, number in program.runs.items()}
+    whole = LayeredProgram(runs, program.shared, program.unrolled)
+    held = named_weights(model, every_name=True)
+    fixed = [_weight([held[name] for name in names]) for names in program.weights]
+    run = in_float_mode(whole, next(model.parameters()).device, torch.get_num_threads())
+    return program, bind(run, Binding(fixed, program.of_step))
+
+
+def _weight(parts: list[Tensor]) -> Tensor | None:
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else joined(parts)

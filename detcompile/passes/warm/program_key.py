@@ -1,0 +1,80 @@
+"""What decides a model's program, as one digest: equal keys mean equal programs."""
+
+import hashlib
+import json
+import logging
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+import triton
+from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from transformers import PreTrainedModel
+
+from detcompile.config import sizes_asserted
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.layers.structure import shown_by
+from detcompile.passes.programs.layer_views import view_of
+from detcompile.passes.tracing import Seen, run_on_two_tokens
+from detcompile.passes.warm.called_code import CalledCode
+from detcompile.passes.warm.descriptions import Descriptions, Undescribed
+from detcompile.sources import source_digest
+from detcompile.templates.cpu import library as cpu_library
+
+__all__ = ["program_key"]
+
+logger = logging.getLogger(__name__)
+# What torch computes by, besides its versions.
+MODES = (
+    torch.get_num_threads,
+    torch.get_default_dtype,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    torch.is_autocast_enabled,
+)
+
+
+def program_key(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen) -> str | None:
+    """sha256 over what decides the program of a model whose modules have been changed; None where that is not all seen.
+
+    Of the model: each module's class and attributes, the form of each weight, the operations of one run on two tokens,
+    and the Python code that this run called. Values of weights are left out, since a program takes them as inputs.
+    """
+    digest = hashlib.sha256()
+    try:
+        for line in _lines(model, numerics, max_context, seen):
+            digest.update(json.dumps(line).encode())
+    except (Undescribed, RuntimeError, RecursionError, TypeError, ValueError) as error:
+        logger.debug("the program of %s is not kept: %s", type(model).__name__, error)
+        return None
+    return digest.hexdigest()
+
+
+def _lines(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen) -> Iterator[Any]:
+    device = next(model.parameters()).device
+    yield [source_digest(), torch.__version__, torch.version.git_version, triton.__version__, transformers.__version__]
+    yield [sys.version, *_machine(device), sizes_asserted(), *(str(mode()) for mode in MODES)]
+    yield hashlib.sha256(inductor_config.save_config()).hexdigest()
+    yield [repr(numerics), max_context, repr(seen.groups), repr(seen.kv_shapes)]
+    yield [[call.layer, call.num_heads, call.shape, call.chunk, call.window] for call in seen.attention]
+    described = Descriptions(model)
+    for name, module in model.named_modules():
+        yield [name, described.module(module)]
+    called = CalledCode()
+    with torch.no_grad(), called:
+        shown = shown_by(view_of(model), run_on_two_tokens)
+    if shown is None:
+        raise Undescribed("layers that do not run one after the other")
+    yield hashlib.sha256(repr(shown).encode()).hexdigest()
+    yield hashlib.sha256(repr(sorted(called.lines)).encode()).hexdigest()
+
+
+def _machine(device: torch.device) -> list[str]:
+    found = [platform.machine(), str(device), cpu_library.isa(), str(pick_vec_isa())]
+    if device.type == "cuda":
+        found += [torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device))]
+    return found

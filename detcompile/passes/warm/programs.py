@@ -1,0 +1,103 @@
+"""The folder of kept programs: a file each, named by its key, whole or absent."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from detcompile import storage
+
+__all__ = ["Entry", "clear", "entries", "read", "write"]
+
+FOLDER = "programs"
+MAGIC = b"detcompile program 1"
+
+
+class Entry(NamedTuple):
+    """A kept program's file.
+
+    Attributes:
+        label: what it is of, as `write` was told; empty if the file is damaged.
+        size: bytes.
+        made: seconds since 1970.
+    """
+
+    path: Path
+    label: Mapping[str, str]
+    size: int
+    made: float
+
+
+def read(key: str) -> bytes | None:
+    """The program of this key; None if there is none, or what lies there is damaged, which is then removed.
+
+    Raises:
+        StorageError: the cache cannot be used.
+    """
+    path = _path(key)
+    try:
+        content = path.read_bytes()
+        reason = storage.distrust(path)
+    except FileNotFoundError:
+        return None
+    head, _, program = content.partition(b"\n\n")
+    magic, digest, *_ = [*head.split(b"\n"), b""]
+    if not reason and magic == MAGIC and digest.decode("ascii", "replace") == _digest(program):
+        return program
+    warnings.warn(f"a kept program is not taken: {reason or f'{path} is damaged'}", stacklevel=2)
+    if not reason:
+        path.unlink(missing_ok=True)
+    return None
+
+
+def write(key: str, program: bytes, label: Mapping[str, str]) -> None:
+    """Keep a program. A disk that takes none is warned of: what was compiled runs all the same.
+
+    Args:
+        label: what it is of, for who lists the programs.
+
+    Raises:
+        StorageError: the cache's folder cannot be used.
+    """
+    path = _path(key)
+    head = b"\n".join([MAGIC, _digest(program).encode(), json.dumps(dict(label)).encode()])
+    try:
+        storage.put(path, head + b"\n\n" + program)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        warnings.warn(f"{path}: a compiled program is not kept: {reason}. {storage.CACHE_ADVICE}", stacklevel=2)
+
+
+def entries() -> list[Entry]:
+    """The kept programs, the latest last."""
+    found = []
+    for path in storage.cache_folder(FOLDER).glob("*.program"):
+        try:
+            with path.open("rb") as file:
+                head = file.read(1 << 16).partition(b"\n\n")[0].split(b"\n")
+            status = path.stat()
+            label = json.loads(head[2]) if head[0] == MAGIC and len(head) == 3 else {}
+        except FileNotFoundError:  # another process removed it
+            continue
+        except ValueError:
+            label = {}
+        found.append(Entry(path, label, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: entry.made)
+
+
+def clear() -> int:
+    """Remove every kept program; how many there were."""
+    found = entries()
+    for entry in found:
+        entry.path.unlink(missing_ok=True)
+    return len(found)
+
+
+def _path(key: str) -> Path:
+    return storage.cache_folder(FOLDER) / f"{key}.program"
+
+
+def _digest(program: bytes) -> str:
+    return hashlib.sha256(program).hexdigest()

@@ -1,0 +1,16 @@
+"""A digest of this package's sources."""
+
+import hashlib
+from pathlib import Path
+
+__all__ = ["source_digest"]
+
+
+def source_digest() -> str:
+    """sha256 over the sources of this package that decide bits."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h") and package / "commands" not in path.parents:
+            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()

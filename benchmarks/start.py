@@ -3,9 +3,10 @@
     python -m benchmarks.start --commit $(git rev-parse --short HEAD) [--layers 4,36] [--repeats 1]
 
 The model is the embedded one's shape with random float32 weights on a CPU, Qwen3-8B's in bf16 on a GPU. Each
-measurement is a process of its own: the first of a pair finds the caches of Inductor and detcompile empty (cold), the
-second finds what the first left (warm). CPU seconds are those of the process and its children. The logits of one call
-are compared by bytes between the two programs of a depth; the script fails if they differ.
+measurement is a process of its own: the first finds the caches of Inductor and detcompile empty but for the templates
+of CPUs (cold), the second takes none of the programs that the first kept (warm kernels), the third does (warm). CPU
+seconds are those of the process and its children. The logits of one call are compared by bytes between all that is
+measured of a depth; the script fails if they differ.
 
 Writes benchmarks/results/start-<device>-<commit>.json.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("regions", "one graph")
+CACHES = {"cold": "0", "warm kernels": "0", "keeping": "1", "warm": "1"}  # whether programs are kept
 
 
 def cpu_seconds() -> float:
@@ -43,6 +45,8 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
     from benchmarks.model import build
     from detcompile.api import TINY_FOLDER
     from detcompile.passes import lowering
+    from detcompile.templates import cpp_dispatch
+    from detcompile.templates.cpu import library
 
     found = {"import, s": time.perf_counter() - started, "import, CPU s": cpu_seconds() - used}
     if kind == "one graph":
@@ -53,6 +57,8 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
     else:
         config = AutoConfig.from_pretrained(TINY_FOLDER, num_hidden_layers=num_layers, layer_types=None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if not torch.cuda.is_available():
+        library.library(), cpp_dispatch.direct_ops()
     started, used = time.perf_counter(), cpu_seconds()
     compiled = detcompile.compile(model)
     found |= {"compile, s": time.perf_counter() - started, "compile, CPU s": cpu_seconds() - used}
@@ -63,9 +69,10 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
     return found | {"logits": hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()}
 
 
-def measured(kind: str, num_layers: int, folder: str) -> dict[str, Any]:
+def measured(kind: str, num_layers: int, folder: str, programs: str) -> dict[str, Any]:
     """``measure`` in a process whose caches are in ``folder``."""
-    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "DETCOMPILE_CACHE": f"{folder}/detcompile"}
+    caches = {"DETCOMPILE_KEEP_PROGRAMS": programs}
+    caches |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "DETCOMPILE_CACHE": f"{folder}/detcompile"}
     command = [sys.executable, "-m", "benchmarks.start", "--one", kind, "--layers", str(num_layers)]
     environment = os.environ | caches | {"TRITON_CACHE_DIR": f"{folder}/triton"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
@@ -89,8 +96,13 @@ def main() -> int:
         logits = set()
         for kind in KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                for caches in ("cold", "warm"):
-                    row = {"layers": num_layers, "program": kind, "caches": caches} | measured(kind, num_layers, folder)
+                for caches, programs in CACHES.items():
+                    if kind == "one graph" and programs == "1":
+                        continue  # is not kept
+                    found = measured(kind, num_layers, folder, programs)
+                    if caches == "keeping":
+                        continue
+                    row = {"layers": num_layers, "program": kind, "caches": caches} | found
                     logits.add(row.pop("logits"))
                     rows.append({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()})
                     print(json.dumps(rows[-1]), flush=True)

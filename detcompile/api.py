@@ -18,6 +18,8 @@ from detcompile.parallel import tensor_parallel
 from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.positions import position_tables
+from detcompile.progress import shown, stage
+from detcompile.weights import named_weights
 
 __all__ = ["TINY", "compile", "compile_here", "load_model"]
 
@@ -34,6 +36,7 @@ def compile(
     max_context: int | None = None,
     tp_group: ProcessGroup | None = None,
     replicate_attention: bool = False,
+    progress: bool | None = None,
 ) -> CompiledModel:
     """Compile a causal LM so that each row's bits depend on the weights and on that row's own tokens.
 
@@ -51,6 +54,8 @@ def compile(
         tp_group: the processes that share the model, of torch.distributed; default: all of them.
         replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
             of a refusal.
+        progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
+            yes, unless DETCOMPILE_PROGRESS=0.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -65,7 +70,8 @@ def compile(
     if tp > 1 and tp_group is None and not dist.is_initialized():
         options = {"replicate_attention": replicate_attention}
         return compile_in_workers(model, tp=tp, numerics=numerics, max_context=max_context, options=options)
-    return compile_here(model, tp, numerics, max_context, tp_group, replicate_attention)
+    with shown(progress):
+        return compile_here(model, tp, numerics, max_context, tp_group, replicate_attention)
 
 
 def compile_here(
@@ -131,7 +137,11 @@ def load_model(
         embedded = " or ".join(map(repr, EMBEDDED))
         raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {embedded}")
     device = _device(device)
-    return _random_model(path, dtype, device) if random else load_checkpoint(path, dtype).to(device).eval()
+    with stage(f"load {path.name}") as loading:
+        model = _random_model(path, dtype, device) if random else load_checkpoint(path, dtype).to(device).eval()
+        num_bytes = sum(tensor.nbytes for tensor in named_weights(model).values())
+        loading.becomes(f"load {path.name}, {num_bytes / 1e9:.2f} GB")
+    return model
 
 
 def _random_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:

@@ -4,6 +4,7 @@
 |---|---|---|
 | DETCOMPILE_CACHE | ~/.cache/detcompile | compiled CPU kernels, tuner decisions, programs |
 | DETCOMPILE_KEEP_PROGRAMS | 1 | 0: compile() neither reads nor writes the programs in the cache |
+| DETCOMPILE_PROGRESS | 1 | 0: compile() shows no stages on standard error |
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks go by NCCL also where GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
@@ -29,6 +30,7 @@ __all__ = [
     "peer_memory_allowed",
     "pin_ptxas",
     "programs_kept",
+    "progress_shown",
     "settle_symmetric_memory",
     "sizes_asserted",
 ]
@@ -100,6 +102,11 @@ def pin_ptxas() -> None:
 def peer_memory_allowed() -> bool:
     """Whether kernels may write into the memory of other GPUs."""
     return os.environ.get("DETCOMPILE_PEER_MEMORY", "1") != "0"
+
+
+def progress_shown() -> bool:
+    """Whether compile() shows its stages, where the call does not say."""
+    return os.environ.get("DETCOMPILE_PROGRESS", "1") != "0"
 
 
 def programs_kept() -> bool:

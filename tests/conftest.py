@@ -22,6 +22,7 @@ from tests.draws import VARIABLE, seed_of_run
 # Tests compile anew: what they patch in this package is no part of a kept program's key. Those of kept programs, and
 # commands that run in processes of their own, say otherwise.
 os.environ["DETCOMPILE_KEEP_PROGRAMS"] = "0"
+os.environ["DETCOMPILE_PROGRESS"] = "0"
 
 # Where a CI is noticed, hypothesis would repeat itself and keep nothing: so each of these is said.
 DRAWS = settings(

@@ -34,6 +34,7 @@ LAYERS = [
         "detcompile.facts",
         "detcompile.orders",
         "detcompile.parallel",
+        "detcompile.progress",
         "detcompile.sources",
         "detcompile.step",
         "detcompile.storage",

@@ -5,7 +5,6 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -17,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from detcompile.api import TINY
 from detcompile.commands.verification import ModelSpec
 from detcompile.models.compiled import CompiledModel
+from detcompile.progress import shown
 
 __all__ = [
     "Device",
@@ -82,8 +82,7 @@ def sizes(text: str) -> tuple[int, ...]:
 def compile_model(spec: ModelSpec, tp: int = 1) -> CompiledModel:
     """Load and compile a model, over ``tp`` ranks; says how long it took."""
     start = time.perf_counter()
-    with progress_bar() as progress:
-        progress.add_task(f"compiling {Path(spec.name).name}", total=None)
+    with shown(None):
         compiled = spec.compile(tp)
     logs.print(
         f"compiled in {time.perf_counter() - start:.1f} s on {compiled.device}, {compiled.dtype}", highlight=False

@@ -1,6 +1,5 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
 from detcompile.config import programs_kept
-from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
+from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
@@ -25,14 +24,14 @@ from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.programs.canonical_form import never_run
-from detcompile.passes.programs.example_step import example_step
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.passes.warm import programs
-from detcompile.passes.warm.kept_program import kept, revived
+from detcompile.passes.warm.kept_program import kept, take_program
 from detcompile.passes.warm.program_key import program_key
+from detcompile.progress import stage
 from detcompile.step import StepInputs
 from detcompile.weights import named_weights, weight_digests, weights_digest
 
@@ -256,13 +255,20 @@ def _kept_or_compiled(
     """The program that an earlier start kept, or one that is compiled now and then kept."""
     key = None
     if programs_kept() and not seen.states and not shared and next(model.parameters()).device.type == "cpu":
-        key = program_key(model, numerics, max_context, seen)
-    found = None if key is None else _kept_program(key, model, seen)
-    if found is not None:
-        return found
+        with stage("look for a kept program") as looking:
+            key = program_key(model, numerics, max_context, seen)
+            found = None if key is None else take_program(key, model, seen)
+            looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(seen)}")
+        if found is not None:
+            return _Program(found.forward, found.certificate, found.digest, {})
     repeats = None if seen.states else find_repeats(model)
-    certify_batches(model, numerics, seen.expected, repeats)
-    forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
+    captured = _layers(seen) if repeats is None else f"{repeats.prefix} of {_layers(seen)}"
+    with stage(f"capture {captured} over a batch"):
+        certify_batches(model, numerics, seen.expected, repeats)
+    with stage(f"capture {captured} and compile") as compiling:
+        forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
+        count = sum(traced.certificate.counts.values())
+        compiling.becomes(f"capture {captured}, certify {count} operations and compile")
     content = None if key is None else kept(traced, model)
     if key is not None and content is not None:
         label = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
@@ -270,20 +276,8 @@ def _kept_or_compiled(
     return _Program(forward, traced.certificate, traced.digest, traced.constants)
 
 
-def _kept_program(key: str, model: PreTrainedModel, seen: Seen) -> _Program | None:
-    content = programs.read(key)
-    if content is None:
-        return None
-    try:
-        program, forward = revived(content, model)
-        example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
-        require_kept(forward, seen.groups, example)
-    except (DetcompileError, MemoryError):
-        raise
-    except Exception as error:  # torch's loader, whose files anybody may have removed
-        warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=2)
-        return None
-    return _Program(forward, program.certificate, program.digest, {})
+def _layers(seen: Seen) -> str:
+    return "1 layer" if len(seen.attention) == 1 else f"{len(seen.attention)} layers"
 
 
 def _compile_packed(

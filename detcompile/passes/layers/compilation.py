@@ -19,6 +19,7 @@ from detcompile.passes.proof.certificate import Certificate, certify
 from detcompile.passes.proof.inputs import Role
 from detcompile.passes.proof.provenance import Rows
 from detcompile.passes.rewrites.merged_linears import joined
+from detcompile.progress import stage
 
 __all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers"]
 
@@ -68,7 +69,8 @@ def compile_layers(
         certificates[index] = certify(region.gm.graph, own, numerics, None)
         form = region_form(region.gm, _names(region, inputs, owners, index - 1))
         if form not in by_form:
-            with TracingContext.report_output_strides():  # each region has its own
+            text = f"compile region {len(by_form) + 1} of at most {len(set(unrolled.regions))}"
+            with stage(text), TracingContext.report_output_strides():  # each region has its own
                 by_form[form] = compile_region(region, own, certificates[index])
         runs[index] = by_form[form]
     certificate = Certificate(_entries(certificates, owners.repeats), numerics, whole.sums)

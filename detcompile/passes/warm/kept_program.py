@@ -2,23 +2,29 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from transformers import PreTrainedModel
 
+from detcompile.errors import DetcompileError
 from detcompile.passes.layers.program import LayeredProgram, Unrolled
 from detcompile.passes.programs.binding import Binding, bind, binding_of
+from detcompile.passes.programs.cache_writes import require_kept
+from detcompile.passes.programs.example_step import example_step
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.rewrites.merged_linears import joined
-from detcompile.passes.tracing import Traced
+from detcompile.passes.tracing import Seen, Traced
+from detcompile.passes.warm import programs
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.weights import named_weights
 
-__all__ = ["KeptProgram", "kept", "revived"]
+__all__ = ["KeptProgram", "TakenProgram", "kept", "take_program"]
 
 
 class KeptProgram(NamedTuple):
@@ -73,8 +79,37 @@ def _without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
     return copied
 
 
-def revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..., Any]]:
-    """The program, and the same as a function of a step over the weights of this model."""
+class TakenProgram(NamedTuple):
+    """A kept program over the weights of a model, as a function of a step."""
+
+    forward: Callable[..., Any]
+    certificate: Certificate
+    digest: str
+
+
+def take_program(key: str, model: PreTrainedModel, seen: Seen) -> TakenProgram | None:
+    """The program of this key, which ran a step of this model; None if there is none, or it cannot be loaded.
+
+    Raises:
+        UnsupportedModel: it copies its caches.
+        StorageError: the cache cannot be used.
+    """
+    content = programs.read(key)
+    if content is None:
+        return None
+    try:
+        program, forward = _revived(content, model)
+        example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
+        require_kept(forward, seen.groups, example)
+    except (DetcompileError, MemoryError):
+        raise
+    except Exception as error:  # torch's loader, whose files anybody may have removed
+        warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=2)
+        return None
+    return TakenProgram(forward, program.certificate, program.digest)
+
+
+def _revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..., Any]]:
     direct_ops()  # which its code calls by their names
     program: KeptProgram = pickle.loads(content)
     for graph in program.graphs:

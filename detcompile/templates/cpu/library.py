@@ -19,6 +19,7 @@ import torch
 
 from detcompile import config
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.progress import stage
 from detcompile.storage import CACHE_ADVICE, cache_folder, naming, put
 from detcompile.templates.cpu.shared_objects import build, compiler_version, is_intact
 
@@ -247,7 +248,8 @@ def _library(name: str) -> ctypes.CDLL:
     path = _library_file(name)
     if not is_intact(path):
         flags = shlex.split(_ISA_FLAGS[name]) if platform.machine() in ("x86_64", "AMD64") else []
-        build(path, sorted(_SOURCES.glob("*.cpp")), [*_FLAGS, *flags])
+        with stage(f"compile the CPU's kernels for {name}"):
+            build(path, sorted(_SOURCES.glob("*.cpp")), [*_FLAGS, *flags])
     loaded = ctypes.CDLL(str(path))
     _loaded[name] = path
     for function, (result, arguments) in _signatures().items():

@@ -182,7 +182,7 @@ def key_of(model: PreTrainedModel) -> Any:
         found.append(key)
         raise Compiled
 
-    with mock.patch.object(lowering, "_kept_program", stop), pytest.raises(Compiled):
+    with mock.patch.object(lowering, "take_program", stop), pytest.raises(Compiled):
         from_the_cache(model)
     return found[0]
 

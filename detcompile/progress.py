@@ -1,0 +1,109 @@
+"""Stages of a long call: where it stands and what each took, on standard error, or told to who listens."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+from rich.console import Console
+from rich.status import Status
+
+from detcompile import config
+
+__all__ = ["Listener", "Stage", "listening", "shown", "stage"]
+
+
+class Listener(Protocol):
+    """What is told of stages, which may lie within each other."""
+
+    def begins(self, text: str) -> None:
+        """A stage begins, or goes on as another text says."""
+
+    def ended(self, text: str, seconds: float) -> None:
+        """A stage has ended, without an exception."""
+
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+class Stage:
+    """A stage that is under way."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def becomes(self, text: str) -> None:
+        """Say more of it, now that more is known."""
+        self.text = text
+        listener = _listener.get()
+        if listener is not None:
+            listener.begins(text)
+
+
+@contextlib.contextmanager
+def stage(text: str) -> Iterator[Stage]:
+    """Tell who listens that a stage begins, and how long it took."""
+    listener, start = _listener.get(), time.perf_counter()
+    under_way = Stage(text)
+    if listener is not None:
+        listener.begins(text)
+    yield under_way
+    if listener is not None:
+        listener.ended(under_way.text, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Tell this listener of the stages within, and no other; None for nobody."""
+    before = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(before)
+
+
+@contextlib.contextmanager
+def shown(progress: bool | None) -> Iterator[None]:
+    """Show the stages within on standard error.
+
+    Args:
+        progress: False for silence; None leaves it to who listens already, and to the environment.
+    """
+    wanted = config.progress_shown() if progress is None else progress
+    if progress is not False and _listener.get() is not None:
+        yield
+    elif not wanted:
+        with listening(None):
+            yield
+    elif sys.stderr.isatty():
+        console = Console(stderr=True)
+        with console.status("") as status, listening(_Spinner(status)):
+            yield
+    else:
+        with listening(_Lines()):
+            yield
+
+
+class _Spinner:
+    """Of a terminal: what is under way, in one line that goes when the call ends."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def begins(self, text: str) -> None:
+        self._status.update(f"detcompile: {text}")
+
+    def ended(self, text: str, seconds: float) -> None:
+        pass
+
+
+class _Lines:
+    """Elsewhere: a line for what has ended."""
+
+    def begins(self, text: str) -> None:
+        pass
+
+    def ended(self, text: str, seconds: float) -> None:
+        print(f"detcompile: {text}, {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -1,13 +1,15 @@
 """A digest of this package's sources."""
 
+import functools
 import hashlib
 from pathlib import Path
 
 __all__ = ["source_digest"]
 
 
+@functools.cache
 def source_digest() -> str:
-    """sha256 over the sources of this package that decide bits."""
+    """sha256 over the sources of this package that decide bits, as they are when a process first asks."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(package.rglob("*")):

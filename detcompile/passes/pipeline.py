@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as inductor_cpp
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from detcompile.passes.programs.lanes import lane_by_lane
@@ -26,8 +25,9 @@ from detcompile.passes.rewrites.rope import fuse_rope
 from detcompile.passes.rewrites.running_sums import pin_running_sums
 from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk
 from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
+from detcompile.sources import source_digest
 
-__all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite", "source_files"]
+__all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite"]
 
 PASSES: tuple[Callable[[fx.GraphModule], fx.GraphModule], ...] = (
     join_fills,
@@ -68,12 +68,6 @@ ROUNDING: dict[str, Any] = {
 }
 
 
-def source_files() -> tuple[str, ...]:
-    """Files whose text decides what a compiled graph computes: Inductor's cache must not outlive a change in them."""
-    package = Path(__file__).parent.parent
-    return tuple(str(path) for path in sorted(package.rglob("*")) if path.suffix in (".py", ".cpp", ".h"))
-
-
 class GraphPass(CustomGraphPass):
     """A ``gm -> gm`` function where Inductor wants a pass over a graph; ``key`` enters the cache key."""
 
@@ -85,7 +79,7 @@ class GraphPass(CustomGraphPass):
         self.apply(graph.owning_module)
 
     def uuid(self) -> Any:
-        return (get_hash_for_files(source_files()), self.key)
+        return (source_digest(), self.key)  # Inductor's cache must not outlive a change in our sources
 
 
 def rewrite(gm: fx.GraphModule) -> fx.GraphModule:

@@ -1,6 +1,6 @@
 """Seconds from a model to its first call, by depth: one region a distinct layer beside one graph of all layers.
 
-    python -m benchmarks.start --commit $(git rev-parse --short HEAD) [--layers 4,36] [--repeats 1]
+    python -m benchmarks.start --commit $(git rev-parse --short HEAD) [--layers 4,36] [--whole 4]
 
 The model is the embedded one's shape with random float32 weights on a CPU, Qwen3-8B's in bf16 on a GPU. Each
 measurement is a process of its own: the first finds the caches of Inductor and detcompile empty but for the templates
@@ -85,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--layers", default="4,36", help="depths, comma-separated")
+    parser.add_argument("--whole", default="4", help="depths at which one graph of all layers is measured too")
     parser.add_argument("--one", choices=KINDS, help="measure in this process and print one JSON object")
     arguments = parser.parse_args()
     depths = [int(part) for part in arguments.layers.split(",")]
@@ -94,7 +95,7 @@ def main() -> int:
     rows, differ = [], False
     for num_layers in depths:
         logits = set()
-        for kind in KINDS:
+        for kind in KINDS if num_layers in map(int, arguments.whole.split(",")) else KINDS[:1]:
             with tempfile.TemporaryDirectory() as folder:
                 for caches, programs in CACHES.items():
                     if kind == "one graph" and programs == "1":

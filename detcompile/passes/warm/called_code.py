@@ -1,5 +1,6 @@
 """The Python code that a run of a model calls: what it is, and the plain values that it reads from outside."""
 
+import gc
 import sys
 import types
 from typing import Any
@@ -15,7 +16,8 @@ PINNED = {"torch", "detcompile", "sympy", "mpmath", "typing_extensions", *sys.st
 class CalledCode:
     """Entered around a run; ``lines`` then describes every function that was called, in no order.
 
-    Code of torch, of the standard library and of this package is left out.
+    Code of torch, of the standard library and of this package is left out. The garbage collector waits meanwhile: it
+    calls what has nothing to do with the run.
     """
 
     def __init__(self) -> None:
@@ -24,12 +26,16 @@ class CalledCode:
         self._read: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> "CalledCode":
+        self._collects = gc.isenabled()
+        gc.disable()
         self._before = sys.getprofile()
         sys.setprofile(self._called)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
         if event != "call":

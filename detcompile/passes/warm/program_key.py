@@ -65,8 +65,10 @@ def _lines(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: S
     for name, module in model.named_modules():
         yield [name, described.module(module)]
     called = CalledCode()
-    with torch.no_grad(), called:
-        shown = shown_by(view_of(model), run_on_two_tokens)
+    with torch.no_grad():
+        shown_by(view_of(model), run_on_two_tokens)  # what a process does once, it has done then
+        with called:
+            shown = shown_by(view_of(model), run_on_two_tokens)
     if shown is None:
         raise Undescribed("layers that do not run one after the other")
     yield hashlib.sha256(repr(shown).encode()).hexdigest()

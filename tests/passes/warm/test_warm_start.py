@@ -1,8 +1,10 @@
 """A program that an earlier compile() kept: what decides it, what it gives, and what is not believed."""
 
+import gc
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,22 @@ def test_the_key_is_the_same_at_the_first_run_and_later(name: str) -> None:
     assert first == second != between and len(first) == 64
 
 
+def test_what_the_garbage_collector_calls_is_no_part_of_the_key() -> None:
+    def collected(phase: str, info: Any) -> None:
+        times.append(time.perf_counter())
+
+    keys, times, before = [], [0.0], gc.get_threshold()
+    for threshold in (before[0], 50, 51):
+        gc.set_threshold(threshold, 2, 2)
+        gc.callbacks.append(collected)
+        try:
+            keys.append(key_of(source()))
+        finally:
+            gc.callbacks.remove(collected)
+            gc.set_threshold(*before)
+    assert len(times) > 1 and len(set(keys)) == 1 and gc.isenabled()
+
+
 def test_values_that_called_code_reads_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_cell(factor: float) -> Any:
         return key_of(_with(lambda model: _scaled(model, factor)))
@@ -288,21 +306,25 @@ def test_the_environment_can_say_no(fresh: CompiledModel, monkeypatch: pytest.Mo
 
 
 PROCESS = """
-import torch, detcompile
+import sys
 from tests.passes.warm.test_warm_start import IDS, compiled, from_the_cache, source
-print(bytes(from_the_cache(source())(IDS).logits.numpy()).hex()[:4000])
+make = {"keep": compiled, "take": from_the_cache}[sys.argv[1]]
+print(bytes(make(source())(IDS).logits.numpy()).hex()[:4000])
 """
 
 
-def test_processes_take_it_at_once(fresh: CompiledModel) -> None:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    told = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
+def test_processes_take_it_at_once(fresh: CompiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(cache_directory() / "cpu", tmp_path / "cpu")
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))  # a process that ran other tests may have other settings
+
+    def started(what: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROCESS, what]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    told = [started("keep").communicate(timeout=300)]
+    told += [process.communicate(timeout=300) for process in [started("take") for _ in range(2)]]
     expected = bytes(fresh(IDS).logits.numpy()).hex()[:4000]
-    assert [printed.strip() for printed, _ in told] == [expected] * 2
+    assert [printed.strip() for printed, _ in told] == [expected] * 3, told
 
 
 def test_the_command_lists_and_clears(fresh: CompiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@
 
 The model is the embedded one's shape with random float32 weights on a CPU, Qwen3-8B's in bf16 on a GPU. Each
 measurement is a process of its own: the first finds the caches of Inductor and detcompile empty but for the templates
-of CPUs (cold), the second takes none of the programs that the first kept (warm kernels), the third does (warm). CPU
-seconds are those of the process and its children. The logits of one call are compared by bytes between all that is
-measured of a depth; the script fails if they differ.
+of CPUs (cold), the second compiles over the kernels that the first left (warm kernels), the third takes a program that
+one between them kept (warm). CPU seconds are those of the process and its children. The logits of one call are compared
+by bytes between all that is measured of a depth; the script fails if they differ.
 
 Writes benchmarks/results/start-<device>-<commit>.json.
 """

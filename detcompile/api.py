@@ -55,7 +55,7 @@ def compile(
         replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
             of a refusal.
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
-            yes, unless DETCOMPILE_PROGRESS=0.
+            yes, unless DETCOMPILE_PROGRESS=0. Worker processes show no stages.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.

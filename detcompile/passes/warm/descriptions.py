@@ -100,7 +100,8 @@ class Descriptions:
         if isinstance(value, types.FunctionType):
             free = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             held = [[name, self.of(cell.cell_contents)] for name, cell in free]
-            return ["function", *code_lines(value.__code__), held, self.of(value.__defaults__)]
+            defaults = self.of([value.__defaults__, value.__kwdefaults__])
+            return ["function", *code_lines(value.__code__), held, defaults]
         if hasattr(value, "__dict__") and type(value).__flags__ & (1 << 9):  # of a class that Python code made
             own = {name: part for name, part in vars(value).items() if name not in VOLATILE}
             return [_class(type(value)), self.of(own)]

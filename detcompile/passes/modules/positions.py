@@ -6,6 +6,7 @@ The model runs on two equal tokens to see which. Afterwards position 0 is the ro
 """
 
 import inspect
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -83,31 +84,30 @@ def give_positions(model: PreTrainedModel) -> None:
     counting = [_replace_table(model, table) for table in tables if table.given is None]
     shift = next(iter(offsets), 0)
     if shift or counting:
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: _hand_over(args, kwargs, shift, counting), with_kwargs=True
-        )
-        model.register_forward_hook(lambda *_: _take_back(counting))
+        model.register_forward_pre_hook(partial(_hand_over, shift, counting), with_kwargs=True)
+        model.register_forward_hook(partial(_take_back, counting))
     if _has_token_types(model):
         model.register_forward_pre_hook(_give_token_types, with_kwargs=True)
 
 
 def _hand_over(
-    args: Any, kwargs: dict[str, Any], shift: int, counting: list[GivenPositions]
+    shift: int, counting: list[str], model: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
+    """Leave the positions in the tables of ``model``, by name: a copy of the model is called with this hook too."""
     positions = kwargs.get("position_ids")
     if positions is None:
         return args, kwargs
-    for table in counting:
-        table.position_ids = positions
+    for name in counting:
+        model.get_submodule(name).position_ids = positions
     if counting:
         return args, {name: given for name, given in kwargs.items() if name != "position_ids"}
     return args, {**kwargs, "position_ids": positions + shift}
 
 
-def _take_back(counting: list[GivenPositions]) -> None:
+def _take_back(counting: list[str], model: nn.Module, *_: Any) -> None:
     """A call leaves nothing behind."""
-    for table in counting:
-        table.position_ids = None
+    for name in counting:
+        model.get_submodule(name).position_ids = None
 
 
 def _has_token_types(model: PreTrainedModel) -> bool:
@@ -122,7 +122,8 @@ def _give_token_types(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     return args, {**kwargs, "token_type_ids": torch.zeros_like(kwargs["input_ids"]) if given is None else given}
 
 
-def _replace_table(model: PreTrainedModel, table: PositionTable) -> GivenPositions:
+def _replace_table(model: PreTrainedModel, table: PositionTable) -> str:
+    """Put GivenPositions in the place of a table, whose name is returned."""
     parent, _, leaf = table.name.rpartition(".")
     module = model.get_submodule(table.name)
     outputs: list[Tensor] = []
@@ -133,9 +134,8 @@ def _replace_table(model: PreTrainedModel, table: PositionTable) -> GivenPositio
     rows = [output.reshape(-1, expected.shape[1]) for output in outputs if isinstance(output, Tensor)]
     if len(outputs) != 1 or len(rows) != 1 or not torch.equal(rows[0], expected):
         raise UnsupportedModel(f"{table.name}: positions of {type(module).__name__} are not rows of its table")
-    given = GivenPositions(module.weight, table.first)
-    setattr(model.get_submodule(parent), leaf, given)
-    return given
+    setattr(model.get_submodule(parent), leaf, GivenPositions(module.weight, table.first))
+    return table.name
 
 
 def _rows_read(model: PreTrainedModel, positions: tuple[int, int] | None) -> dict[Tensor, tuple[int, int]]:

@@ -8,6 +8,7 @@ from detcompile import InvalidInput, UnsupportedModel
 from detcompile.api import compile
 from detcompile.passes.capture import probe_attention
 from detcompile.passes.modules.positions import PositionTable, give_positions, position_tables
+from detcompile.passes.programs.layer_views import view_of
 from tests.model_cases import VOCAB_SIZE, random_model
 
 DECODER = {"is_decoder": True, "max_position_embeddings": 64}
@@ -38,6 +39,8 @@ def test_positions_from_zero_mean_what_the_model_means(name: str) -> None:
         assert torch.equal(model(input_ids=IDS, position_ids=positions, use_cache=False).logits, expected)
         moved = model(input_ids=IDS, position_ids=positions + 7, use_cache=False).logits
         assert (moved - expected).abs().max() > 1e-3  # not the columns
+        view = view_of(model)  # of modules of its own, with hooks that are the model's
+        assert torch.equal(view(input_ids=IDS, position_ids=positions + 7, use_cache=False).logits, moved)
 
 
 def test_rotary_models_have_no_table() -> None:

@@ -254,7 +254,7 @@ def _kept_or_compiled(
 ) -> _Program:
     """The program that an earlier start kept, or one that is compiled now and then kept."""
     key = None
-    if programs_kept() and not seen.states and not shared and next(model.parameters()).device.type == "cpu":
+    if programs_kept() and not seen.states and not shared:
         with stage("look for a kept program") as looking:
             key = program_key(model, numerics, max_context, seen)
             found = None if key is None else take_program(key, model, seen)

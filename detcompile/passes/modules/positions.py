@@ -98,7 +98,8 @@ def _hand_over(
     if positions is None:
         return args, kwargs
     for name in counting:
-        model.get_submodule(name).position_ids = positions
+        table: Any = model.get_submodule(name)
+        table.position_ids = positions
     if counting:
         return args, {name: given for name, given in kwargs.items() if name != "position_ids"}
     return args, {**kwargs, "position_ids": positions + shift}
@@ -107,7 +108,8 @@ def _hand_over(
 def _take_back(counting: list[str], model: nn.Module, *_: Any) -> None:
     """A call leaves nothing behind."""
     for name in counting:
-        model.get_submodule(name).position_ids = None
+        table: Any = model.get_submodule(name)
+        table.position_ids = None
 
 
 def _has_token_types(model: PreTrainedModel) -> bool:

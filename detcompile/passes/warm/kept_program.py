@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, maybe_realign_inputs
+from torch._inductor.utils import BoxedBool
+from torch.utils._ordered_set import OrderedSet
 from transformers import PreTrainedModel
 
 from detcompile.errors import DetcompileError
@@ -110,15 +112,18 @@ def take_program(key: str, model: PreTrainedModel, seen: Seen) -> TakenProgram |
 
 
 def _revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..., Any]]:
-    direct_ops()  # which its code calls by their names
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        direct_ops()  # which its code calls by their names
     program: KeptProgram = pickle.loads(content)
     for graph in program.graphs:
         graph.after_deserialization(CompiledFxGraphConstants())
+        maybe_realign_inputs(BoxedBool(False), graph, graph.inputs_to_check, OrderedSet(graph.mutated_input_idxs))
     runs = {region: program.graphs[number] for region, number in program.runs.items()}
     whole = LayeredProgram(runs, program.shared, program.unrolled)
     held = named_weights(model, every_name=True)
     fixed = [_weight([held[name] for name in names]) for names in program.weights]
-    run = in_float_mode(whole, next(model.parameters()).device, torch.get_num_threads())
+    run = in_float_mode(whole, device, torch.get_num_threads())
     return program, bind(run, Binding(fixed, program.of_step))
 
 

@@ -76,7 +76,7 @@ def _lines(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: S
 
 
 def _machine(device: torch.device) -> list[str]:
-    found = [platform.machine(), str(device), cpu_library.isa(), str(pick_vec_isa())]
-    if device.type == "cuda":
-        found += [torch.cuda.get_device_name(device), str(torch.cuda.get_device_capability(device))]
-    return found
+    if device.type == "cpu":
+        return [platform.machine(), "cpu", cpu_library.isa(), str(pick_vec_isa())]
+    capability = torch.cuda.get_device_capability(device)
+    return [platform.machine(), str(device), torch.cuda.get_device_name(device), str(capability)]

@@ -79,10 +79,12 @@ class Gate(Generic[P, S]):
         Raises:
             ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
         """
+        found = self._chosen.get((problem, device))
+        if found is not None:
+            return found
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._recall(problem, device)
-        found = self._chosen.get((problem, device))
-        return self._choose(problem, device) if found is None else found
+        return self._choose(problem, device)
 
     def tune(self, problem: P, device: torch.device, seconds: Callable[[S], float]) -> S:
         """Times every admitted schedule; later launches of the problem take the winner."""

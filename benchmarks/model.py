@@ -322,6 +322,7 @@ def main() -> None:
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # cold
+    os.environ["DETCOMPILE_KEEP_PROGRAMS"] = "0"
     for part in parts:
         PARTS[part](arguments.layers, keep, has)
         gc.collect()

@@ -74,7 +74,7 @@ class Gate(Generic[P, S]):
     _chosen: dict[tuple[P, torch.device], S] = field(default_factory=dict, init=False)
 
     def schedule(self, problem: P, device: torch.device) -> S:
-        """The schedule of a launch: chosen at its problem's first launch; a capture before it recalls one of another size.
+        """The schedule of a launch: chosen at its problem's first launch, or recalled in a capture before it.
 
         Raises:
             ScheduleError: during CUDA graph capture, if no launch of this problem came before it.

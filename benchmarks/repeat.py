@@ -32,7 +32,7 @@ import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.model import build
 from detcompile import CompiledModel, SamplingParams
-from detcompile.api import TINY_FOLDER
+from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.engine_config import EngineConfig
 
 __all__ = ["Workload", "agreement", "left_padded", "repeat_ours", "repeat_plain"]

@@ -43,7 +43,7 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
 
     import detcompile
     from benchmarks.model import build
-    from detcompile.api import TINY_FOLDER
+    from detcompile.models.hub import TINY_FOLDER
     from detcompile.passes import lowering
     from detcompile.templates import cpp_dispatch
     from detcompile.templates.cpu import library

@@ -35,7 +35,7 @@ import detcompile
 from benchmarks.cpu import cpu_name
 from benchmarks.repeat import left_padded
 from detcompile import SamplingParams
-from detcompile.api import TINY_FOLDER
+from detcompile.models.hub import TINY_FOLDER
 from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.runtime.engine_config import EngineConfig
 

@@ -6,26 +6,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.executors.description import ParameterCount
 from detcompile.executors.lowered_module import executor_of
-from detcompile.models.checkpoints import load_checkpoint, require_json
 from detcompile.models.compiled import CompiledModel
+from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.positions import position_tables
-from detcompile.progress import shown, stage
-from detcompile.weights import named_weights
+from detcompile.progress import shown
 
-__all__ = ["TINY", "compile", "compile_here", "load_model"]
-
-TINY = "tiny"  # the name of the embedded model
-TINY_FOLDER = Path(__file__).parent / TINY
-EMBEDDED = {TINY: TINY_FOLDER, "tiny-draft": TINY_FOLDER / "draft"}  # the second drafts for the first
+__all__ = ["compile", "compile_here", "load_model"]
 
 
 def compile(
@@ -37,13 +33,19 @@ def compile(
     tp_group: ProcessGroup | None = None,
     replicate_attention: bool = False,
     progress: bool | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
 ) -> CompiledModel:
     """Compile a causal LM so that each row's bits depend on the weights and on that row's own tokens.
 
     Args:
-        model: a Hugging Face causal LM in eval mode, on the device and in the dtype it shall serve in; or a local
-            folder of one; or "tiny", or its draft model "tiny-draft". A module is changed in place and belongs to the
-            result afterwards, also if it is refused: load it again then.
+        model: a name, as ``load_model`` takes it: a local folder, the id of a repository on the Hugging Face Hub, or
+            "tiny", or its draft model "tiny-draft"; or a Hugging Face causal LM in eval mode, on the device and in the
+            dtype it shall serve in. A module is changed in place and belongs to the result afterwards, also if it is
+            refused: load it again then.
         tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
             result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
             process then calls compile() with the same whole model and keeps its share of it, and from then on all of
@@ -55,7 +57,10 @@ def compile(
         replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
             of a refusal.
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
-            yes, unless DETCOMPILE_PROGRESS=0. Worker processes show no stages.
+            yes, unless DETCOMPILE_PROGRESS=0. Worker processes show no stages. What is fetched from the Hub has
+            Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
+        dtype, device, revision, token, trust_remote_code: how to load a model that is given by its name, as
+            ``load_model`` takes them. Refused with a module.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
@@ -67,15 +72,20 @@ def compile(
     numerics = numerics or Numerics()
     if tp not in numerics.tp_sizes:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
+    how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
+    how["trust_remote_code"] = trust_remote_code
+    with shown(progress):
+        given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
     if tp > 1 and tp_group is None and not dist.is_initialized():
         options = {"replicate_attention": replicate_attention}
-        return compile_in_workers(model, tp=tp, numerics=numerics, max_context=max_context, options=options)
+        return compile_in_workers(given, tp=tp, numerics=numerics, max_context=max_context, options=options)
     with shown(progress):
-        return compile_here(model, tp, numerics, max_context, tp_group, replicate_attention)
+        module = given.on(given.device) if isinstance(given, Load) else given
+        return compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
 
 
 def compile_here(
-    model: PreTrainedModel | str | Path,
+    model: PreTrainedModel,
     tp: int,
     numerics: Numerics,
     max_context: int | None = None,
@@ -89,10 +99,10 @@ def compile_here(
         on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
     """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
-    loaded = load_model(model) if isinstance(model, (str, Path)) else model
-    context = _context(loaded, max_context)
-    lowered = lower(loaded, numerics, context, ranks, replicate_attention, on_read)
-    compiled = CompiledModel(executor_of(loaded, lowered, numerics, ranks))
+    context = _context(model, max_context)
+    parameters = ParameterCount.of(model)
+    lowered = lower(model, numerics, context, ranks, replicate_attention, on_read)
+    compiled = CompiledModel(executor_of(model, lowered, numerics, parameters, ranks))
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)
     return compiled
@@ -120,48 +130,35 @@ def load_model(
     name: str | Path,
     *,
     random: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM from a local folder, "tiny" or "tiny-draft".
+    """A causal LM by its name, in eval mode.
+
+    From the Hugging Face Hub the config, the tokenizer and the weights (.safetensors, or .bin where there are none) are
+    fetched into Hugging Face's cache. Without a network, or with HF_HUB_OFFLINE=1, the cache alone is used. The commit
+    of what was loaded is ``model.config._commit_hash``.
 
     Args:
-        random: the folder's (or file's) config with random weights.
-        dtype: default: the checkpoint's own. device: default: a GPU if there is one.
+        name: a local folder; or the id of a repository on the Hub, such as "Qwen/Qwen3-0.6B"; or "tiny", the embedded
+            model, or "tiny-draft". A path that exists is taken before an id.
+        random: take the config of ``name`` (or of a file) with random weights.
+        dtype: a dtype or its name; None and "auto" take the checkpoint's own.
+        device: where to load it; None takes a GPU if there is one.
+        revision: branch, tag or commit on the Hub; None takes the main branch.
+        token: access token of the Hub; None takes HF_TOKEN, or the one that `hf auth login` keeps.
+        trust_remote_code: run the Python code that the checkpoint brings, if it does. What needs it is refused
+            otherwise.
 
     Raises:
-        InvalidInput: no such model, a file that is missing or damaged, or a weight that no file has.
+        InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not
+            trusted; of the Hub: no such repository or revision, a gated one, no network and not in the cache.
+        StorageError: the Hub's cache cannot be written.
     """
-    path = EMBEDDED.get(str(name)) or Path(name)
-    if not path.exists():
-        embedded = " or ".join(map(repr, EMBEDDED))
-        raise InvalidInput(f"{name}: no such folder; give a local Hugging Face model folder, or {embedded}")
-    device = _device(device)
-    with stage(f"load {path.name}") as loading:
-        model = _random_model(path, dtype, device) if random else load_checkpoint(path, dtype).to(device).eval()
-        num_bytes = sum(tensor.nbytes for tensor in named_weights(model).values())
-        loading.becomes(f"load {path.name}, {num_bytes / 1e9:.2f} GB")
-    return model
-
-
-def _random_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    require_json(path.parent, [path.name]) if path.is_file() else require_json(path, ["config.json"])
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32).eval()
-    except MemoryError:
-        raise
-    except Exception as error:  # a config may say anything
-        raise InvalidInput(f"{path} is no config of a causal LM: {type(error).__name__}: {error}") from error
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InvalidInput(f"device={device!r}: give cpu or cuda") from error
-    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
-        raise InvalidInput(f"device={device!r}: give cpu, or cuda where there is a CUDA GPU")
-    return chosen
+    how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
+    how["trust_remote_code"] = trust_remote_code
+    load = find(name, random=random, **how)
+    return load.on(load.device)

@@ -12,7 +12,7 @@ from rich.status import Status
 
 from detcompile import config
 
-__all__ = ["Listener", "Stage", "listening", "shown", "stage"]
+__all__ = ["Listener", "Stage", "aside", "listening", "shown", "stage"]
 
 
 class Listener(Protocol):
@@ -55,6 +55,20 @@ def stage(text: str) -> Iterator[Stage]:
 
 
 @contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Leave the terminal's line to what shows a progress of its own."""
+    listener = _listener.get()
+    if not isinstance(listener, _Spinner):
+        yield
+        return
+    listener.status.stop()
+    try:
+        yield
+    finally:
+        listener.status.start()
+
+
+@contextlib.contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
     """Tell this listener of the stages within, and no other; None for nobody."""
     before = _listener.set(listener)
@@ -90,10 +104,10 @@ class _Spinner:
     """Of a terminal: what is under way, in one line that goes when the call ends."""
 
     def __init__(self, status: Status) -> None:
-        self._status = status
+        self.status = status
 
     def begins(self, text: str) -> None:
-        self._status.update(f"detcompile: {text}")
+        self.status.update(f"detcompile: {text}")
 
     def ended(self, text: str, seconds: float) -> None:
         pass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from detcompile.api import compile_here, load_model
+from detcompile.api import compile_here
 from detcompile.config import settle_symmetric_memory
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
@@ -186,8 +186,8 @@ def load_for_rank(plan: RankPlan, device: torch.device) -> PreTrainedModel:
     compile() then cuts each weight and moves the share. So a rank reads what it keeps and what the fingerprint hashes,
     the ranks share the file's pages, and no device ever holds the whole model.
     """
-    if plan.path is not None:
-        module = load_model(plan.path, device="cpu")
+    if plan.load is not None:
+        module = plan.load(torch.device("cpu"))
     elif plan.file is not None:
         module = torch.load(f"/dev/fd/{plan.file}", map_location="cpu", mmap=True, weights_only=False)
     else:

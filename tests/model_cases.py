@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, Numerics
-from detcompile.api import EMBEDDED
+from detcompile.models.hub import EMBEDDED
 from detcompile.passes import lowering
 from detcompile.passes.programs.plain import run_plainly
 

@@ -1,10 +1,13 @@
 """What an archive's manifest says of the model: written by export, read by load."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from detcompile.archives.archive import EXTRA
 from detcompile.executors.description import ModelDescription
@@ -14,9 +17,9 @@ from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.kv.kv_cache import KVShape
 from detcompile.step import KVGroup, StateShape, StepInputs
 
-__all__ = ["CERTIFICATE", "FORMAT", "KERNELS", "TOKENIZER", "facts_of", "read_sizes"]
+__all__ = ["CERTIFICATE", "FORMAT", "KERNELS", "TOKENIZER", "facts_of", "read_config", "read_sizes"]
 
-FORMAT = 3
+FORMAT = 4
 CERTIFICATE, KERNELS, TOKENIZER = (f"{EXTRA}/{name}" for name in ("certificate.json", "cpu", "tokenizer"))
 
 
@@ -36,12 +39,32 @@ def facts_of(
         "dtype": str(sizes.dtype).removeprefix("torch."),
         "num_token_ids": sizes.num_token_ids,
         "num_logits": sizes.num_logits,
-        "eos_token_ids": list(stop_tokens(model.module, None)),
-        "pad_token_id": getattr(getattr(model.module, "generation_config", None), "pad_token_id", None),
+        "name_or_path": model.module.name_or_path,
+        "num_parameters": list(model.parameters),
+        "config": _plain(model.module.config.to_dict()),
+        "generation_config": _plain(_generation_config(model.module)),
         "kv_shapes": [list(shape) for shape in sizes.kv_shapes],
         "state_shapes": [[list(state.shape), state.float32] for state in sizes.state_shapes],
         "kv_groups": [[list(group.layers), group.window] for group in sizes.kv_groups],
     }
+
+
+def read_config(known: Mapping[str, Any]) -> PretrainedConfig:
+    """A model's config; one without the attributes of its class where transformers has none for it."""
+    kind = known.get("model_type")
+    own = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 - its get() finds none
+    return own.from_dict(dict(known))
+
+
+def _generation_config(module: Any) -> dict[str, Any]:
+    """What ``generation_config`` says, with end tokens that are checked; nothing where there is none."""
+    config = getattr(module, "generation_config", None)
+    return {} if config is None else config.to_dict() | {"eos_token_id": list(stop_tokens(module, None)) or None}
+
+
+def _plain(values: dict[str, Any]) -> Any:
+    """Values as JSON has them."""
+    return json.loads(json.dumps(values, default=str))
 
 
 def read_sizes(facts: Mapping[str, Any]) -> ModelFacts:

@@ -127,6 +127,11 @@ def _kv_shape(value: object) -> bool:
     return isinstance(value, list) and len(value) == 3 and _features(value)
 
 
+def _whole(value: object) -> bool:
+    """Nothing, or an integer of either sign."""
+    return value is None or (type(value) is int and -MOST < value < MOST)
+
+
 def _optional(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -169,8 +174,12 @@ MODEL: dict[str, Check] = {
     "dtype": lambda value: value in DTYPES,
     "num_token_ids": _positive,
     "num_logits": _positive,
-    "eos_token_ids": _list(_count),
-    "pad_token_id": _optional(lambda value: type(value) is int and -MOST < value < MOST),
+    "name_or_path": _text,
+    "num_parameters": lambda value: _list(_count)(value) and len(value) == 2,
+    "config": _dict,  # transformers looks at it itself
+    "generation_config": lambda value: (
+        _dict(value) and _optional(_list(_count))(value.get("eos_token_id")) and _whole(value.get("pad_token_id"))
+    ),
     "kv_shapes": _list(_kv_shape),
     "state_shapes": _pairs(_features, _flag),
     "kv_groups": _pairs(_some(_count), _optional(_count)),

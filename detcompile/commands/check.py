@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from detcompile.commands.certificate_page import certificate_page, refusal_page
-from detcompile.commands.options import Device, Dtype, Json, Model, Random, TpSizes, compile_model, sizes
+from detcompile.commands.options import Json, Loading, Model, Random, compile_model
 from detcompile.commands.text_files import require_place, write_text_file
-from detcompile.commands.verification import ModelSpec
 from detcompile.errors import DetcompileError
 
 __all__ = ["command"]
@@ -19,16 +18,15 @@ def command(
     model: Model,
     json_output: Json = False,
     random: Random = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    tp_sizes: TpSizes = "1,2,4,8",
+    *,
+    loading: Loading,
     html: Annotated[Path | None, typer.Option(help="Also write it, or the refusal, as a page to this file.")] = None,
 ) -> None:
     """Print the certificate: every operation, its place in the model's source, its class, order and proof."""
     if html is not None:
         require_place(html, "--html")
     try:
-        compiled = compile_model(ModelSpec(model, random, dtype, device, sizes(tp_sizes)))
+        compiled = compile_model(loading.spec(model, random))
     except DetcompileError as error:
         if html is not None:
             write_text_file(html, refusal_page(error, title=Path(model).name))

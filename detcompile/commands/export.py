@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.options import Device, Dtype, Model, Random, TpSizes, compile_model, progress_bar, sizes
-from detcompile.commands.verification import ModelSpec
+from detcompile.commands.options import Loading, Model, Random, compile_model, progress_bar
 from detcompile.exporting import export, require_target
 
 __all__ = ["command"]
@@ -18,13 +17,12 @@ def command(
     beside: Annotated[bool, typer.Option("--beside", help="Weights in a .safetensors next to it, not inside.")] = False,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the model, here and where it is loaded.")] = 1,
     random: Random = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    tp_sizes: TpSizes = "1,2,4,8",
+    *,
+    loading: Loading,
 ) -> None:
     """Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."""
     require_target(path)
-    compiled = compile_model(ModelSpec(model, random, dtype, device, sizes(tp_sizes)), tp)
+    compiled = compile_model(loading.spec(model, random), tp)
     with progress_bar() as progress:
         progress.add_task(f"exporting to {path.name}", total=None)
         export(compiled, path, weights="beside" if beside else "inside")

@@ -11,18 +11,14 @@ import typer
 from rich.console import Console
 
 from detcompile.commands.options import (
-    Device,
-    Dtype,
+    Loading,
     Model,
     Random,
-    TpSizes,
     compile_model,
     logs,
     progress_bar,
-    sizes,
 )
 from detcompile.commands.text_files import read_input, read_text_file
-from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
@@ -94,9 +90,7 @@ def command(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, a line each.")] = False,
     serving: Serving,
     random: Random = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    tp_sizes: TpSizes = "1,2,4,8",
+    loading: Loading,
 ) -> None:
     """Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."""
     if sampling.logprobs is not None and not json_output:
@@ -104,7 +98,7 @@ def command(
     asked = read_prompts(prompts or [], file)
     params = sampling.params()
     config = serving.config(params.n * len(asked))
-    compiled = compile_model(ModelSpec(model, random, dtype, device, sizes(tp_sizes)))
+    compiled = compile_model(loading.spec(model, random))
     engine = compiled.engine(config)
     stream = len(asked) == 1 and params.n == 1 and not json_output and sys.stdout.isatty()
     each = with_own_seeds(params, len(asked))

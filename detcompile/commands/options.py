@@ -4,7 +4,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -13,18 +13,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from detcompile.api import TINY
 from detcompile.commands.verification import ModelSpec
 from detcompile.models.compiled import CompiledModel
+from detcompile.models.hub import TINY
 from detcompile.progress import shown
 
 __all__ = [
     "Device",
-    "Dtype",
     "Json",
+    "Loading",
     "Model",
     "Random",
-    "TpSizes",
     "add_columns",
     "compile_model",
     "logs",
@@ -36,13 +35,33 @@ __all__ = [
 logs = Console(stderr=True)
 
 Model = Annotated[
-    str, typer.Argument(help=f"A local Hugging Face model folder, '{TINY}' (the embedded model), or an exported .pt2.")
+    str,
+    typer.Argument(
+        help="A local Hugging Face model folder, an id on the Hugging Face Hub such as Qwen/Qwen3-0.6B,"
+        f" '{TINY}' (the embedded model), or an exported .pt2."
+    ),
 ]
-Random = Annotated[bool, typer.Option("--random", help="Random weights for the folder's config.json.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
+Random = Annotated[bool, typer.Option("--random", help="Random weights for the model's config.json.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-TpSizes = Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Options of how MODEL is loaded, by the names that load_model has for them."""
+
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
+    device: Device = None
+    tp_sizes: Annotated[str, typer.Option(help="Declared tensor-parallel sizes.")] = "1,2,4,8"
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
+    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint brings.")
+    ] = False
+
+    def spec(self, model: str, random: bool = False) -> ModelSpec:
+        """The model of this name, loaded so."""
+        return ModelSpec(model, random, **asdict(self) | {"tp_sizes": sizes(self.tp_sizes)})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,18 +1,17 @@
 """`detcompile tune-speculation`: drafts tried on code and on prose, as a table, JSON and a plot."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from detcompile.commands.options import Device, Dtype, Json, Model, TpSizes, compile_model, logs, progress_bar, sizes
+from detcompile.commands.options import Json, Loading, Model, compile_model, logs, progress_bar, sizes
 from detcompile.commands.text_files import require_place, write_text_file
 from detcompile.commands.tuning.draft_trials import Trial, Workload, advice, tune_speculation
 from detcompile.commands.tuning.report import advice_text, read_text, speedup_plot, trials_table
-from detcompile.commands.verification import ModelSpec
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
@@ -24,7 +23,7 @@ KINDS = ("code", "prose")
 def command(
     model: Model,
     draft: Annotated[
-        str | None, typer.Option(help="Folder of a smaller model, same tokenizer; or 'tiny-draft'.")
+        str | None, typer.Option(help="A smaller model, same tokenizer: folder, Hub id (main), 'tiny-draft'.")
     ] = None,
     code: Annotated[Path | None, typer.Option(help="Text to cut code prompts from; default: this package's.")] = None,
     prose: Annotated[Path | None, typer.Option(help="The same for prose; default: docstrings of this package.")] = None,
@@ -36,14 +35,13 @@ def command(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind, of which the fastest counts.")] = 2,
     plot: Annotated[Path, typer.Option(help="Where the plot is written.")] = Path("speculation.svg"),
     json_output: Json = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    tp_sizes: TpSizes = "1,2,4,8",
+    *,
+    loading: Loading,
 ) -> None:
     """Try drafts on code and on prose: what is fastest, and what another draft model would have to be."""
     require_place(plot, "--plot")
-    target = compile_model(ModelSpec(model, False, dtype, device, sizes(tp_sizes)))
-    small = None if draft is None else compile_model(ModelSpec(draft, False, dtype, device, sizes(tp_sizes)))
+    target = compile_model(loading.spec(model))
+    small = None if draft is None else compile_model(replace(loading, revision=None).spec(draft))
     texts = zip(KINDS, (code, prose), strict=True)
     workloads = [Workload.of(kind, read_text(kind, file), target, batch, prompt_tokens) for kind, file in texts]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0, ignore_eos=True)

@@ -10,20 +10,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from detcompile.api import TINY, TINY_FOLDER, compile, load_model
+from detcompile.api import compile, load_model
 from detcompile.commands.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
 from detcompile.config import environment_without_programs
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.exporting import export
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.exported import load
+from detcompile.models.hub import EMBEDDED, TINY, TINY_FOLDER
 from detcompile.models.remote import RemoteModel
 from detcompile.orders.numerics import Numerics
 
@@ -56,6 +57,9 @@ class ModelSpec:
     dtype: str | None = None
     device: str | None = None
     tp_sizes: tuple[int, ...] = Numerics().tp_sizes
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
 
     def compile(self, tp: int = 1) -> CompiledModel:
         """Load and compile; with ``tp`` above 1, in so many worker processes."""
@@ -63,12 +67,25 @@ class ModelSpec:
             return self._load(tp)
         if self.dtype and self.dtype not in DTYPES:
             raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
-        dtype = getattr(torch, self.dtype) if self.dtype else None
-        model = load_model(self.name, random=self.random, dtype=dtype, device=self.device)
+        model = load_model(
+            self.name,
+            random=self.random,
+            dtype=self.dtype,
+            device=self.device,
+            revision=self.revision,
+            token=self.token,
+            trust_remote_code=self.trust_remote_code,
+        )
         return compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
 
+    def pinned(self, model: CompiledModel) -> "ModelSpec":
+        """The same, of the commit on the Hub that ``model`` is of."""
+        commit = None if Path(self.name).exists() or self.name in EMBEDDED else model.config._commit_hash
+        return self if commit is None else replace(self, revision=commit)
+
     def _load(self, tp: int) -> CompiledModel:
-        if self.random or self.dtype or self.device or tp > 1 or tuple(self.tp_sizes) != Numerics().tp_sizes:
+        settled = replace(self, name="", tp_sizes=tuple(self.tp_sizes), token=None) == ModelSpec("") and tp == 1
+        if not settled:
             raise InvalidInput(f"{self.name} was compiled before: its weights, dtype, device and sizes are settled")
         return load(self.name)
 
@@ -124,7 +141,7 @@ def verify(
             that came from an archive.
     """
     require_axes(axes, model.device.type)
-    prompts = prompts_for(model, spec, seed)
+    prompts, spec = prompts_for(model, spec, seed), spec.pinned(model)
     results = {}
     for axis in axes:
         if axis == TP:

@@ -10,18 +10,15 @@ from rich.table import Table
 
 from detcompile.commands.axes import AxisResult
 from detcompile.commands.options import (
-    Device,
-    Dtype,
     Json,
+    Loading,
     Model,
     Random,
-    TpSizes,
     add_columns,
     compile_model,
     progress_bar,
-    sizes,
 )
-from detcompile.commands.verification import ModelSpec, available_axes, require_axes, verify
+from detcompile.commands.verification import available_axes, require_axes, verify
 
 __all__ = ["command"]
 
@@ -31,14 +28,13 @@ def command(
     axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all but tp and export.")] = None,
     json_output: Json = False,
     random: Random = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    tp_sizes: TpSizes = "1,2,4,8",
+    *,
+    loading: Loading,
     configurations: Annotated[int, typer.Option(min=2, help="Configurations an axis, for each of two prompts.")] = 6,
     seed: Annotated[int, typer.Option(help="Of the configurations drawn.")] = 0,
 ) -> None:
     """Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails."""
-    spec = ModelSpec(model, random, dtype, device, sizes(tp_sizes))
+    spec = loading.spec(model, random)
     chosen = axes.split(",") if axes else None
     require_axes(chosen or ())  # before the time that compiling takes
     compiled = compile_model(spec)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch._export.serde.schema import ScalarType
 from torch.torch_version import TorchVersion
+from transformers import GenerationConfig
 
 from detcompile.archives.archive import Archive, library_folder
 from detcompile.archives.certificates import read_certificate
-from detcompile.archives.description import CERTIFICATE, TOKENIZER, read_sizes
+from detcompile.archives.description import CERTIFICATE, TOKENIZER, read_config, read_sizes
 from detcompile.errors import InvalidInput
-from detcompile.executors.description import ModelDescription
+from detcompile.executors.description import ModelDescription, ParameterCount
 from detcompile.executors.live_weights import LiveWeights
 from detcompile.executors.local import LocalExecutor
 from detcompile.orders.numerics import Numerics
@@ -105,14 +106,19 @@ def _unpacked(archive: Archive, library: str) -> "tempfile.TemporaryDirectory[st
 
 def _described(archive: Archive, folder: "tempfile.TemporaryDirectory[str]") -> ModelDescription:
     facts = archive.facts
-    ends = SimpleNamespace(eos_token_id=facts["eos_token_ids"], pad_token_id=facts["pad_token_id"])
     numerics = Numerics(**facts["numerics"])
     return ModelDescription(
-        module=SimpleNamespace(generation_config=ends, name_or_path=str(Path(folder.name, TOKENIZER))),
+        module=SimpleNamespace(
+            config=read_config(facts["config"]),
+            generation_config=GenerationConfig.from_dict(facts["generation_config"]),
+            name_or_path=facts["name_or_path"],
+            tokenizer_folder=str(Path(folder.name, TOKENIZER)),
+        ),
         numerics=numerics,
         certificate=read_certificate(json.loads(archive.read(CERTIFICATE)), numerics),
         program=facts["fingerprint_parts"].get("program", ""),
         facts=read_sizes(facts),
+        parameters=ParameterCount(*facts["num_parameters"]),
     )
 
 

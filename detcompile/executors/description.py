@@ -2,13 +2,28 @@
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
 
-__all__ = ["ModelDescription"]
+__all__ = ["ModelDescription", "ParameterCount"]
+
+
+class ParameterCount(NamedTuple):
+    """Elements of a model's parameters, shared ones once, as its checkpoint stores them."""
+
+    total: int
+    embeddings: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ParameterCount":
+        """The count of a whole module."""
+        tables = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)}
+        return cls(sum(each.numel() for each in module.parameters()), sum(each.numel() for each in tables))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +31,13 @@ class ModelDescription:
     """What is known of a compiled model, wherever it runs.
 
     Attributes:
-        module: the Hugging Face module; where that is not in this process, what stands for it: its
-            ``generation_config`` and ``name_or_path``, and its ``config`` unless it came from an archive.
+        module: the Hugging Face module; where that is not in this process, what stands for it: its ``config``,
+            ``generation_config`` and ``name_or_path``; and of an archive the ``tokenizer_folder``.
         numerics: the declared orders.
         certificate: the proof.
         program: digest of the certified graph, over the whole weights.
         facts: the model's sizes; where ranks share it, the first rank's.
+        parameters: how many parameters the whole model has.
     """
 
     module: Any
@@ -29,11 +45,12 @@ class ModelDescription:
     certificate: Certificate
     program: str
     facts: ModelFacts
+    parameters: ParameterCount
 
     def elsewhere(self) -> "ModelDescription":
         """The same for a process that does not hold the module."""
         module = SimpleNamespace(
-            config=getattr(self.module, "config", None),
+            config=self.module.config,
             generation_config=getattr(self.module, "generation_config", None),
             name_or_path=self.module.name_or_path,
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from detcompile.errors import InvalidInput
-from detcompile.executors.description import ModelDescription
+from detcompile.executors.description import ModelDescription, ParameterCount
 from detcompile.executors.fingerprints import fingerprint_parts
 from detcompile.executors.live_weights import LiveWeights
 from detcompile.executors.local import LocalExecutor
@@ -25,11 +25,16 @@ __all__ = ["LoweredModule", "executor_of"]
 
 
 def executor_of(
-    module: PreTrainedModel, lowered: Lowered, numerics: Numerics, ranks: TensorParallel | None = None
+    module: PreTrainedModel,
+    lowered: Lowered,
+    numerics: Numerics,
+    parameters: ParameterCount,
+    ranks: TensorParallel | None = None,
 ) -> LocalExecutor:
     """What runs a module that was lowered in this process.
 
     Args:
+        parameters: parameters that the module had before it was lowered.
         ranks: the ranks that share the module.
     """
     description = ModelDescription(
@@ -38,6 +43,7 @@ def executor_of(
         certificate=lowered.certificate,
         program=lowered.program,
         facts=lowered.facts,
+        parameters=parameters,
     )
     held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
     weights = LiveWeights(held, partial(held, every_name=True), whole=lowered.whole_weights, is_share=ranks is not None)
@@ -82,7 +88,7 @@ class LoweredModule:
             known = self.description
             view = layers_of(known.module, layers)
             lowered = lower_view(view, known.numerics, known.facts.max_context)
-            self._parts[layers] = executor_of(view, lowered, known.numerics)
+            self._parts[layers] = executor_of(view, lowered, known.numerics, ParameterCount.of(view))
         return self._parts[layers]
 
     @cached_property

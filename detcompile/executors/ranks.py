@@ -26,7 +26,7 @@ class RankPlan(NamedTuple):
     device_type: str
     num_threads: int
     options: Mapping[str, Any]  # of compile(), handed on
-    path: str | None = None  # of the model's folder
+    load: Callable[[torch.device], PreTrainedModel] | None = None  # what loads a model that was given by its name
     file: int | None = None  # descriptor of a saved module
     build: Callable[[], PreTrainedModel] | None = None  # what else makes the module, on the rank's device
     archive: str | None = None  # that export wrote, which each rank loads instead

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.passes.modules.quantized_checkpoints import load_quantized, quantization_of
 
-__all__ = ["load_checkpoint", "load_tokenizer", "require_json"]
+__all__ = ["WEIGHTS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust"]
 
 SETTINGS = ("config.json", "generation_config.json")  # transformers goes on without a corrupted second
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
@@ -24,23 +26,27 @@ AGAIN = "fetch the checkpoint again"
 MOST_NAMED = 8
 
 
-def load_checkpoint(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_checkpoint(path: Path, dtype: torch.dtype | None, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal LM of a folder, on the CPU, every weight of it from the folder's files.
 
     Args:
         dtype: default: the checkpoint's own.
+        trust_remote_code: run the Python code that the folder brings, if it does.
 
     Raises:
-        InvalidInput: a file is missing, cut short or corrupted, which is named; or a weight is in none of them.
+        InvalidInput: a file is missing, cut short or corrupted, which is named; or a weight is in none of them; or code
+            would run that is not trusted.
         UnsupportedModel: quantised in a way that is not read.
     """
     require_json(path, SETTINGS)
+    require_trust(path / "config.json", trust_remote_code)
     for file in _weight_files(path):
         _require_whole(file)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        reading = {"local_files_only": not trust_remote_code, "trust_remote_code": trust_remote_code}
+        config = AutoConfig.from_pretrained(path, **reading)
         settings = quantization_of(config)
-        options: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True}
+        options: dict[str, Any] = {"dtype": dtype or "auto", **reading}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below, by name
         if settings is not None:
             model, found = load_quantized(path, config, settings, **options)
@@ -57,8 +63,11 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(name: str) -> Any | None:
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any | None:
     """The tokenizer of a local folder; None if it has none that can be used here.
+
+    Args:
+        trust_remote_code: run the Python code that the folder brings, if its tokenizer needs it.
 
     Raises:
         InvalidInput: it has one that is damaged.
@@ -69,7 +78,7 @@ def load_tokenizer(name: str) -> Any | None:
         if file.is_file() and (fault := _fault(file)):
             raise InvalidInput(f"{file} {fault}: {AGAIN}")
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
     except Exception as error:  # that of tokenizers, above all, which has no name of its own
@@ -85,6 +94,23 @@ def require_json(path: Path, names: Iterable[str]) -> None:
     for file in (path / name for name in names):
         if file.is_file() or file.is_symlink():
             _json_object(file)
+
+
+def require_trust(file: Path, trust_remote_code: bool) -> None:
+    """Fail if a config asks for Python code that comes with the checkpoint, and that is not trusted.
+
+    Raises:
+        InvalidInput: naming the code.
+    """
+    config = _json_object(file) if file.is_file() and not trust_remote_code else {}
+    code, kind = config.get("auto_map"), config.get("model_type")
+    if isinstance(code, dict) and not (kind in CONFIG_MAPPING_NAMES and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        names = ", ".join(str(code[own]) for own in ("AutoConfig", "AutoModelForCausalLM") if own in code) or str(code)
+        raise InvalidInput(
+            f"{file.parent} needs Python code that comes with the checkpoint ({names}), as transformers has no model"
+            f" {kind!r}, and none is run that is not trusted: read it, then pass trust_remote_code=True, or"
+            " --trust-remote-code to a command"
+        )
 
 
 def _json_object(file: Path) -> dict[str, Any]:

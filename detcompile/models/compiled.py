@@ -17,12 +17,14 @@ from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.executors.fingerprints import fingerprint
 from detcompile.executors.live_weights import tensors_by_name
-from detcompile.models.checkpoints import load_tokenizer
+from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.drafting import draft_with
-from detcompile.models.padded_calls import Generator, append_rows, padded_logits
+from detcompile.models.loading import tokenizer_of
+from detcompile.models.model_object import ModelObject
+from detcompile.models.padded_calls import Generator, append_rows, padded_output
 from detcompile.runtime.dense.end_tokens import pad_token, stop_tokens
 from detcompile.runtime.dense.generation_defaults import SERVED, generation_settings, row_params
-from detcompile.runtime.dense.padded_batch import check_batch, language_loss, row_seeds, unpad
+from detcompile.runtime.dense.padded_batch import check_batch, row_seeds, unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
@@ -40,7 +42,7 @@ __all__ = ["CompiledModel", "WeightSource"]
 WeightSource = Union[nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "CompiledModel"]
 
 
-class CompiledModel:
+class CompiledModel(ModelObject):
     """A certified causal LM. Made by ``detcompile.compile`` and ``detcompile.load``.
 
     Args:
@@ -55,8 +57,7 @@ class CompiledModel:
         facts: the model's sizes.
         max_context: tokens a sequence may hold.
         vocab_size: one more than the largest id that a prompt may hold.
-        dtype: dtype of the weights, the activations and the KV cache.
-        device: where the weights live; of several ranks, those of the first.
+        dtype: dtype of the weights, the activations and the KV cache. device: where the first rank's weights live.
         ranks: the ranks with which this process shares the model, all of which have to make the same calls; None if
             with none.
     """
@@ -73,12 +74,11 @@ class CompiledModel:
 
     @cached_property
     def tokenizer(self) -> Any | None:
-        """The tokenizer in the folder that the model was loaded from; None if there is none.
+        """The tokenizer of the model's folder, or of its commit on the Hub; None if there is none.
 
-        Raises:
-            InvalidInput: it is damaged.
+        Raises InvalidInput if it is damaged.
         """
-        return load_tokenizer(self.model.name_or_path)
+        return tokenizer_of(self.model)
 
     def engine(
         self,
@@ -244,34 +244,34 @@ class CompiledModel:
     @torch.no_grad()
     def __call__(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **keywords: Any,
     ) -> CausalLMOutput:
         """Logits of a padded batch, as the Hugging Face model gives them.
 
         Args:
             input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
             position_ids: [B, C] or [1, C]; by default counted from the attention mask, so that padding moves nothing.
-            labels: [B, C], -100 where none; the loss is the mean over all labelled tokens of the batch, labels at
-                padding and of rows' first tokens left out.
+            labels: [B, C], -100 where none; the loss is the mean over the batch's labels but those at padding.
             logits_to_keep: only the last so many columns, or those of an index tensor; 0 keeps all.
+            return_dict: False gives a tuple, of the loss if there is one, and the logits; None does as the config says.
+            **keywords: Hugging Face's that change nothing, such as use_cache.
 
         Returns:
             CausalLMOutput with logits [B, C, V] in the model's dtype, zeros at padding, and loss (fp32) with labels.
 
         Raises:
-            InvalidInput: shapes, ids or masks that cannot be served.
+            InvalidInput: shapes, ids, masks or keywords that cannot be served.
         """
-        batch = unpad(input_ids, attention_mask, position_ids)
-        keeps_all = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
-        if labels is not None and not (keeps_all and labels.shape == input_ids.shape):
-            raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
-        logits = padded_logits(self.executor, batch, logits_to_keep)
-        loss = None if labels is None else language_loss(logits, labels, batch.mask)
-        return CausalLMOutput(loss=loss, logits=logits)
+        require_served(keywords)
+        batch = unpad(*require_tensors(input_ids, attention_mask, position_ids, labels))
+        output: Any = padded_output(self.executor, batch, labels, logits_to_keep)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     @torch.no_grad()
     def generate(

@@ -6,36 +6,45 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
 
+from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
-from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, keep_columns, repad
+from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, keep_columns, language_loss, repad
 from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["Generator", "append_rows", "padded_logits"]
+__all__ = ["Generator", "append_rows", "padded_output"]
 
 _MAKING = threading.Lock()  # two threads that generate share the engine that one of them makes
 
 
-def padded_logits(executor: Executor, batch: UnpaddedBatch, logits_to_keep: int | Tensor) -> Tensor:
-    """Logits [B, K, V] of one step over a KV cache of its own, zeros at padding.
+def padded_output(
+    executor: Executor, batch: UnpaddedBatch, labels: Tensor | None, logits_to_keep: int | Tensor
+) -> CausalLMOutput:
+    """Logits [B, K, V] of one step over a KV cache of its own, zeros at padding, and the loss where there are labels.
 
     Args:
+        labels: [B, C], -100 where there is none.
         logits_to_keep: the last so many columns, or those of an index tensor [K]; 0 keeps all.
 
     Raises:
-        InvalidInput: a token, a length or a position out of range.
+        InvalidInput: a token, a length, a position or a label out of range.
     """
+    keeps_all = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
+    if labels is not None and not (keeps_all and labels.shape == batch.mask.shape):
+        raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
     facts = executor.description.facts
     check_batch(batch, facts.num_token_ids, facts.max_context)
     rows, mask = keep_columns(batch.mask, logits_to_keep)
     arrays, num_blocks = dense_step(batch, len(facts.kv_groups), rows)
     num_states = len(batch.lengths) if facts.state_shapes else 0
     runner = executor.new_runner(num_blocks, BLOCK_SIZE, False, num_states)
-    return repad(runner.run(arrays), mask)
+    logits = repad(runner.run(arrays), mask)
+    return CausalLMOutput(loss=None if labels is None else language_loss(logits, labels, mask), logits=logits)
 
 
 class Generator:

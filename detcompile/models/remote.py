@@ -11,11 +11,13 @@ from typing import IO, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import init_hf_modules
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.ranks import RankPlan, start_ranks
 from detcompile.executors.remote import RemoteExecutor
 from detcompile.models.compiled import CompiledModel
+from detcompile.models.loading import Load
 from detcompile.orders.numerics import Numerics
 
 __all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
@@ -61,7 +63,7 @@ class RemoteModel(CompiledModel):
 
 
 def compile_in_workers(
-    model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel],
+    model: PreTrainedModel | Load | Callable[[], PreTrainedModel],
     *,
     tp: int,
     numerics: Numerics,
@@ -72,18 +74,22 @@ def compile_in_workers(
     """Start ``tp`` processes, one a rank, that load and compile ``model``.
 
     Args:
-        model: a folder, which each rank reads by itself, or a module, which is saved once to an unlinked temporary
-            file that all ranks map; or a function, found by its module and name, which each rank calls to make the
-            same module on its current device. Ranks on GPUs take cuda:0, cuda:1, ….
+        model: a checkpoint that was found, which each rank reads by itself, or a module, which is saved once to an
+            unlinked temporary file that all ranks map; or a function, found by its module and name, which each rank
+            calls to make the same module on its current device. Ranks on GPUs take cuda:0, cuda:1, ….
         step_seconds: time after which a step counts as hung; None takes that of executors.ranks.
             ``group.step_seconds`` of the result can be set at any time.
         options: further arguments of compile(), handed on as they are.
 
     Raises:
         WorkerError: a rank could not start.
-        InvalidInput: too few GPUs, or a module that cannot be sent.
+        InvalidInput: too few GPUs, one of several GPUs, or a module that cannot be sent.
         Also what compile() raises in the ranks.
     """
+    if isinstance(model, Load) and model.device.index is not None:
+        raise InvalidInput(f"device='{model.device}' with tp={tp}: ranks take cuda:0, cuda:1, …; give cuda or cpu")
+    if isinstance(model, Load) and model.trust_remote_code:
+        init_hf_modules()  # so that what the ranks say of such a model can be read here
     device_type = _device_type(model)
     with contextlib.ExitStack() as files:
         saved = files.enter_context(_saved(model)) if isinstance(model, nn.Module) else None
@@ -93,9 +99,9 @@ def compile_in_workers(
             device_type=device_type,
             num_threads=_threads_of_rank(tp),
             options=dict(options or {}),
-            path=str(model) if isinstance(model, (str, Path)) else None,
+            load=model.on if isinstance(model, Load) else None,
             file=None if saved is None else saved.fileno(),
-            build=None if isinstance(model, (str, Path, nn.Module)) else model,
+            build=None if isinstance(model, (Load, nn.Module)) else model,
             max_context=max_context,
         )
         return RemoteModel(start_ranks(plan, step_seconds))
@@ -124,7 +130,7 @@ def _threads_of_rank(tp: int) -> int:
     return max(1, torch.get_num_threads() // tp)
 
 
-def _device_type(model: PreTrainedModel | str | Path | Callable[[], PreTrainedModel]) -> str:
+def _device_type(model: PreTrainedModel | Load | Callable[[], PreTrainedModel]) -> str:
     elsewhere = "cuda" if torch.cuda.is_available() else "cpu"
     device_type: str = getattr(model, "device", torch.device(elsewhere)).type
     return device_type

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 import detcompile
 from detcompile import DetcompileError, InvalidInput
-from detcompile.api import TINY_FOLDER
 from detcompile.models.checkpoints import load_checkpoint, load_tokenizer
+from detcompile.models.hub import TINY_FOLDER
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import ARCHITECTURES, STATEFUL, random_model
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, InvalidInput, Numerics
-from detcompile.api import EMBEDDED
 from detcompile.commands.axes import score
 from detcompile.config import gpus_shared
+from detcompile.models.hub import EMBEDDED
 from detcompile.parallel import tensor_parallel
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, observe_attention, probe_attention

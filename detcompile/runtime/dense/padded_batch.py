@@ -44,7 +44,8 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
     Raises:
         InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
     """
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+    integers = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype is torch.bool)
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not integers:
         raise InvalidInput(
             f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
         )
@@ -72,7 +73,7 @@ def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new
     if batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size:
         wrong = int(((batch.token_ids < 0) | (batch.token_ids >= vocab_size)).argmax())
         row = int(batch.lengths.cumsum().searchsorted(wrong, side="right"))
-        raise InvalidInput(f"row {row} holds token {batch.token_ids[wrong]}; ids are 0 to {vocab_size - 1}")
+        raise InvalidInput(f"input_ids: row {row} holds token {batch.token_ids[wrong]}; ids are 0 to {vocab_size - 1}")
     if batch.position_ids.max() >= max_context:
         raise InvalidInput(
             f"position {batch.position_ids.max()}: the model was compiled for positions 0 to {max_context - 1}"

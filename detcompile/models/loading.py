@@ -1,0 +1,149 @@
+"""A checkpoint that was found, loaded as the Hugging Face module that compile() takes."""
+
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from detcompile.errors import InvalidInput
+from detcompile.models.checkpoints import load_checkpoint, load_tokenizer, require_json, require_trust
+from detcompile.models.hub import Checkpoint, cached_snapshot, find_checkpoint
+from detcompile.progress import stage
+from detcompile.weights import named_weights
+
+__all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]
+
+
+class LoadOptions(TypedDict, total=False):
+    """How to load a model by its name, as ``api.load_model`` takes it."""
+
+    dtype: torch.dtype | str | None
+    device: str | torch.device | None
+    revision: str | None
+    token: str | bool | None
+    trust_remote_code: bool
+
+
+class Load(NamedTuple):
+    """What to load, and how. It can be sent to other processes, which read the same files.
+
+    Args:
+        device: where the model shall be.
+        dtype: dtype of the weights; None takes the checkpoint's own.
+        random: take random weights for the checkpoint's config.
+        trust_remote_code: run the checkpoint's own Python code, if it has any.
+    """
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype | None = None
+    random: bool = False
+    trust_remote_code: bool = False
+
+    def on(self, device: torch.device) -> PreTrainedModel:
+        """The causal LM, in eval mode, on this device instead.
+
+        Raises:
+            InvalidInput: a file is missing or damaged, a weight is in none, or code would run that is not trusted.
+            UnsupportedModel: quantised in a way that is not read.
+        """
+        folder, name, commit = self.checkpoint
+        title = self.checkpoint.title
+        with stage(f"load {title}") as loading:
+            if self.random:
+                model = self._random(device)
+            else:
+                model = load_checkpoint(folder, self.dtype, self.trust_remote_code).to(device).eval()
+            if commit is not None:
+                model.name_or_path = model.config.name_or_path = name
+                model.config._commit_hash = commit
+            num_bytes = sum(tensor.nbytes for tensor in named_weights(model).values())
+            loading.becomes(f"load {title}, {num_bytes / 1e9:.2f} GB")
+        return model
+
+    def _random(self, device: torch.device) -> PreTrainedModel:
+        path, trusted = self.checkpoint.folder, self.trust_remote_code
+        file = path if path.is_file() else path / "config.json"
+        require_json(file.parent, [file.name])
+        require_trust(file, trusted)
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=not trusted, trust_remote_code=trusted)
+            with torch.random.fork_rng(), torch.device(device):
+                torch.manual_seed(0)
+                dtype = self.dtype or config.dtype or torch.float32
+                return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted).eval()
+        except MemoryError:
+            raise
+        except Exception as error:  # a config may say anything
+            raise InvalidInput(f"{path} is no config of a causal LM: {type(error).__name__}: {error}") from error
+
+
+def find(
+    name: str | Path,
+    *,
+    random: bool = False,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+) -> Load:
+    """What to load for a name; what the Hub's cache lacks of it is fetched. ``api.load_model`` has the arguments.
+
+    Raises:
+        InvalidInput: no such model, device or dtype.
+    """
+    place, chosen = _device(device), _dtype(dtype)
+    found = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
+    return Load(found, place, chosen, random, trust_remote_code)
+
+
+def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
+    """The module, as it is, if nothing says how to load it.
+
+    Raises:
+        InvalidInput: naming what does.
+    """
+    given = [name for name, value in how.items() if value is not None and value is not False]
+    if given:
+        raise InvalidInput(
+            f"{' and '.join(given)}: given with a module, which was loaded before; give a model's name with them, or"
+            " change the module itself first, such as by model.to(device=..., dtype=...)"
+        )
+    return module
+
+
+def tokenizer_of(model: Any) -> Any | None:
+    """The tokenizer of a module, or of what stands for it: of its folder, or of its commit in the Hub's cache.
+
+    Code that came with the tokenizer runs where the model's did.
+
+    Raises:
+        InvalidInput: it is damaged.
+    """
+    commit = getattr(model.config, "_commit_hash", None)
+    snapshot = None if commit is None else cached_snapshot(model.name_or_path, commit)
+    folder = getattr(model, "tokenizer_folder", None) or snapshot or model.name_or_path
+    trusted = type(model.config).__module__.startswith("transformers_modules.")
+    return load_tokenizer(str(folder), trusted) if folder else None
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or the name of one, as transformers takes them; None for "auto", the checkpoint's own."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInput(f"dtype={dtype!r} is no dtype of a model here: take float32, bfloat16 or float16, or 'auto'")
+    return found
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InvalidInput(f"device={device!r}: give cpu or cuda") from error
+    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
+        raise InvalidInput(f"device={device!r}: give cpu, or cuda where there is a CUDA GPU")
+    return chosen

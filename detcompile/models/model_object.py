@@ -1,0 +1,156 @@
+"""ModelObject: what else code written for a Hugging Face model asks of one, besides calls and generate()."""
+
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
+
+from detcompile.errors import InvalidInput
+from detcompile.executors.executor import Executor
+
+__all__ = ["ModelObject"]
+
+SHOWN_OF_PROGRAM = 12  # digits
+
+
+class ModelObject:
+    """The attributes and methods of transformers.PreTrainedModel by which its own code knows a model.
+
+    Weights, dtype and device are settled: what would change them is refused, and what would not returns the model.
+
+    Attributes:
+        executor: runs the steps.
+        model: the Hugging Face module, or what stands for it.
+        dtype: dtype of the weights.
+        device: where the weights live.
+        training: False.
+        main_input_name, input_modalities, output_modalities: what a call takes and gives, as transformers says it.
+    """
+
+    executor: Executor
+    model: Any
+    dtype: torch.dtype
+    device: torch.device
+    training = False
+    main_input_name = "input_ids"
+    input_modalities = "text"
+    output_modalities = ("text",)
+
+    # transformers.pipeline fills in its own defaults by it, and says nothing where a model has none.
+    _prepare_generation_config = GenerationMixin._prepare_generation_config
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Hugging Face config. Its ``_commit_hash`` is the commit of a model that came from the Hub."""
+        return self.model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """What ``generate`` takes where it is told nothing; may be changed, or replaced."""
+        return self.model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig) -> None:
+        self.model.generation_config = config
+
+    @property
+    def name_or_path(self) -> str:
+        """The model's id on the Hugging Face Hub, or its folder; empty if neither is known."""
+        name: str = self.model.name_or_path
+        return name
+
+    def can_generate(self) -> bool:
+        """Whether there is a ``generate``: always."""
+        return True
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Parameters of the whole model, at every tensor-parallel size; quantised ones as they are stored.
+
+        Args:
+            only_trainable: count those with a gradient only, which no parameter of a compiled model has.
+            exclude_embeddings: leave out the tables of embeddings.
+        """
+        count = self.executor.description.parameters
+        return 0 if only_trainable else count.total - (count.embeddings if exclude_embeddings else 0)
+
+    def eval(self) -> Self:
+        """This model: it is in eval mode."""
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """This model, for ``train(False)``.
+
+        Raises:
+            InvalidInput: a compiled model has no gradients.
+        """
+        if mode:
+            raise InvalidInput(
+                "train(): a compiled model has no gradients. Train the Hugging Face module, then compile() it or hand"
+                " its weights over by update_weights()"
+            )
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """This model, if it has the device and the dtype already.
+
+        Args:
+            *args, **kwargs: what torch.nn.Module.to takes.
+
+        Raises:
+            InvalidInput: another device or dtype, for which there is another program.
+        """
+        try:
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise InvalidInput(f"to(): {error}") from error
+        return self._settled("to", device, dtype)
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """This model, if it is on this GPU; refused as by ``to``."""
+        return self._settled("cuda", torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Self:
+        """This model, if it is on the CPU; refused as by ``to``."""
+        return self._settled("cpu", "cpu")
+
+    def half(self) -> Self:
+        """This model, if it is in float16; refused as by ``to``."""
+        return self._settled("half", dtype=torch.float16)
+
+    def bfloat16(self) -> Self:
+        """This model, if it is in bfloat16; refused as by ``to``."""
+        return self._settled("bfloat16", dtype=torch.bfloat16)
+
+    def float(self) -> Self:
+        """This model, if it is in float32; refused as by ``to``."""
+        return self._settled("float", dtype=torch.float32)
+
+    def __repr__(self) -> str:
+        """One line. The program's digest stands for the fingerprint, for which all weights would be read."""
+        name = self.name_or_path
+        title = Path(name).name if Path(name).is_absolute() else name
+        known = self.executor.description
+        return (
+            f"{type(self).__name__}({title or type(self.model).__name__}, {str(self.dtype).removeprefix('torch.')},"
+            f" {self.device}, {known.parameters.total:,} parameters, {len(known.certificate.orders)} sum orders,"
+            f" program {known.program[:SHOWN_OF_PROGRAM]})"
+        )
+
+    def _settled(
+        self, method: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        place = None if device is None else torch.device(device)
+        elsewhere = place is not None and (
+            place.type != self.device.type or place.index not in (None, self.device.index or 0)
+        )
+        if elsewhere or dtype not in (None, self.dtype):
+            _refuse(method, self, place if elsewhere else dtype)
+        return self
+
+
+def _refuse(method: str, model: ModelObject, wanted: object) -> NoReturn:
+    raise InvalidInput(
+        f"{method}(): the program was compiled for {model.dtype} on {model.device}, not for {wanted}: compile the model"
+        " again, by compile(name, dtype=..., device=...) or from a module that was moved first"
+    )

@@ -1,0 +1,158 @@
+"""A compiled model is taken for a Hugging Face model by code that was written for one; what it cannot do it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, pipeline
+
+from detcompile import CompiledModel, InvalidInput
+from detcompile.executors.description import ParameterCount
+from tests.bits import assert_bitwise_equal
+from tests.model_cases import VOCAB_SIZE, compiled, random_model
+
+IDS = torch.tensor([[5, 17, 3, 99, 42, 7], [7, 31, 64, 2, 8, 1]])
+
+
+def model() -> CompiledModel:
+    """Random weights, in float32, on the CPU."""
+    return compiled("qwen3", torch.float32)
+
+
+def test_it_says_what_a_hugging_face_model_says() -> None:
+    plain, ours = random_model("qwen3", torch.float32), model()
+    for name in ("dtype", "device", "main_input_name", "input_modalities", "output_modalities", "training"):
+        assert getattr(ours, name) == getattr(plain, name), name
+    assert ours.config.to_dict() == plain.config.to_dict()
+    assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
+    assert ours.name_or_path == plain.name_or_path == ""
+    assert ours.can_generate() and ours.eval() is ours and ours.train(False) is ours
+
+
+def test_parameters_are_counted_as_transformers_counts_them() -> None:
+    for name, changes in [("qwen3", {"tie_word_embeddings": True}), ("gpt2", {}), ("mamba2", {})]:
+        plain = random_model(name, torch.float32, **changes)
+        counts = plain.num_parameters(), plain.num_parameters() - plain.num_parameters(exclude_embeddings=True)
+        assert ParameterCount.of(plain) == counts
+    plain, ours = random_model("qwen3", torch.float32), model()
+    for excluded in (False, True):
+        assert ours.num_parameters(exclude_embeddings=excluded) == plain.num_parameters(exclude_embeddings=excluded)
+    assert ours.num_parameters(only_trainable=True) == 0
+
+
+def test_its_repr_is_a_line_that_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = model()
+    monkeypatch.setattr(type(ours.executor), "fingerprint_parts", lambda _: pytest.fail("read every weight"))
+    sizes = f"{ours.num_parameters():,} parameters, {len(ours.certificate.orders)} sum orders"
+    assert repr(ours) == f"CompiledModel(Qwen3ForCausalLM, float32, cpu, {sizes}, program {ours.program[:12]})"
+    monkeypatch.setattr(ours.model, "name_or_path", "/models/some-folder")
+    assert repr(ours).startswith("CompiledModel(some-folder, float32")
+
+
+STAYS: dict[str, Callable[[CompiledModel], CompiledModel]] = {
+    "to(device)": lambda m: m.to("cpu"),
+    "to(dtype)": lambda m: m.to(torch.float32),
+    "to(both)": lambda m: m.to(device=torch.device("cpu"), dtype=torch.float32),
+    "to(tensor)": lambda m: m.to(IDS.float()),
+    "to(nothing)": lambda m: m.to(),
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+}
+MOVES: dict[str, Callable[[CompiledModel], CompiledModel]] = {
+    r"to\(\): .*float32 on cpu, not for meta: compile the model again": lambda m: m.to("meta"),
+    r"to\(\): .*not for cuda:1": lambda m: m.to("cuda:1"),
+    r"to\(\): .*not for torch.float64": lambda m: m.to("cpu", torch.float64),
+    r"half\(\): .*not for torch.float16": lambda m: m.half(),
+    r"bfloat16\(\): .*not for torch.bfloat16": lambda m: m.bfloat16(),
+    r"cuda\(\): .*not for cuda:0": lambda m: m.cuda(0),
+    r"cuda\(\): .*not for cuda": lambda m: m.cuda(),
+    r"to\(\): ": lambda m: m.to("nowhere"),
+    r"train\(\): a compiled model has no gradients": lambda m: m.train(),
+}
+
+
+@pytest.mark.parametrize("stays", STAYS)
+def test_what_changes_nothing_returns_the_model(stays: str) -> None:
+    assert STAYS[stays](model()) is model()
+
+
+@pytest.mark.parametrize("said", MOVES)
+def test_what_would_change_it_is_refused(said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        MOVES[said](model())
+
+
+IDLE: list[dict[str, Any]] = [
+    {"use_cache": True},
+    {"use_cache": False},
+    {"return_dict": True},
+    {"cache_position": None, "past_key_values": None, "inputs_embeds": None},
+    {"output_hidden_states": False, "output_attentions": False},
+]
+
+
+@pytest.mark.parametrize("keywords", IDLE, ids=str)
+def test_keywords_that_change_nothing_change_nothing(keywords: dict[str, Any]) -> None:
+    assert_bitwise_equal(model()(input_ids=IDS, **keywords).logits, model()(IDS).logits)
+
+
+def test_a_tuple_is_given_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = model()(IDS, labels=IDS)
+    (logits,) = model()(IDS, return_dict=False)
+    loss, again = model()(IDS, labels=IDS, return_dict=False)
+    monkeypatch.setattr(model().config, "return_dict", False)
+    (said_by_config,) = model()(IDS)
+    for found in (logits, again, said_by_config):
+        assert_bitwise_equal(found, whole.logits)
+    assert_bitwise_equal(loss, whole.loss)
+
+
+BAD: dict[str, dict[str, Any]] = {
+    r"input_ids must be a tensor \[batch, length\], not list": {"input_ids": IDS.tolist()},
+    "input_ids is missing": {},
+    r"input_ids must be integers .* got torch.float32": {"input_ids": IDS.float()},
+    r"input_ids must be integers .* got torch.bool": {"input_ids": IDS > 9},
+    r"input_ids must be integers .* got torch.int64 \[1, 2, 6\]": {"input_ids": IDS[None]},
+    r"input_ids must be integers .* got torch.int64 \[6\]": {"input_ids": IDS[0]},
+    "input_ids: row 0 holds token 160; ids are 0 to 159": {"input_ids": IDS + VOCAB_SIZE - IDS[0, 0]},
+    "input_ids: row 0 holds token -100": {"input_ids": torch.full_like(IDS, -100)},
+    "attention_mask must be a tensor": {"input_ids": IDS, "attention_mask": [[1] * 6] * 2},
+    "position_ids must be a tensor": {"input_ids": IDS, "position_ids": list(range(6))},
+    "labels must be a tensor": {"input_ids": IDS, "labels": IDS.tolist()},
+    "inputs_embeds is not served": {"inputs_embeds": torch.zeros(1, 4, 80)},
+    "past_key_values is not served": {"input_ids": IDS, "past_key_values": DynamicCache()},
+    "output_hidden_states is not served": {"input_ids": IDS, "output_hidden_states": True},
+    "output_attentions is not served": {"input_ids": IDS, "output_attentions": True},
+    "cache_position is not served": {"input_ids": IDS, "cache_position": torch.arange(6)},
+    "token_type_ids: no argument of a call": {"input_ids": IDS, "token_type_ids": IDS},
+    "atention_mask: no argument of a call": {"input_ids": IDS, "atention_mask": None},
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_a_call_cannot_serve_is_refused_by_its_name(said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        model()(**BAD[said])
+
+
+def test_a_generation_config_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, prompt = model(), IDS[:1]
+    monkeypatch.setattr(ours.model, "generation_config", None)  # put back afterwards
+    ours.generation_config = GenerationConfig(max_new_tokens=3)
+    assert ours.generate(prompt).shape[1] == prompt.shape[1] + 3
+    ours.generation_config.max_new_tokens = 5
+    assert ours.generate(prompt).shape[1] == prompt.shape[1] + 5
+
+
+def test_a_pipeline_finds_what_it_needs() -> None:
+    ours = compiled("tiny", torch.float32)
+    made = pipeline("text-generation", model=ours, tokenizer=ours.tokenizer)
+    default = made._default_generation_config
+    assert made.model is ours and made.device == ours.device
+    for name in ("max_new_tokens", "do_sample", "temperature"):
+        assert getattr(made.generation_config, name) == getattr(default, name), name
+    assert made.generation_config.pad_token_id == ours.generation_config.pad_token_id
+    assert "CompiledModel" in repr(made)
+    with pytest.raises(InvalidInput, match=r"to\(\): .*not for meta"):
+        pipeline("text-generation", model=ours, tokenizer=ours.tokenizer, device="meta")

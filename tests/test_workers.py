@@ -42,6 +42,7 @@ from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE
 from tests.invariance.axis import configuration_for
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
+from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
 from tests.parallel.ranks import run_ranks
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.speculation.test_speculator import Oracle, Workload, workload_of
@@ -84,11 +85,16 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
-    """A folder on two ranks, as a user gets it."""
+    """A name on two ranks, as a user gets it; the ranks' processes know nothing of the cache."""
     folder = tmp_path_factory.mktemp("model")
     module().save_pretrained(folder)
-    with mock.patch.object(StartProgress, "on_note", lambda _, rank, text: NOTES.append((rank, text))):
-        model = detcompile.compile(folder, tp=2, max_context=MAX_CONTEXT)
+    cache = tmp_path_factory.mktemp("cache")
+    put_snapshot(cache, "org/name", {file.name: file.read_bytes() for file in folder.iterdir()})
+    with (
+        mock.patch.object(StartProgress, "on_note", lambda _, rank, text: NOTES.append((rank, text))),
+        with_cache(cache, offline=True),
+    ):
+        model = detcompile.compile("org/name", tp=2, max_context=MAX_CONTEXT)
     assert isinstance(model, RemoteModel)
     with model:
         yield model
@@ -111,6 +117,18 @@ def assert_drafts_unmoved(
     assert engine.speculator is not None and engine.speculator.error is None and engine.speculator.num_drafted > 0
     assert [output.outputs for output in found] == [output.outputs for output in expected]
     return engine.speculator.num_accepted, engine.speculator.num_drafted
+
+
+def test_it_is_known_by_its_name_and_commit(two: RemoteModel) -> None:
+    here = alone()
+    assert (two.name_or_path, two.config._commit_hash) == ("org/name", COMMIT)
+    assert two.num_parameters() == here.num_parameters()
+    assert two.num_parameters(exclude_embeddings=True) == here.num_parameters(exclude_embeddings=True)
+    assert two.generation_config.to_dict() == here.generation_config.to_dict()
+    assert repr(two).startswith("RemoteModel(org/name, float32, cpu, ")
+    assert two.to("cpu") is two.eval() is two
+    with pytest.raises(InvalidInput, match=r"half\(\)"):
+        two.half()
 
 
 def test_logits_and_the_fingerprint(one: RemoteModel) -> None:

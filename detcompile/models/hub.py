@@ -28,7 +28,7 @@ from detcompile.models.checkpoints import WEIGHTS
 from detcompile.progress import aside, stage
 from detcompile.storage import disk_failure
 
-__all__ = ["EMBEDDED", "TINY", "TINY_FOLDER", "Checkpoint", "cached_snapshot", "find_checkpoint", "is_hub_id"]
+__all__ = ["Checkpoint", "EMBEDDED", "TINY", "TINY_FOLDER", "cached_snapshot", "find_checkpoint", "is_hub_id"]
 
 TINY = "tiny"  # the name of the embedded model
 TINY_FOLDER = Path(__file__).parents[1] / TINY

@@ -75,11 +75,11 @@ class ModelObject:
         return 0 if only_trainable else count.total - (count.embeddings if exclude_embeddings else 0)
 
     def eval(self) -> Self:
-        """This model: it is in eval mode."""
+        """Return this model, which is in eval mode."""
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """This model, for ``train(False)``.
+        """Return this model, for ``train(False)``.
 
         Raises:
             InvalidInput: a compiled model has no gradients.
@@ -92,7 +92,7 @@ class ModelObject:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """This model, if it has the device and the dtype already.
+        """Return this model, if it has the device and the dtype already.
 
         Args:
             *args, **kwargs: what torch.nn.Module.to takes.
@@ -107,23 +107,23 @@ class ModelObject:
         return self._settled("to", device, dtype)
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
-        """This model, if it is on this GPU; refused as by ``to``."""
+        """Return this model, if it is on this GPU; refused as by ``to``."""
         return self._settled("cuda", torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def cpu(self) -> Self:
-        """This model, if it is on the CPU; refused as by ``to``."""
+        """Return this model, if it is on the CPU; refused as by ``to``."""
         return self._settled("cpu", "cpu")
 
     def half(self) -> Self:
-        """This model, if it is in float16; refused as by ``to``."""
+        """Return this model, if it is in float16; refused as by ``to``."""
         return self._settled("half", dtype=torch.float16)
 
     def bfloat16(self) -> Self:
-        """This model, if it is in bfloat16; refused as by ``to``."""
+        """Return this model, if it is in bfloat16; refused as by ``to``."""
         return self._settled("bfloat16", dtype=torch.bfloat16)
 
     def float(self) -> Self:
-        """This model, if it is in float32; refused as by ``to``."""
+        """Return this model, if it is in float32; refused as by ``to``."""
         return self._settled("float", dtype=torch.float32)
 
     def __repr__(self) -> str:

@@ -9,7 +9,9 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,9 +24,11 @@ from detcompile.commands.axes import AXES
 from detcompile.commands.generate import read_prompts, with_own_seeds
 from detcompile.commands.verification import ModelSpec
 from detcompile.errors import InvalidInput
+from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled, without_inductor
+from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
 
 FULL_AXES = {*AXES, "restart"} - {"cuda_graphs"}
 MODEL = "tiny-draft"  # as "tiny", and sooner compiled
@@ -109,13 +113,24 @@ def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
 def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
     page = tmp_path / "report.html"
     options = ("--random", "--dtype", "float32", "--tp-sizes", "1,2", "--json", "--device", "cpu", "--html", str(page))
-    with without_inductor():
-        done = run_here("check", MODEL, *options)
+    config = (TINY_FOLDER / "draft" / "config.json").read_bytes()
+    with without_inductor(), with_cache(tmp_path, offline=True) as cache:
+        put_snapshot(cache, "org/name", {"config.json": config}, ref="v2")
+        done = run_here("check", "org/name", "--revision", "v2", *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["fingerprint"] in page.read_text() and all(order in page.read_text() for order in found["orders"])
     assert found["counts"]["attention"] == 2
     assert "Tree(384, 2, Blocked(192, block=128))" in found["orders"]
+
+
+def test_other_processes_take_the_commit_that_was_compiled() -> None:
+    """Also where the branch has moved since; and no token is in what a spec prints."""
+    model = SimpleNamespace(config=SimpleNamespace(_commit_hash=COMMIT))
+    spec = ModelSpec("org/name", revision="main", token="hf_secret")
+    assert spec.pinned(model) == replace(spec, revision=COMMIT)  # type: ignore[arg-type]
+    assert ModelSpec("tiny").pinned(model) == ModelSpec("tiny")  # type: ignore[arg-type]
+    assert "hf_secret" not in repr(spec)
 
 
 @EXHAUSTIVE
@@ -254,6 +269,9 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("check", "tiny", "--dtype", "int7"), "no dtype of a model"),
         (("check", "tiny", "--html", "no/such/folder.html"), "a file in a folder that exists"),
         (("generate", "no/such/model", "x"), "no such folder"),
+        (("check", "org/name", "--revision", "v2"), "Run `hf download org/name --revision v2`"),
+        (("export", "tiny", "m.pt2", "--revision", "v2"), "is of the Hub, and tiny is a local folder"),
+        (("check", "m.pt2", "--trust-remote-code"), "was compiled before"),
         (("generate", "tiny"), "no prompt in the arguments or on standard input"),
         (("generate", "tiny", "x", "--temperature", "-1"), "temperature -1.0 must be 0"),
         (("generate", "tiny", "x", "--block-size", "7"), "block_size"),
@@ -262,8 +280,9 @@ def test_no_two_prompts_share_a_seed() -> None:
         (("generate", "tiny", "x", "--logprobs", "1"), "add --json"),
     ],
 )
-def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str) -> None:
-    done = run_here(*arguments)
+def test_bad_input_ends_with_a_message_and_code_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    with with_cache(tmp_path, offline=True):
+        done = run_here(*arguments)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

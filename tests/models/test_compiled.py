@@ -103,7 +103,7 @@ def test_compile_refuses_what_it_cannot_do() -> None:
     with pytest.raises(detcompile.NumericsError, match="tp=3 is not one of"):
         detcompile.compile("tiny", tp=3)
     with pytest.raises(InvalidInput, match="no such folder"):
-        detcompile.compile("somewhere/else")
+        detcompile.compile("somewhere/else/again")
     with pytest.raises(InvalidInput, match="give cpu or cuda"):
         detcompile.load_model("tiny", device="somewhere")
     with pytest.raises(InvalidInput, match="cannot be loaded as a causal LM"):

@@ -17,7 +17,7 @@ import detcompile
 from benchmarks.export import compare, loaded_elsewhere, measure, observe
 from detcompile import ArchiveError, CompiledModel, ExportedModel, InvalidInput, UnsupportedModel, exporting
 from detcompile.archives.archive import EXTRA, Archive, Share, library_folder, write_archive
-from detcompile.archives.description import CERTIFICATE, KERNELS
+from detcompile.archives.description import CERTIFICATE, KERNELS, read_config
 from detcompile.archives.stored_weights import StoredWeights
 from detcompile.commands import verification
 from detcompile.commands.cli import app
@@ -85,6 +85,32 @@ def test_a_fresh_process_without_the_models_code_gives_the_bytes_of_the_jit(
         equal = compare(found["seen"], observe(model, COUNTS))
         assert len(equal) == 2 * len(COUNTS) + 3
         assert all(equal.values()), (name, [what for what, same in equal.items() if not same])
+
+
+def test_it_says_of_itself_what_the_exported_model_did(
+    models: dict[str, CompiledModel], loaded: ExportedModel
+) -> None:
+    before = models["llama"]
+    assert type(loaded.config) is type(before.config) and loaded.config.to_dict() == before.config.to_dict()
+    own, known = before.generation_config.to_dict(), loaded.generation_config.to_dict()
+    assert {name: value for name, value in known.items() if own[name] != value} == {}
+    assert loaded.num_parameters() == before.num_parameters()
+    assert loaded.num_parameters(exclude_embeddings=True) == before.num_parameters(exclude_embeddings=True)
+    assert loaded.name_or_path == before.name_or_path
+    assert repr(loaded).startswith("ExportedModel(") and repr(loaded).endswith(f"program {before.program[:12]})")
+    config = read_config({"model_type": "unheard-of", "max_position_embeddings": 77})
+    assert (config.model_type, config.max_position_embeddings) == ("unheard-of", 77)
+
+
+def test_what_generate_is_not_told_is_in_the_file(models: dict[str, CompiledModel], tmp_path: Path) -> None:
+    before, ids = models["llama"], torch.tensor([[1, 2, 3]])
+    own = copy.deepcopy(before.generation_config)
+    try:
+        before.generation_config.update(max_new_tokens=5, repetition_penalty=1.5, eos_token_id=None)
+        after = detcompile.load(detcompile.export(before, tmp_path / "m.pt2"))
+        assert torch.equal(after.generate(ids), before.generate(ids)) and after.generate(ids).shape[1] == 8
+    finally:
+        before.generation_config = own
 
 
 @pytest.mark.gpu

@@ -31,7 +31,8 @@ def test_it_says_what_a_hugging_face_model_says() -> None:
 
 
 def test_parameters_are_counted_as_transformers_counts_them() -> None:
-    for name, changes in [("qwen3", {"tie_word_embeddings": True}), ("gpt2", {}), ("mamba2", {})]:
+    kinds: list[tuple[str, dict[str, Any]]] = [("qwen3", {"tie_word_embeddings": True}), ("gpt2", {}), ("mamba2", {})]
+    for name, changes in kinds:
         plain = random_model(name, torch.float32, **changes)
         counts = plain.num_parameters(), plain.num_parameters() - plain.num_parameters(exclude_embeddings=True)
         assert ParameterCount.of(plain) == counts

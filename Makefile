@@ -52,7 +52,7 @@ HAS_TORCH := import importlib.util, sys; importlib.util.find_spec("torch") or sy
 gpu-test:
 	@$(PYTHON) -c '$(HAS_TORCH)'
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
-	@PYTHONPATH=$(CURDIR) TORCHINDUCTOR_SIZE_ASSERTS=1 $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+	@PYTHONPATH=$(CURDIR) TORCHINDUCTOR_SIZE_ASSERTS=1 $(PYTHON) -m pytest -q -m "gpu and not exhaustive" $(PYTEST_ARGS)
 
 bench:
 	@$(PYTHON) -c '$(HAS_TORCH)'

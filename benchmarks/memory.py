@@ -57,7 +57,7 @@ def measured_engine(model: CompiledModel, config: EngineConfig) -> tuple[Engine,
         return mock.patch.object(engine_setup, name, record)
 
     start = time.perf_counter()
-    with recorded("step_needs"), recorded("graph_bytes"), recorded("room_for_cache"):
+    with recorded("step_needs"), recorded("graph_needs"), recorded("room_for_cache"):
         engine = model.engine(config)
     found["seconds"] = time.perf_counter() - start
     graphs = list(engine._pipeline._worker.runner._graphs)

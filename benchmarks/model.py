@@ -7,6 +7,7 @@ each part, so that a run that ends early keeps what it measured. Times are media
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -15,13 +16,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, Numerics
 from detcompile.commands.verification import ModelSpec, available_axes, verify
+from detcompile.passes import lowering
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import build_step
 from detcompile.templates.matmul import gpu as matmul_gpu
@@ -72,8 +76,12 @@ def random_tokens(count: int) -> list[int]:
     return torch.randint(0, QWEN3_8B["vocab_size"], (count,)).tolist()
 
 
-def decode_replay(model: CompiledModel, batch: int, keys: int) -> Callable[[], object]:
-    """One step of ``batch`` sequences of so many keys, that of the step's token among them: its CUDA graph's replay."""
+def decode_replay(model: CompiledModel, batch: int, keys: int, width: int = 1) -> Callable[[], object]:
+    """One step of ``batch`` sequences of so many keys, that of the step's token among them: its CUDA graph's replay.
+
+    Args:
+        width: least number of blocks in a sequence's table.
+    """
     runner, blocks = model.new_runner(batch * (keys + 128), cuda_graphs=True)
     past = keys - 1
     sequences = [Sequence(random_tokens(past)) for _ in range(batch)]
@@ -84,13 +92,15 @@ def decode_replay(model: CompiledModel, batch: int, keys: int) -> Callable[[], o
         sequence.num_computed = past
         sequence.token_ids.append(1)
     arrays = build_step([(sequence, 1) for sequence in sequences], blocks)
+    more = max(0, width - arrays.block_tables.shape[2])
+    arrays = arrays._replace(block_tables=np.pad(arrays.block_tables, ((0, 0), (0, 0), (0, more))))
     runner.run(arrays)
     return runner._graphs[runner.layout(arrays)].graph.replay
 
 
-def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT) -> float:
+def decode_milliseconds(model: CompiledModel, batch: int, keys: int = CONTEXT, width: int = 1) -> float:
     """Of such a step."""
-    return milliseconds(decode_replay(model, batch, keys))
+    return milliseconds(decode_replay(model, batch, keys, width))
 
 
 def prefill_run(model: CompiledModel, tokens: int, count: int = 1) -> Callable[[], object]:
@@ -287,7 +297,49 @@ def measure_warm_compile(layers: int, keep: Keep, has: Has) -> None:
         keep("compile seconds warm", seconds)
 
 
-PARTS = {"sizes": measure_all_sizes, "one": measure_one_size, "peers": measure_peers, "warm": measure_warm_compile}
+def measure_regions(layers: int, keep: Keep, has: Has) -> None:
+    """One region for all layers beside one graph of all layers: the logits' bytes, and times in turns."""
+    models = {"regions": detcompile.compile(build(layers))}
+    with mock.patch.object(lowering, "find_repeats", lambda model: None):
+        models["one graph"], seconds = compile_seconds(build(layers), Numerics())
+    keep("one graph, compile seconds", seconds)
+    ids = torch.tensor([random_tokens(300)], device="cuda")
+    logits = [model(ids).logits for model in models.values()]
+    keep("regions, logits equal", torch.equal(*(found.view(torch.int16) for found in logits)))
+    del logits
+    for name, new_run in {
+        **{f"decode {batch}": functools.partial(decode_replay, batch=batch, keys=CONTEXT) for batch in DECODE_BATCHES},
+        **{f"prefill {length}": functools.partial(prefill_run, tokens=length) for length in PREFILLS},
+    }.items():
+        runs = {kind: new_run(model) for kind, model in models.items()}
+        times: dict[str, list[float]] = {kind: [] for kind in runs}
+        for _ in range(5):
+            for kind, run in runs.items():
+                times[kind].append(milliseconds(run, 5))
+        own, other = (statistics.median(times[kind]) for kind in runs)
+        keep(f"regions, {name}", {"ms": own, "one graph, ms": other, "ratio": own / other})
+        del runs, run
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_tables(layers: int, keep: Keep, has: Has) -> None:
+    """Decode steps of few keys in a graph of tables for the longest sequence, beside one of tables for 512 keys."""
+    model = detcompile.compile(build(layers))
+    for batch in DECODE_BATCHES:
+        narrow = decode_milliseconds(model, batch)
+        wide = decode_milliseconds(model, batch, width=QWEN3_8B["max_position_embeddings"] // 16)
+        keep(f"tables, decode {batch}", {"narrow, ms": narrow, "wide, ms": wide, "ratio": wide / narrow})
+
+
+PARTS = {
+    "sizes": measure_all_sizes,
+    "one": measure_one_size,
+    "peers": measure_peers,
+    "warm": measure_warm_compile,
+    "regions": measure_regions,
+    "tables": measure_tables,
+}
 
 
 def main() -> None:
@@ -295,7 +347,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--minutes", type=float, default=8)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order")
+    parser.add_argument("--only", default="sizes,one,peers,warm", help="parts, in this order")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from detcompile.errors import InvalidInput
 from detcompile.facts import ModelFacts
 from detcompile.parallel import TensorParallel
+from detcompile.progress import shown
 from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
-from detcompile.runtime.kv.kv_cache import KVCache
-from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
+from detcompile.runtime.kv.kv_cache import KVCache, new_cache
+from detcompile.runtime.memory_probe import GraphNeeds, StepNeeds, graph_needs, step_needs
 from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.sampling.sampler import Sampler
@@ -22,6 +23,7 @@ from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, SpeculationConfig
 from detcompile.runtime.step.interfaces import StepWorker
 from detcompile.runtime.step.layout import graph_layouts
+from detcompile.runtime.step.rehearsal import rehearse, rehearsed_steps
 from detcompile.runtime.step.runner import Forward, Runner
 from detcompile.runtime.step.worker import Worker
 
@@ -32,7 +34,6 @@ __all__ = [
     "affordable_blocks",
     "affordable_states",
     "engine_over",
-    "new_cache",
     "new_engine",
     "new_worker",
     "room_for_cache",
@@ -61,8 +62,10 @@ class Room(NamedTuple):
 
     cache: int  # that memory_fraction leaves for the KV cache and the states
     step: StepNeeds | None = None  # left free beside them; None where it was not measured
+    graphs: GraphNeeds = GraphNeeds()
 
 
+@shown(None)
 def new_engine(
     model: EngineModel,
     forwards: Forwards,
@@ -79,16 +82,10 @@ def new_engine(
     Raises:
         InvalidInput: the cache would not hold one block, or the drafter is not for this model.
     """
-    facts, forward = model.facts, forwards.plain
-    if speculation is not None and facts.state_shapes:
-        raise InvalidInput(
-            "speculation: this model's layers carry a state from token to token, which rejected guesses would leave in"
-            " it: make the engine without speculation"
-        )
-    if speculation is not None and speculation.reads_states:
-        require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, tokenizer)
-        if forwards.with_states is not None:
-            forward = forwards.with_states()
+    facts, forward = model.facts, _forward(model.facts, forwards, tokenizer, speculation)
+    if facts.device.type == "cuda" and ranks is None:  # ranks would have to meet in every step
+        cache = new_cache(facts, 2, config.block_size)
+        rehearse(lambda: Runner(forward, cache, False), rehearsed_steps(*_step_sizes(facts, config)))
     sized = config.num_blocks is None
     room = Room(0)
     if sized or facts.state_shapes:
@@ -99,7 +96,7 @@ def new_engine(
     num_blocks = least(num_blocks)
     worker = new_worker(facts, forward, config, num_blocks, num_states, room.step)
     if sized and room.step is not None:
-        fitting = least(num_blocks - _blocks_too_many(facts, config, room.step))
+        fitting = least(num_blocks - _blocks_too_many(facts, config, room.step, room.graphs))
         if fitting < num_blocks:  # graphs took more than those that were tried
             del worker
             gc.collect()
@@ -109,6 +106,21 @@ def new_engine(
         worker.memory.refill()
     worker.is_alone = ranks is None
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
+
+
+def _forward(
+    facts: ModelFacts, forwards: Forwards, tokenizer: Any | None, speculation: SpeculationConfig | None
+) -> Forward:
+    """The forward that an engine runs: with hidden states where its drafter reads them."""
+    if speculation is not None and facts.state_shapes:
+        raise InvalidInput(
+            "speculation: this model's layers carry a state from token to token, which rejected guesses would leave in"
+            " it: make the engine without speculation"
+        )
+    if speculation is None or not speculation.reads_states:
+        return forwards.plain
+    require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, tokenizer)
+    return forwards.plain if forwards.with_states is None else forwards.with_states()
 
 
 def new_worker(
@@ -229,33 +241,31 @@ def room_for_cache(
         return Room(int(available_memory() * config.memory_fraction))
     gc.unfreeze()  # by an engine that was left with requests
     gc.collect()  # an engine that is gone may hang in a cycle, with all its memory
-    tokens, width = config.max_num_batched_tokens, _longest(facts, config)
+    layouts, sequences, tokens, width = _step_sizes(facts, config)
     runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
     step = step_needs(
         runner,
-        functools.partial(Sampler, facts.num_logits, facts.device, penalised_seats=config.max_num_seqs),
+        functools.partial(Sampler, facts.num_logits, facts.device, penalised_seats=sequences),
         num_tokens=max(tokens, facts.max_context) if config.whole_prompts else tokens,
-        num_sequences=config.max_num_seqs,
+        num_sequences=sequences,
         num_drafts=DRAFT_ROWS if drafts else 0,
         num_prompt_tokens=PROMPT_LOGPROBS_CHUNK,
         width=width,
     )
-    graphs = 0
-    if _has_graphs(facts, config):
-        worker = Worker(Runner(forward, runner.kv_cache, True), Sampler(facts.num_logits, facts.device))
-        graphs = graph_bytes(worker, graph_layouts(config.max_num_seqs, tokens, width, config.block_size))
-        del worker
-    del runner
+    runner = Runner(forward, runner.kv_cache, _has_graphs(facts, config))
+    worker = Worker(runner, Sampler(facts.num_logits, facts.device))
+    graphs = graph_needs(worker, layouts)
+    del runner, worker
     gc.collect()
     memory = gpu_memory(facts.device)
     left = int(memory.total * config.memory_fraction) - memory.used
-    return Room(left - num_sharers * (step.total + graphs), step)
+    return Room(left - num_sharers * (step.total + sum(graphs)), step, graphs)
 
 
-def _blocks_too_many(facts: ModelFacts, config: EngineConfig, step: StepNeeds) -> int:
-    """Blocks of a warmed-up engine that its steps have no room beside."""
+def _blocks_too_many(facts: ModelFacts, config: EngineConfig, step: StepNeeds, graphs: GraphNeeds) -> int:
+    """Blocks of a warmed-up engine that its steps, and the graphs that are still to come, have no room beside."""
     memory = gpu_memory(facts.device)
-    excess = memory.used + step.total - step.counts - int(memory.total * config.memory_fraction)
+    excess = memory.used + step.total - step.counts + graphs.later - int(memory.total * config.memory_fraction)
     return max(0, -(-excess // max(1, _bytes_per_block(facts, config))))
 
 
@@ -278,19 +288,12 @@ def _longest(facts: ModelFacts, config: EngineConfig) -> int:
     return -(-(facts.max_context + 1) // config.block_size)
 
 
+def _step_sizes(facts: ModelFacts, config: EngineConfig) -> tuple[list[tuple[int, int, int]], int, int, int]:
+    """Layouts of the CUDA graphs, and tokens, sequences and table width of the largest step."""
+    largest = config.max_num_seqs, config.max_num_batched_tokens, _longest(facts, config)
+    graphs = graph_layouts(*largest, config.block_size) if _has_graphs(facts, config) else []
+    return graphs, *largest
+
+
 def _has_graphs(facts: ModelFacts, config: EngineConfig) -> bool:
     return facts.device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
-
-
-def new_cache(facts: ModelFacts, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
-    """An empty KV cache of the model, with the states of so many sequences."""
-    return KVCache(
-        facts.kv_shapes,
-        facts.kv_groups,
-        dtype=facts.dtype,
-        device=facts.device,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        states=facts.state_shapes,
-        num_state_slots=num_states,
-    )

@@ -13,15 +13,15 @@ import torch
 from detcompile.runtime.device_memory import StepMemory, gpu_memory
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
-from detcompile.runtime.step.layout import StepBuffers, StepLayout
+from detcompile.runtime.step.layout import StepBuffers, StepLayout, first_layouts
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_arrays
 
-__all__ = ["StepNeeds", "graph_bytes", "step_needs"]
+__all__ = ["GraphNeeds", "StepNeeds", "graph_needs", "step_needs"]
 
 PARTS = (8, 5, 3)  # eighths of the rows: the allocator keeps blocks that fit one size of step and not another
 NUM_LOGPROBS = 20  # of each token
-NUM_SAMPLED_GRAPHS = 8
+NUM_SAMPLED_GRAPHS = 8  # beside those of the largest size
 FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=NUM_LOGPROBS, logit_bias={0: 1.0}, seed=0)
 PENALISED = SamplingParams(
     temperature=1.0,
@@ -94,8 +94,15 @@ def _peak(runner: Runner, sampler: Sampler, steps: list[StepWork], block: int = 
     return torch.cuda.max_memory_reserved(device) - before
 
 
-def graph_bytes(worker: Worker, layouts: list[tuple[int, int, int]]) -> int:
-    """Bytes that the CUDA graphs of ``layouts`` will take: their pool, their inputs, and what the driver keeps of each.
+class GraphNeeds(NamedTuple):
+    """Bytes that CUDA graphs take of a GPU."""
+
+    first: int = 0  # bytes of the graphs that are captured before anyone is served, and of the pool of all
+    later: int = 0  # bytes of those that come while serving
+
+
+def graph_needs(worker: Worker, layouts: list[tuple[int, int, int]]) -> GraphNeeds:
+    """What the CUDA graphs of ``layouts`` will take: their pool, their inputs, and what the driver keeps of each.
 
     Some are captured: all of the largest bucket, which come first and make the pool as large as it has to be, and some
     of every size.
@@ -105,9 +112,8 @@ def graph_bytes(worker: Worker, layouts: list[tuple[int, int, int]]) -> int:
         layouts: tokens, sequences and table width of each graph, as ``graph_layouts`` gives them.
     """
     if not layouts:
-        return 0
-    runner = worker.runner
-    device, num_groups = runner.kv_cache.device, len(runner.kv_cache.groups)
+        return GraphNeeds()
+    device, num_groups = worker.runner.kv_cache.device, len(worker.runner.kv_cache.groups)
     largest = [layout for layout in layouts if layout[:2] == layouts[0][:2]]
     others = layouts[len(largest) :]
     sampled = largest + others[:: max(1, len(others) // NUM_SAMPLED_GRAPHS)]
@@ -116,11 +122,15 @@ def graph_bytes(worker: Worker, layouts: list[tuple[int, int, int]]) -> int:
         worker.capture(*layout)
     after = gpu_memory(device)
     each = max(0, after.outside - before.outside) / len(sampled)
-    inputs = sum(
-        len(StepBuffers((StepLayout(tokens, sequences, sequences, width, num_groups),), torch.device("meta")).bytes)
-        for tokens, sequences, width in layouts
-    )
-    return max(0, after.reserved - before.reserved) + int(each * len(layouts)) + inputs
+
+    def bytes_of(some: list[tuple[int, int, int]]) -> int:
+        shapes = [StepLayout(tokens, sequences, sequences, width, num_groups) for tokens, sequences, width in some]
+        inputs = sum(len(StepBuffers((shape,), torch.device("meta")).bytes) for shape in shapes)
+        return int(each * len(some)) + inputs
+
+    first = first_layouts(layouts)
+    later = [layout for layout in layouts if layout not in first]
+    return GraphNeeds(max(0, after.reserved - before.reserved) + bytes_of(first), bytes_of(later))
 
 
 def _busiest(

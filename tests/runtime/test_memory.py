@@ -20,12 +20,13 @@ from detcompile.runtime.device_memory import (
 )
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, Forwards, Room, new_engine
-from detcompile.runtime.kv.kv_cache import KVShape
-from detcompile.runtime.memory_probe import StepNeeds, graph_bytes, step_needs
+from detcompile.runtime.kv.kv_cache import KVShape, new_cache
+from detcompile.runtime.memory_probe import GraphNeeds, StepNeeds, graph_needs, step_needs
 from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.sampler import Sampler, SamplingParams
-from detcompile.runtime.step.layout import StepLayout, graph_layouts, mixed_layouts, table_widths
-from detcompile.runtime.step.runner import Runner, unowned
+from detcompile.runtime.step.graphs import unowned
+from detcompile.runtime.step.layout import StepLayout, first_layouts, graph_layouts, mixed_layouts, table_widths
+from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import Worker
 from detcompile.step import KVGroup
 from tests.bits import assert_bitwise_equal
@@ -133,6 +134,14 @@ def test_graphs_are_captured_from_the_largest_to_the_smallest_and_narrow_before_
     assert set(sizes) == {(size, size) for size in (1, 2, 4, 8, *range(16, 113, 16), 256)} | mixed
 
 
+def test_a_warm_up_captures_for_every_size_a_graph_that_holds_any_table():
+    layouts = graph_layouts(100, 256, 641, 64)
+    first = first_layouts(layouts)
+    assert {layout[:2] for layout in first if layout[2] >= 641} == {layout[:2] for layout in layouts}
+    assert first[: len(table_widths(641, 64))] == [layout for layout in layouts if layout[0] == 256 == layout[1]]
+    assert len(first) < len(layouts) / 2 and first == [layout for layout in layouts if layout in first]
+
+
 @pytest.mark.parametrize(("most_sequences", "most_tokens"), [(64, 2048), (1000, 8192), (8, 300), (4, 8), (300, 40)])
 def test_no_graph_that_a_step_may_get_later_has_more_tokens_or_logits_than_the_first(most_sequences, most_tokens):
     """Later captures, as of steps with prompt logprobs or draft trees, then need no more memory."""
@@ -161,13 +170,16 @@ def test_what_graphs_take_is_measured_of_some_and_counted_for_all():
     layouts = graph_layouts(1024, 8192, 641, 64)
     gpu = FakeGPU(GPUMemory(1000, 100, 60), GPUMemory(1000, 100 + 700 + 50, 60 + 700))
     with mock.patch.object(memory_probe, "gpu_memory", gpu):
-        found = graph_bytes(worker, layouts)
+        found = graph_needs(worker, layouts)
     captured = [call.args for call in worker.capture.call_args_list]
     assert captured[: len(table_widths(641, 64))] == [layout for layout in layouts if layout[0] == 1024]
     assert len(captured) < len(layouts) / 8 and set(captured) <= set(layouts)
     assert {layout[0] == layout[1] for layout in captured} == {True, False}
     nodes, inputs = 50 * len(layouts) // len(captured), sum(4 * seqs * width for _, seqs, width in layouts)
-    assert 700 + nodes + inputs < found < 700 + nodes + 1.2 * inputs
+    assert 700 + nodes + inputs < sum(found) < 700 + nodes + 1.2 * inputs
+    later = [layout for layout in layouts if layout not in first_layouts(layouts)]
+    nodes, inputs = 50 * len(later) // len(captured), sum(4 * seqs * width for _, seqs, width in later)
+    assert nodes + inputs < found.later < nodes + 1.3 * inputs
 
 
 def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
@@ -267,8 +279,8 @@ def small_model(device, vocab_size=11, layers=1, kv_heads=8, head_dim=8):
 @pytest.mark.parametrize(("excess", "fewer"), [(-5000, 0), (0, 0), (1, 1), (3 * 64 * 256 + 1, 4)])
 def test_an_engine_whose_graphs_take_more_than_was_measured_gives_up_blocks(excess, fewer):
     step = StepNeeds(counts=30, block=70, most=80)
-    room, config = Room(50 * 64 * 256, step), EngineConfig(memory_fraction=0.5)
-    gpu = FakeGPU(GPUMemory(4000, 2000 - 90 + excess, 1000))
+    room, config = Room(50 * 64 * 256, step, GraphNeeds(700, 20)), EngineConfig(memory_fraction=0.5)
+    gpu = FakeGPU(GPUMemory(4000, 2000 - 90 - 20 + excess, 1000))
     with (
         mock.patch.object(engine_setup, "room_for_cache", lambda *_, **__: room),
         mock.patch.object(engine_setup, "gpu_memory", gpu),
@@ -292,7 +304,7 @@ def test_graphs_of_all_sizes_share_the_memory_of_their_outputs():
     model, forwards = small_model(torch.device("cuda", 0), vocab_size=1 << 20)
     device = model.facts.device
     size = 64 * (1 << 20) * 2  # of the largest output
-    runner = Runner(forwards.plain, engine_setup.new_cache(model.facts, 8, 64), True)
+    runner = Runner(forwards.plain, new_cache(model.facts, 8, 64), True)
     worker = Worker(runner, Sampler(model.facts.num_logits, device))
     before = gpu_memory(device).reserved
     worker.warm_up(64, 64, 4)

@@ -9,6 +9,7 @@ from torch import fx
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.regions import Region
+from detcompile.templates.device.cuda_graphs import is_rehearsal
 
 __all__ = ["LayeredCode", "LayeredProgram", "Run", "Unrolled", "owned_inputs", "unroll"]
 
@@ -80,6 +81,8 @@ class LayeredCode(NamedTuple):
 class LayeredProgram:
     """The program as a function of its inputs in order, which gives the outputs of the last region.
 
+    In a rehearsal each region runs once, over the first layer that it serves.
+
     Args:
         runs: code of the regions of a graph, by their number.
         shared: numbers of the shared values that each of them takes.
@@ -94,12 +97,14 @@ class LayeredProgram:
             (runs[index], shared[index], positions)
             for index, positions in zip(others, unrolled.given[1:], strict=True)
         ]
+        firsts = [others.index(index) for index in dict.fromkeys(others)]
+        self._rehearsed = [self._steps[place] for place in firsts]
 
     def __call__(self, *given: Any) -> Sequence[Any]:
         run, positions = self._first
         rows, *shared = run([given[position] for position in positions])
         outputs: Sequence[Any] = [rows]
-        for run, used, positions in self._steps:
+        for run, used, positions in self._rehearsed if is_rehearsal() else self._steps:
             arguments = [outputs[0], *[shared[index] for index in used], *[given[position] for position in positions]]
             outputs = run(arguments)
         return outputs

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.facts import ModelFacts
 from detcompile.runtime.kv.block_pool import check_block_size
 from detcompile.step import KVGroup, KVShape, StateShape
 from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
 
-__all__ = ["KVCache", "KVShape"]
+__all__ = ["KVCache", "KVShape", "new_cache"]
 
 Kind = tuple[int, int]  # heads, head_dim
 Place = tuple[Kind, int]  # which of the tensors of a kind
@@ -121,3 +122,17 @@ def _copy_blocks(storage: Tensor, block_copies: Tensor) -> None:
 
 def _dtype(state: StateShape, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if state.float32 else dtype
+
+
+def new_cache(facts: ModelFacts, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+    """An empty KV cache of the model, with the states of so many sequences."""
+    return KVCache(
+        facts.kv_shapes,
+        facts.kv_groups,
+        dtype=facts.dtype,
+        device=facts.device,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        states=facts.state_shapes,
+        num_state_slots=num_states,
+    )

@@ -24,6 +24,7 @@ __all__ = [
     "StepBuffers",
     "StepLayout",
     "TOKEN_BUCKETS",
+    "first_layouts",
     "graph_layouts",
     "host_tensors",
     "mixed_layouts",
@@ -204,7 +205,7 @@ def table_widths(most_blocks: int, block_size: int) -> list[int]:
 def graph_layouts(
     most_sequences: int, most_tokens: int, most_blocks: int, block_size: int
 ) -> list[tuple[int, int, int]]:
-    """Tokens, sequences and table widths of the graphs that a warm-up captures for steps up to these sizes.
+    """Tokens, sequences and table widths of the graphs of steps up to these sizes.
 
     The largest come first: the memory that they share is then as large as it has to be, also for what is captured
     later, for which the largest mixed step is among them with logits of every token. Of one size the narrowest comes
@@ -220,6 +221,13 @@ def graph_layouts(
     ]
     widths = table_widths(most_blocks, block_size)
     return [(*size, width) for size in sorted(sizes, reverse=True) for width in widths]
+
+
+def first_layouts(layouts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Layouts of graphs that are captured before anyone is served: all of the largest size, which make the
+    shared memory as large as it has to be, and of every other size the one with the widest tables, which serves any."""
+    widest = max((width for *_, width in layouts), default=0)
+    return [layout for layout in layouts if layout[2] == widest or layout[:2] == layouts[0][:2]]
 
 
 def mixed_layouts() -> list[tuple[int, int]]:

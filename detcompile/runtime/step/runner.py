@@ -4,7 +4,9 @@ Legend: G KV groups, T tokens of a step, S sequences, R rows of logits, V vocabu
 the block tables.
 """
 
+import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -17,14 +19,16 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.sampling.likeliest import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
+from detcompile.runtime.step.graphs import Graph
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
 from detcompile.step import NO_SLOT, StepInputs
-from detcompile.templates.device.cuda_graphs import capture, for_graph
+from detcompile.templates.device.cuda_graphs import for_graph, rehearsal
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
 
-__all__ = ["Forward", "MOST_SEQUENCES", "Runner", "unowned"]
+__all__ = ["Forward", "MOST_SEQUENCES", "Runner"]
 
 MOST_SEQUENCES = 4096  # of a step
+OFTEN = 16  # steps in a graph whose tables are wider than theirs, before they get one of their own
 NUM_STAGING = 3  # one being written while the copies of those before may still run
 MOST_VIEWS = 256  # of staging memory, by layout: those of steps without a graph never end
 
@@ -36,7 +40,8 @@ class Runner:
 
     With ``cuda_graphs``, a step is padded to a bucket and replayed from a graph: steps of one token a sequence at
     first sight of a bucket, mixed steps of up to 512 tokens at second sight, larger ones never. A graph also serves
-    shorter tables than its own. Padding takes part in no live row's arithmetic, so all give the same bits.
+    shorter tables than its own, until OFTEN steps had them: then a narrower one is captured, which is faster. Padding
+    takes part in no live row's arithmetic, so all give the same bits.
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
@@ -62,10 +67,10 @@ class Runner:
         self.states: Tensor | None = None
         self.drawn: Tensor | None = None
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
-        self._graphs: dict[StepLayout, _Graph] = {}
+        self._graphs: dict[StepLayout, Graph] = {}
         self._widest = 0  # table among them
-        self._chains: dict[tuple[StepLayout, ...], _Graph] = {}
-        self._seen: set[StepLayout] = set()
+        self._chains: dict[tuple[StepLayout, ...], Graph] = {}
+        self._missed: Counter[StepLayout] = Counter()  # steps that had no graph of their own
         self._refused: set[StepLayout] = set()
         self._memory_pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
         self._staging: list[_Staging] = []
@@ -98,6 +103,13 @@ class Runner:
         self.drawn = None if drawn is None else drawn[:num_rows]
         return logits[:num_rows]
 
+    def rehearse(self, arrays: StepArrays, *, as_graph: bool) -> None:
+        """Run a step for its kernels alone, as a capture would launch them or as a step without a graph does."""
+        buffers = self._buffers(StepLayout.of(arrays))
+        self._start_upload((arrays,), buffers).record()
+        with rehearsal(), for_graph() if as_graph else contextlib.nullcontext():
+            self._drawing(buffers.steps[0].tensors())
+
     def keep(self, drawn: Tensor) -> None:
         """Put the tokens of ``drawn`` [R, 2] int64 where the next step reads them."""
         self.sampled[: len(drawn)].copy_(drawn[:, 1])
@@ -121,7 +133,7 @@ class Runner:
             torch.cuda.empty_cache()
             buffers = self._buffers(*layouts)
             self._start_upload([_without_states(arrays) for arrays in steps], buffers).record()
-            graph = self._chains[layouts] = _Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
+            graph = self._chains[layouts] = Graph(lambda: self._chain(buffers), buffers, self._memory_pool)
         uploaded = self._start_upload(steps, graph.buffers)
         found: Tensor = graph.replay()
         uploaded.record()
@@ -134,36 +146,42 @@ class Runner:
 
     def _launch_on_gpu(self, arrays: StepArrays) -> tuple[Any, Tensor | None]:
         layout = self.layout(arrays)
-        graph = self._graph_for(layout)
-        if graph is None and self._worth_a_graph(layout):
-            self._refused.add(layout)  # a capture that finds no memory is not tried again
-            graph = self._graphs[layout] = self._capture(arrays, layout)
-            self._refused.remove(layout)
-            self._widest = max(self._widest, layout.blocks)
+        graph = self._graphs.get(layout)
+        if graph is None:
+            graph = self._wider(layout)
+            if self._worth_a_graph(layout, graph is not None):
+                self._refused.add(layout)  # a capture that finds no memory is not tried again
+                graph = self._graphs[layout] = self._capture(arrays, layout)
+                self._refused.remove(layout)
+                self._widest = max(self._widest, layout.blocks)
         buffers = self._buffers(layout) if graph is None else graph.buffers
         uploaded = self._start_upload((arrays,), buffers)
         found, drawn = (self._forward(buffers.steps[0].tensors()), None) if graph is None else graph.replay()
         uploaded.record()  # behind the step, as the device shall begin it first
         return found, drawn
 
-    def _graph_for(self, layout: StepLayout) -> "_Graph | None":
-        """The graph of this layout, or else of the same with wider tables: so that no step waits for a capture."""
-        graph, width = self._graphs.get(layout), 2 * layout.blocks
+    def _wider(self, layout: StepLayout) -> Graph | None:
+        """The graph of the same extents with wider tables, the narrowest of them."""
+        graph, width = None, 2 * layout.blocks
         while graph is None and width <= self._widest:
             graph = self._graphs.get(layout._replace(blocks=width))
             width *= 2
         return graph
 
-    def _worth_a_graph(self, layout: StepLayout) -> bool:
-        if not self.cuda_graphs or layout.tokens > TOKEN_BUCKETS[-1] or layout in self._refused:
-            return False
-        if layout.tokens == layout.sequences == layout.rows:
-            return True
-        again = layout in self._seen
-        self._seen.add(layout)
-        return again and layout.tokens <= MIXED_BUCKETS[-1]
+    def _worth_a_graph(self, layout: StepLayout, is_served: bool) -> bool:
+        """Whether a step without a graph of its own is captured now.
 
-    def _capture(self, arrays: StepArrays, layout: StepLayout) -> "_Graph":
+        Args:
+            is_served: whether a graph of wider tables can run it.
+        """
+        is_plain = layout.tokens == layout.sequences == layout.rows
+        most = TOKEN_BUCKETS[-1] if is_plain else MIXED_BUCKETS[-1]
+        if not self.cuda_graphs or layout.tokens > most or layout in self._refused:
+            return False
+        self._missed[layout] += 1
+        return self._missed[layout] >= (OFTEN if is_served else 1 if is_plain else 2)
+
+    def _capture(self, arrays: StepArrays, layout: StepLayout) -> Graph:
         """A graph of this layout; the step runs on the way and writes what its replay will write again.
 
         States are left as they are, as they would advance twice, and so are the tokens that the step before drew.
@@ -172,7 +190,7 @@ class Runner:
         buffers = self._buffers(layout)
         self._start_upload([_without_states(arrays)], buffers).record()
         drawn_before = self.sampled.clone()
-        graph = _Graph(lambda: self._drawing(buffers.steps[0].tensors()), buffers, self._memory_pool)
+        graph = Graph(lambda: self._drawing(buffers.steps[0].tensors()), buffers, self._memory_pool)
         self.sampled.copy_(drawn_before)
         return graph
 
@@ -252,47 +270,6 @@ class _Staging:
         self._filled = host, tuple(steps)
         buffers.bytes.copy_(host.bytes, non_blocking=True)
         return self._read
-
-
-class _Graph:
-    """Captured forwards over buffers whose addresses never change.
-
-    What they give is kept by address alone, so that the graphs captured after it may write theirs to the same memory.
-    """
-
-    def __init__(self, forward: Callable[[], Any], buffers: StepBuffers, memory_pool: Any) -> None:
-        self.buffers = buffers
-        warmup_stream = _warmup_stream(torch.cuda.current_device())
-        warmup_stream.wait_stream(torch.cuda.current_stream())
-        self.graph = torch.cuda.CUDAGraph()
-        with for_graph():
-            with torch.cuda.stream(warmup_stream):
-                forward()  # compiles kernels and settles workspaces
-            torch.cuda.current_stream().wait_stream(warmup_stream)
-            with capture(self.graph, pool=memory_pool):
-                found = forward()
-            self.found = unowned(found)
-
-    def replay(self) -> Any:
-        """What the forwards give for the layouts, overwritten by the next replay of any graph of the memory pool."""
-        self.graph.replay()
-        return self.found
-
-
-def unowned(value: Any) -> Any:
-    """The tensors of a nest of tuples over the same memory, which they do not keep from being used again."""
-    if isinstance(value, Tensor):
-        storage = value.untyped_storage()
-        found = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), value.device, storage.nbytes())
-        place = value.storage_offset(), value.size(), value.stride()
-        return torch.empty(0, dtype=value.dtype, device=value.device).set_(found, *place)
-    return tuple(map(unowned, value)) if isinstance(value, tuple) else value
-
-
-@functools.cache
-def _warmup_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures, since the allocator keeps what was freed for the stream that it was freed on."""
-    return torch.cuda.Stream(device)
 
 
 def _without_states(arrays: StepArrays) -> StepArrays:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from detcompile.progress import stage
 from detcompile.runtime.device_memory import StepMemory, ran_out_of_memory
 from detcompile.runtime.requests.outputs import Logprobs
 from detcompile.runtime.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
-from detcompile.runtime.step.layout import TOKEN_BUCKETS, graph_layouts
+from detcompile.runtime.step.layout import TOKEN_BUCKETS, first_layouts, graph_layouts
 from detcompile.runtime.step.runner import Runner
 from detcompile.step import NO_SLOT, PADDING_SLOT
 from detcompile.templates.cpu.fp_mode import float_mode
@@ -148,13 +149,16 @@ class Worker:
         return StepResult(tokens, invalid, logprobs, prompt_logprobs, launched.refused | unread, launched.hidden)
 
     def warm_up(self, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
-        """Capture the graphs of every bucket of steps up to these sizes, tables of ``most_blocks`` among them.
+        """Capture a graph of every bucket of steps up to these sizes, with tables of ``most_blocks``.
 
-        A capture takes as long as many steps: later ones would be stalls.
+        A capture takes as long as several steps. Those of shorter tables come as steps ask for them (Runner).
         """
-        block_size = self.runner.kv_cache.block_size
-        for layout in graph_layouts(most_sequences, most_tokens, most_blocks, block_size):
-            self.capture(*layout)
+        every = graph_layouts(most_sequences, most_tokens, most_blocks, self.runner.kv_cache.block_size)
+        layouts = first_layouts(every)
+        with stage("capture graphs") as under_way:
+            for count, layout in enumerate(layouts, 1):
+                self.capture(*layout)
+                under_way.becomes(f"capture graphs {count}/{len(layouts)}")
         torch.cuda.empty_cache()
 
     def capture(self, tokens: int, sequences: int, width: int) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "capturing", "for_graph", "graph_seconds", "is_for_graph"]
+__all__ = ["capture", "capturing", "for_graph", "graph_seconds", "is_for_graph", "is_rehearsal", "rehearsal"]
 
 # Ambient, since between a capture and the templates that ask stands a compiled program, whose operators have no
 # argument for it: a graph's signature may not depend on how it will be launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
+_REHEARSAL = contextvars.ContextVar("rehearsal", default=False)
 
 
 def capturing() -> bool:
@@ -33,6 +34,22 @@ def for_graph() -> Iterator[None]:
 def is_for_graph() -> bool:
     """Whether this is inside ``for_graph``."""
     return _FOR_GRAPH.get()
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """What runs here is run for its kernels alone, so that they are compiled, gated and loaded: nobody reads the
+    results, and of layers that run the same code one is enough."""
+    token = _REHEARSAL.set(True)
+    try:
+        yield
+    finally:
+        _REHEARSAL.reset(token)
+
+
+def is_rehearsal() -> bool:
+    """Whether this is inside ``rehearsal``."""
+    return _REHEARSAL.get()
 
 
 @contextmanager

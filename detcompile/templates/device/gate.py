@@ -13,6 +13,7 @@ A family of templates has one `Gate`, which its launches ask; a `Tuner` is what 
 
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ class Gate(Generic[P, S]):
     buckets: Buckets | None = None
     serves: Callable[[S, P], bool] = lambda schedule, problem: True
     _chosen: dict[tuple[P, torch.device], S] = field(default_factory=dict, init=False)
+    _locks: dict[tuple[P, torch.device], Any] = field(default_factory=dict, init=False)
 
     def schedule(self, problem: P, device: torch.device) -> S:
         """The schedule of a launch: chosen at its problem's first launch, or recalled in a capture before it.
@@ -79,12 +81,12 @@ class Gate(Generic[P, S]):
         Raises:
             ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
         """
-        found = self._chosen.get((problem, device))
-        if found is not None:
+        if (found := self._chosen.get((problem, device))) is not None:
             return found
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._recall(problem, device)
-        return self._choose(problem, device)
+        with self._locks.setdefault((problem, device), threading.RLock()):  # other threads wait for the verdict
+            return self._chosen.get((problem, device)) or self._choose(problem, device)
 
     def tune(self, problem: P, device: torch.device, seconds: Callable[[S], float]) -> S:
         """Times every admitted schedule; later launches of the problem take the winner."""

@@ -7,6 +7,7 @@ and integers are multiples of 16; integers of 1 and those past 32 bits; descript
 compile-time value. Triton's settings (debugging, hooks into compilation) count as they are at the first launch.
 """
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class _Launcher:
     def __init__(self, kernel: JITFunction) -> None:
         self._kernel = kernel
         self._calls: dict[tuple[object, ...], _Call] = {}
+        self._compiling: dict[tuple[object, ...], threading.Lock] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args, **named: self._launch(grid, args, named)
@@ -61,9 +63,10 @@ class _Launcher:
         if known is not None and not self._kernel.pre_run_hooks:
             known[0][(*grid, 1, 1)](*args, *[named[name] for name in call.rest])
             return
-        compiled = self._kernel[grid](*args, **named)
-        if compiled is not None:  # as it is where a hook forbids to compile
-            call.compiled[specialization] = compiled, [v.layout for v in values if isinstance(v, GluonDescriptor)]
+        with self._compiling.setdefault(specialization, threading.Lock()):  # one thread compiles it, others wait
+            compiled = self._kernel[grid](*args, **named)
+            if compiled is not None:  # as it is where a hook forbids to compile
+                call.compiled[specialization] = compiled, [v.layout for v in values if isinstance(v, GluonDescriptor)]
 
     def _new_call(self, count: int, named: dict[str, Any]) -> _Call:
         params = self._kernel.params

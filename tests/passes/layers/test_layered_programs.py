@@ -9,6 +9,8 @@ import torch
 import detcompile
 from detcompile import CompiledModel, SamplingParams
 from detcompile.passes import lowering, tracing
+from detcompile.passes.layers.program import LayeredProgram, Unrolled
+from detcompile.templates.device.cuda_graphs import rehearsal
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, without_inductor
@@ -63,6 +65,24 @@ def test_compiled_code_has_the_bytes_of_one_graph(dtype: torch.dtype):
     ids = torch.arange(1, 41)[None] % VOCAB_SIZE
     assert_bitwise_equal(layered(ids).logits, whole(ids).logits)
     assert answers(layered) == answers(whole)
+
+
+def test_a_rehearsal_runs_each_region_once():
+    """In the order of the layers: before them, dense ones, others, after them."""
+    seen: list[str] = []
+
+    def run(name: str) -> Any:
+        return lambda given: seen.append(name) or [torch.zeros(1), "shared"]
+
+    runs = {index: run(name) for index, name in enumerate(("before", "dense", "experts", "after"))}
+    unrolled = Unrolled((0,), (None,), ((0,),) * 6, (0, 1, 1, 2, 1, 3))
+    program = LayeredProgram(runs, {1: (0,), 2: (0,), 3: ()}, unrolled)
+    program("given")
+    assert seen == ["before", "dense", "dense", "experts", "dense", "after"]
+    seen.clear()
+    with rehearsal():
+        program("given")
+    assert seen == ["before", "dense", "experts", "after"]
 
 
 def test_every_layer_is_covered_by_a_proof():

@@ -17,7 +17,7 @@ from detcompile.runtime.sampling.sampler import Sampler
 from detcompile.runtime.step import runner as runner_module
 from detcompile.runtime.step.builder import StepEntry, build_arrays, build_step, pending_arrays
 from detcompile.runtime.step.layout import StepBuffer, StepBuffers, StepLayout, table_widths
-from detcompile.runtime.step.runner import MOST_VIEWS, Runner, _Staging
+from detcompile.runtime.step.runner import MOST_VIEWS, OFTEN, Runner, _Staging
 from detcompile.runtime.step.worker import Worker
 from detcompile.step import PADDING_SLOT
 from tests.bits import assert_bitwise_equal
@@ -91,18 +91,23 @@ class EagerStaging:
 
 def with_eager_graphs(device):
     """A CPU's runner goes the way of a GPU's, if it has CUDA graphs."""
-    stand_ins = {} if device == "cuda" else {"_Graph": EagerGraph, "_Staging": EagerStaging}
+    stand_ins = {} if device == "cuda" else {"Graph": EagerGraph, "_Staging": EagerStaging}
     return mock.patch.multiple(runner_module, **stand_ins) if stand_ins else contextlib.nullcontext()
+
+
+def new_runner(device, cuda_graphs):
+    """A runner on either device, with graphs that ``with_eager_graphs`` makes of a CPU's."""
+    if device == "cuda":
+        return cuda_runner(cuda_graphs)
+    runner = Runner(forward, make_cache(0.0), False)
+    runner.cuda_graphs, runner._on_host = cuda_graphs, not cuda_graphs
+    return runner
 
 
 def test_a_captured_step_reads_what_the_last_one_drew_and_leaves_what_it_draws(device):
     results = []
     for cuda_graphs in (False, True):
-        if device == "cuda":
-            runner = cuda_runner(cuda_graphs)
-        else:
-            runner = Runner(forward, make_cache(0.0), False)
-            runner.cuda_graphs, runner._on_host = cuda_graphs, not cuda_graphs
+        runner = new_runner(device, cuda_graphs)
         runner.sampled[:2] = torch.tensor([9, 4])
         sequences = [Sequence([5, 6], num_computed=2, num_pending=1), Sequence([7], num_computed=1, num_pending=1)]
         entries = [StepEntry(sequence, sequence.num_computed, 1) for sequence in sequences]
@@ -123,14 +128,7 @@ def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
     def entries(tokens, computed):
         return [StepEntry(Sequence(own), known, len(own) - known) for own, known in zip(tokens, computed)]
 
-    def new_runner(cuda_graphs):
-        if device == "cuda":
-            return cuda_runner(cuda_graphs)
-        runner = Runner(forward, make_cache(0.0), False)
-        runner.cuda_graphs, runner._on_host = cuda_graphs, not cuda_graphs
-        return runner
-
-    runner, tokens, computed, expected = new_runner(False), [list(own) for own in starts], [0, 0], []
+    runner, tokens, computed, expected = new_runner(device, False), [list(own) for own in starts], [0, 0], []
     for _ in range(num_steps):
         drawn = likeliest(runner.run(build_arrays(entries(tokens, computed), tables, BLOCK_SIZE, {})))
         expected.append(drawn)
@@ -141,7 +139,7 @@ def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
     first = build_arrays(entries(starts, [0, 0]), tables, BLOCK_SIZE, {})
     steps = [first, *pending_arrays(lengths + np.arange(num_steps - 1)[:, None], [0, 1], tables, BLOCK_SIZE)]
     for cuda_graphs in (False, True):
-        runner = new_runner(cuda_graphs)
+        runner = new_runner(device, cuda_graphs)
         with with_eager_graphs(device):
             for _ in range(2):  # captured, then replayed
                 found = runner.launch_chain(steps)[:, :2]
@@ -155,14 +153,41 @@ def test_the_widest_table_of_a_warm_up_holds_any_sequence(most_blocks, block_siz
     assert all(wider % narrower == 0 for narrower, wider in itertools.pairwise(widths))
 
 
-def test_a_step_takes_the_narrowest_graph_that_holds_it():
-    runner = Runner(forward, make_cache(), False)
-    known = [StepLayout(8, 8, 8, blocks, 1) for blocks in (32, 256)]
-    runner._graphs = dict(zip(known, ("narrow", "wide")))
+def test_a_step_takes_a_wider_graph_until_its_own_pays(device):
+    """And goes on with it where there is no memory for its own, which is not tried again."""
+    runner = new_runner(device, True)
     runner._widest = 256
-    for blocks, graph in ((32, "narrow"), (64, "wide"), (256, "wide"), (512, None)):
-        assert runner._graph_for(known[0]._replace(blocks=blocks)) == graph
-    assert runner._graph_for(StepLayout(16, 16, 16, 32, 1)) is None
+    wide, narrow = (StepLayout(8, 8, 8, blocks, 1) for blocks in (256, 64))
+    assert runner._wider(narrow) is None and runner._worth_a_graph(narrow, is_served=False)
+    runner._missed.clear()
+    runner._graphs[wide] = graph = mock.Mock()
+    for blocks in (32, 64, 128):
+        assert runner._wider(narrow._replace(blocks=blocks)) is graph
+    assert runner._wider(wide._replace(blocks=512)) is None
+    assert runner._wider(StepLayout(16, 16, 16, 32, 1)) is None
+    assert [runner._worth_a_graph(narrow, is_served=True) for _ in range(OFTEN)] == [False] * (OFTEN - 1) + [True]
+    runner._refused.add(narrow)
+    assert not runner._worth_a_graph(narrow, is_served=True)
+
+
+def test_narrow_graphs_come_when_they_are_often_missed(device):
+    """With the bits of plain steps before and after."""
+    results = []
+    for cuda_graphs in (False, True):
+        with with_eager_graphs(device):
+            runner, blocks = new_runner(device, cuda_graphs), make_blocks()
+            if cuda_graphs:
+                Worker(runner, Sampler(3, device)).capture(1, 1, 64)
+            sequence, logits, counts = Sequence([5]), [], []
+            for token in range(OFTEN + 2):
+                logits.append(runner.run(build_step([(sequence, 1)], blocks)))
+                counts.append(runner.num_graphs)
+                sequence.token_ids.append(token)
+                sequence.num_computed += 1
+        if cuda_graphs:
+            assert counts == [1] * (OFTEN - 1) + [2] * 3
+        results.append(torch.cat(logits))
+    assert_bitwise_equal(results[1], results[0])
 
 
 def test_staging_memory_keeps_views_of_few_layouts():
@@ -202,7 +227,7 @@ def test_no_step_waits_for_a_capture_after_the_warm_up():
         runner, blocks = cuda_runner(cuda_graphs), make_blocks(64)
         if cuda_graphs:
             Worker(runner, Sampler(3, "cuda")).warm_up(4, 32, 63)
-            runner._capture = None
+            captured = runner.num_graphs
         long, short = Sequence([t % 50 for t in range(700)]), Sequence([t % 40 for t in range(150)])
         logits = []
         together = [[(long, 1), (short, 1)]] * 8
@@ -210,6 +235,8 @@ def test_no_step_waits_for_a_capture_after_the_warm_up():
             logits.append(runner.run(build_step(plan, blocks)))
             for sequence, n in plan:
                 sequence.num_computed += n
+            if cuda_graphs:
+                assert runner.num_graphs == captured
         results.append(torch.cat(logits))
     assert_bitwise_equal(results[1], results[0])
 

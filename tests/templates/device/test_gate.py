@@ -2,6 +2,9 @@
 
 import json
 import multiprocessing
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,6 +205,27 @@ def test_a_capture_takes_the_nearest_bucket_that_was_chosen_for(
     tuner.choose(str(Problem("p", 8)), "reference", ["fast"], probe)
     assert gate.schedule(Problem("p", 64), device) == "fast"
     assert gate.schedule(Problem("p", 16), device) == "slow"
+
+
+def test_threads_that_need_the_same_verdict_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    started = threading.Barrier(4)
+
+    class Slow(Probe):
+        def __call__(self, schedule: str) -> bytes:
+            time.sleep(0.05)
+            return super().__call__(schedule)
+
+    probe = Slow()
+    gate = schedules_of(probe, family="threads")
+
+    def launch(_: int) -> str:
+        started.wait()
+        return gate.schedule(Problem("p", 8), torch.device("cpu"))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(launch, range(4))) == ["slow"] * 4
+    assert probe.launched == ["reference", "slow"]
 
 
 def test_the_reference_alone_needs_no_probe() -> None:

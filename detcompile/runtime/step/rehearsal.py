@@ -1,0 +1,77 @@
+"""The kernels of all sizes of steps, compiled and gated several at a time before an engine serves."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from detcompile.progress import stage
+from detcompile.runtime.device_memory import ran_out_of_memory
+from detcompile.runtime.step.layout import MIXED_BUCKETS
+from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.worker import idle_arrays
+
+__all__ = ["Rehearsed", "rehearse", "rehearsed_steps"]
+
+MOST_THREADS = 16
+
+
+class Rehearsed(NamedTuple):
+    """An idle step that is run for its kernels alone."""
+
+    tokens: int
+    sequences: int
+    width: int  # blocks of its tables
+    as_graph: bool  # launched as a CUDA graph's forward is
+
+
+def rehearsed_steps(
+    graphs: list[tuple[int, int, int]], most_sequences: int, most_tokens: int, width: int
+) -> list[Rehearsed]:
+    """Steps that launch nearly every kernel that an engine will, the largest first, since they take longest.
+
+    Kernels are chosen by sizes that are rounded to powers of two, so that other sizes bring no other kernels.
+
+    Args:
+        graphs: tokens, sequences and table widths of the CUDA graphs.
+        most_sequences: sequences of the largest step.
+        most_tokens: tokens of the largest step.
+        width: blocks of the widest table.
+    """
+    steps = [Rehearsed(*layout, True) for layout in graphs if all(size & (size - 1) == 0 for size in layout)]
+    least = 2 * MIXED_BUCKETS[-1] if graphs else 1
+    sizes = {most_tokens} | {1 << shift for shift in range(most_tokens.bit_length()) if 1 << shift >= least}
+    steps += [
+        Rehearsed(tokens, sequences, width, False)
+        for tokens in sizes
+        for sequences in {1, min(tokens, most_sequences)}
+    ]
+    return sorted(steps, reverse=True)
+
+
+def rehearse(new_runner: Callable[[], Runner], steps: list[Rehearsed]) -> None:
+    """Run idle steps in threads, each with a runner of its own, over one cache of which they write nothing.
+
+    A step that finds no memory beside the others is left out: its kernels are compiled when they are first launched.
+    """
+    failed: list[Exception] = []
+
+    def run(step: Rehearsed) -> None:
+        runner = new_runner()
+        device, groups = runner.kv_cache.device, len(runner.kv_cache.groups)
+        try:
+            with torch.cuda.device(device):
+                arrays = idle_arrays(step.tokens, step.sequences, groups, step.width)
+                runner.rehearse(arrays, as_graph=step.as_graph)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                failed.append(error)
+
+    num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with stage("compile kernels") as under_way, ThreadPoolExecutor(num_threads) as threads:
+        for count, _ in enumerate(threads.map(run, steps), 1):
+            under_way.becomes(f"compile kernels of {count}/{len(steps)} sizes of steps")
+    if failed:
+        raise failed[0]

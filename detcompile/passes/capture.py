@@ -30,6 +30,7 @@ from detcompile.passes.modules.attention import (
     register_attention,
     rule_of,
 )
+from detcompile.passes.modules.pooling_heads import attends_both_ways
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
@@ -40,6 +41,7 @@ CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_
 PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
 CHUNKED_MASK = "create_chunked_causal_mask"
 MASK_KINDS = (CAUSAL_MASK, SLIDING_MASK, PADDING_MASK, CHUNKED_MASK)
+BOTH_WAYS_MASK = "create_bidirectional_mask"
 KIND_OF_LAYER = {
     "full_attention": CAUSAL_MASK,
     "sliding_attention": SLIDING_MASK,
@@ -173,9 +175,10 @@ def _observe(
     """observe_attention, and the masks that the model asks transformers for."""
     calls: list[AttentionCall] = []
     place = layer_of if recurrences is None else recurrences.attention_place
+    both_ways = attends_both_ways(model)
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):
-        check_call(module, query, key, value, attention_mask, kwargs)
+        check_call(module, query, key, value, attention_mask, kwargs, both_ways)
         calls.append(AttentionCall(module, query, key, value, rule_of(query, kv_chunk, kwargs), place(module)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -230,7 +233,7 @@ def _recorded_masks(model: nn.Module) -> Iterator[set[str]]:
             # a decoder asks for a mask over its encoder's states, and there are none: nothing attends by it
             idle = name == "create_bidirectional_mask" and kwargs.get("encoder_hidden_states", seen) is None
             kinds = set() if idle else _kinds(model, name)
-            unknown = sorted(kinds - set(MASK_KINDS))
+            unknown = sorted(kinds - ({BOTH_WAYS_MASK} if attends_both_ways(model) else set(MASK_KINDS)))
             if unknown:
                 raise UnsupportedModel(
                     f"{type(model).__name__} asks for {unknown[0]}, a mask the attention template does not have"

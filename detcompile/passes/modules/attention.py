@@ -138,8 +138,20 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
     AttentionInterface.register(IMPLEMENTATION, pinned)
 
 
-def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse an attention call whose meaning the template does not have."""
+def check_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+    both_ways: bool = False,
+) -> None:
+    """Refuse an attention call whose meaning the template does not have.
+
+    Args:
+        both_ways: tokens see those behind them too, as the steps of an encoder let them.
+    """
     where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if not isinstance(getattr(module, "layer_idx", None), int):
         raise UnsupportedModel(f"{where} has no layer_idx: its keys cannot be told from other layers'")
@@ -149,7 +161,7 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
         raise StepDropped(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
     if kwargs.get("dropout"):
         raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
-    if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
+    if not (both_ways or (kwargs.get("is_causal", True) and getattr(module, "is_causal", True))):
         raise UnsupportedModel(f"{where} is not causal")
     known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", *UNDERSTOOD}
     for name, given in kwargs.items():

@@ -1,0 +1,119 @@
+"""Models without a language-model head: classifiers and reward models, whose head scores one token of a sequence, and
+base models, whose hidden states are wanted as embeddings. They get the forward of a causal LM, logits by row."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from detcompile.errors import UnsupportedModel
+
+__all__ = ["FIRST", "LAST", "PoolingModel", "as_pooling_model", "attends_both_ways"]
+
+FIRST, LAST = "first", "last"  # the token of a sequence that a head reads
+NUM_COMPARED = 7  # tokens of the sequence that the two forwards are compared on
+
+
+class PoolingModel(PreTrainedModel):
+    """The forward of a causal LM over a base model and its head; mixed into the model's own class.
+
+    Attributes:
+        pooled_token: "first" or "last": the token of a sequence that the head reads; None for a base model.
+    """
+
+    pooled_token: str | None
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        token_type_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Scores [1, R, labels], or hidden states [1, R, H], of the chosen tokens.
+
+        Args:
+            input_ids: [1, T] int64.
+            position_ids: [1, T] int64; None leaves them to the model.
+            logits_to_keep: [R] indices of tokens; 0 keeps all.
+            token_type_ids: [1, T] int64; None leaves them to the model.
+            use_cache: nothing, as base models of encoders know no cache.
+        """
+        given = {"position_ids": position_ids, "token_type_ids": token_type_ids}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        own = super().forward if self.base_model is self else self.base_model
+        hidden = own(input_ids=input_ids, **kwargs).last_hidden_state
+        rows = hidden[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else hidden
+        return CausalLMOutput(logits=self._head(rows))
+
+    def _head(self, rows: Tensor) -> Tensor:
+        """What the model makes of hidden states [B, R, H] of tokens, each as if it were its sequence's."""
+        if self.pooled_token is None:
+            return rows
+        if self.pooled_token == LAST:
+            return self.score(rows)
+        alone = rows.flatten(0, 1).unsqueeze(1)  # [B * R, 1, H]: heads of encoders take the first token of each
+        pooler = getattr(self.base_model, "pooler", None)
+        if pooler is not None:
+            alone = pooler(alone)
+        elif hasattr(self, "pre_classifier"):  # DistilBERT's
+            alone = nn.functional.relu(self.pre_classifier(alone[:, 0]))
+        return self.classifier(alone).unflatten(0, rows.shape[:2])
+
+
+def attends_both_ways(model: nn.Module) -> bool:
+    """Whether tokens of a model see those behind them."""
+    return isinstance(model, PoolingModel) and not any(
+        getattr(module, "is_causal", False) for module in model.modules() if hasattr(module, "layer_idx")
+    )
+
+
+def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The same module with the forward of a PoolingModel; its parameters keep their names.
+
+    Raises:
+        UnsupportedModel: it has a head that is not known, or its own forward gives something else.
+    """
+    own, name = type(model), type(model).__name__
+    pooled = _pooled_token(model)
+    device = next(model.parameters()).device
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # which some count no position for
+    ids = [index for index in range(model.get_input_embeddings().weight.shape[0]) if index != padding]
+    ids = torch.tensor([ids[:NUM_COMPARED]], device=device)
+    with torch.no_grad():
+        expected = model(input_ids=ids)[0]
+        model.__class__ = type(name, (PoolingModel, own), {"__module__": own.__module__})
+        model.pooled_token = pooled
+        found = _whole(model, ids)
+    if torch.equal(found, expected):
+        return model
+    raise UnsupportedModel(
+        f"{name} gives something else than its base model and a head over the {pooled or 'last'} token do: only such"
+        " classifiers are compiled"
+    )
+
+
+def _pooled_token(model: PreTrainedModel) -> str | None:
+    if model.base_model is model:
+        return None
+    if isinstance(getattr(model, "score", None), nn.Linear):
+        return LAST
+    if isinstance(getattr(model, "classifier", None), nn.Module):
+        return FIRST
+    raise UnsupportedModel(
+        f"{type(model).__name__} has no head that is known: a language-model head, `score` over the last token, or"
+        " `classifier` over the first"
+    )
+
+
+def _whole(model: Any, ids: Tensor) -> Tensor:
+    """What the model's own forward gives for one sequence, by ours: equal shapes inside, so that bits are too."""
+    if model.pooled_token is None:
+        return model(ids).logits
+    if model.pooled_token == LAST:
+        return model(ids).logits[:, -1]
+    return model(ids, logits_to_keep=torch.zeros(1, dtype=torch.int64, device=ids.device)).logits[:, 0]

@@ -273,6 +273,11 @@ class RequestBook:
 
 def _no_token(request: Request, sequence: Sequence, token: int | None) -> EngineError:
     where = f"request {request.output.request_id}, token {len(sequence.token_ids)}"
+    if token is None and request.params.limited:
+        return EngineError(
+            f"{where}: nothing is left to draw: bias, min_tokens, bad words and allowed_token_ids together forbid every"
+            " token that the model has a number for: allow more"
+        )
     if token is None:
         return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
     return EngineError(

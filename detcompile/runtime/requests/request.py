@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from detcompile.errors import DetcompileError, EngineError
+from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ class Request:
         priority: urgency; lower is more urgent.
         max_length: tokens that a sequence may hold.
         stream_text: keep the text up to date after every token.
+        bad_words: sequences of tokens that no sample may complete.
     """
 
     def __init__(
@@ -40,17 +42,11 @@ class Request:
         priority: int,
         max_length: int,
         stream_text: bool,
+        bad_words: BadWords = NO_WORDS,
     ) -> None:
         self.params = params.seeded()
         self.sequences = [
-            Sequence(
-                list(token_ids),
-                self.params,
-                sample_index=index,
-                priority=priority,
-                arrival=arrival,
-                max_length=max_length,
-            )
+            Sequence(list(token_ids), self.params, bad_words, index, priority, arrival, max_length)
             for index in range(params.n)
         ]
         self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache

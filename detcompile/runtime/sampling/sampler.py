@@ -7,6 +7,7 @@ operations, whose order is fixed. The host never waits for the device.
 Legend: R rows, V vocabulary size, Q rows of a group.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.columns import Columns
 from detcompile.runtime.sampling.filters import filtered
@@ -159,7 +161,8 @@ class Sampler:
         needs, part = group.needs, slice(group.start, group.stop)
         index = columns["rows"][part]
         logits = self._own_logits(group, rows, columns)
-        found = likeliest(logits) if needs.biased or needs.penalised else drawn.index_select(0, index)
+        own = needs.biased or needs.restricted or needs.penalised
+        found = likeliest(logits) if own else drawn.index_select(0, index)
         if needs.drawn:
             scaled = self._scaled(logits, needs, columns, part)
             chosen, bad = (
@@ -173,7 +176,7 @@ class Sampler:
             self._counts.count(columns["slots"][part], found[:, 1])
 
     def _own_logits(self, group: RowGroup, rows: Tensor, columns: Columns) -> Tensor:
-        """Logits [Q, V] float32 of a group, after biases and penalties."""
+        """Logits [Q, V] float32 of a group, after biases, what is not allowed, and penalties."""
         needs, part = group.needs, slice(group.start, group.stop)
         if group.first_row is None:
             own = rows.index_select(0, columns["rows"][part])
@@ -184,6 +187,10 @@ class Sampler:
             entries = slice(group.bias_start, group.bias_stop)
             place = columns["bias_rows"][entries], columns["bias_tokens"][entries]
             logits.index_put_(place, logits[place] + columns["bias_values"][entries])
+        if needs.restricted:
+            entries = slice(group.allowed_start, group.allowed_stop)
+            place = columns["allowed_rows"][entries], columns["allowed_tokens"][entries]
+            logits = torch.full_like(logits, -math.inf).index_put_(place, logits[place])
         if needs.penalised:
             words = self._counts.words.index_select(0, columns["slots"][part])
             logits = penalise(
@@ -255,6 +262,11 @@ def sample(
         raise InvalidInput("penalties and min_tokens need num_prompt_tokens: say where each row's output begins")
     if any(p.penalised and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
         raise InvalidInput("penalties need token_ids: give a row's tokens before its position, all of them")
+    if any(p.bad_words for p in params):
+        raise InvalidInput("bad_words are text, which nothing here reads: give bad_words_ids")
+    words = [BadWords.of(p.bad_words_ids, ()) for p in params]
+    if any(any(longer) and token_ids is None for longer, _ in words):
+        raise InvalidInput("bad_words_ids need token_ids: give a row's tokens before its position, all of them")
     sampler = Sampler(logits.shape[1], logits.device, radices, eos_token_ids)
     rows = [
         SampleRow(
@@ -264,8 +276,9 @@ def sample(
             sample_index=sample_indices[r] if sample_indices is not None else 0,
             key=r,
             token_ids=token_ids[r] if token_ids is not None else (),
+            forbidden=single + (longer.completions(token_ids[r], 0) if token_ids is not None else ()),
         )
-        for r, own in enumerate(params)
+        for r, (own, (longer, single)) in enumerate(zip(params, words))
     ]
     return sampler(logits, sampler.prepare(rows)).tokens
 

@@ -45,6 +45,7 @@ TOGETHER = {
         "tests/commands/test_tune_speculation.py",
         "tests/invariance/*",
         "tests/models/test_compiled.py",
+        "tests/models/test_generation.py",
         "tests/passes/proof/test_certificate.py",
         "tests/runtime/requests/test_prompts.py",
         "tests/runtime/sampling/test_rejection.py",

@@ -36,7 +36,7 @@ def facts_of(
         "dtype": str(sizes.dtype).removeprefix("torch."),
         "num_token_ids": sizes.num_token_ids,
         "num_logits": sizes.num_logits,
-        "eos_token_ids": list(stop_tokens(model.module, None)),
+        "eos_token_ids": list(stop_tokens(model.module)),
         "pad_token_id": getattr(getattr(model.module, "generation_config", None), "pad_token_id", None),
         "kv_shapes": [list(shape) for shape in sizes.kv_shapes],
         "state_shapes": [[list(state.shape), state.float32] for state in sizes.state_shapes],

@@ -10,7 +10,7 @@ from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, Requ
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import FinishReason, Sequence
 
-__all__ = ["Request"]
+__all__ = ["Request", "undrawable"]
 
 
 class Request:
@@ -148,3 +148,18 @@ class Request:
         if all(s.finish_reason is not None for s in self.sequences):
             self.output.finished = True
             self._metrics.finished = time.monotonic()
+
+
+def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineError:
+    """What is wrong with a token that was drawn: an id without an embedding, or None for no id at all."""
+    if token is None and params.limited:
+        return EngineError(
+            f"{where}: nothing is left to draw: logit_bias, min_tokens, bad words and allowed_token_ids forbid every"
+            " token of which the model's logits are numbers: allow more"
+        )
+    if token is None:
+        return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
+    return EngineError(
+        f"{where}: the model drew id {token}, which has a logit and no embedding: forbid it with logit_bias, or in"
+        " generate() with suppress_tokens"
+    )

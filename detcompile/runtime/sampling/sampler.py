@@ -105,18 +105,23 @@ class Sampler:
         self._counts.forget(key)
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None) -> Sampled:
+    def __call__(
+        self, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None, scores: Tensor | None = None
+    ) -> Sampled:
         """Draw from ``logits`` [R', V], of which the first R rows are the plan's.
 
         Args:
             drawn: [R', 2] int64, what ``likeliest`` gives for these logits, if that is known; this may be written to.
+            scores: [R, V] float32, gets what each row is drawn from: its logits after all that changes them.
         """
         assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
         with self._float_mode:
             rows = logits[: plan.num_rows]
-            return self._sampled(rows, plan, likeliest(rows) if drawn is None else drawn[: plan.num_rows])
+            if scores is not None:
+                scores.copy_(rows)
+            return self._sampled(rows, plan, likeliest(rows) if drawn is None else drawn[: plan.num_rows], scores)
 
-    def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor) -> Sampled:
+    def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor, scores: Tensor | None) -> Sampled:
         if plan.columns is None:
             return Sampled(drawn, None)
         columns = plan.columns.to(self.device)
@@ -124,7 +129,7 @@ class Sampler:
             self._counts.admit(plan.num_slots, _fresh(columns))
         distributions = torch.stack(plan.distributions) if plan.distributions else None
         for group in plan.groups:
-            self._work(group, rows, columns, drawn, distributions)
+            self._work(group, rows, columns, drawn, distributions, scores)
         logprobs = None
         if plan.logprob_rows:
             wanted = columns["logprob_rows"]
@@ -156,15 +161,18 @@ class Sampler:
         columns: Columns,
         drawn: Tensor,
         distributions: Tensor | None,
+        scores: Tensor | None,
     ) -> None:
-        """Redo the rows of one group in ``drawn``."""
+        """Redo the rows of one group in ``drawn``, and in ``scores``."""
         needs, part = group.needs, slice(group.start, group.stop)
         index = columns["rows"][part]
         logits = self._own_logits(group, rows, columns)
         own = needs.biased or needs.restricted or needs.penalised
         found = likeliest(logits) if own else drawn.index_select(0, index)
+        scaled = self._scaled(logits, needs, columns, part) if needs.drawn else logits
+        if scores is not None:
+            scores.index_copy_(0, index, scaled)
         if needs.drawn:
-            scaled = self._scaled(logits, needs, columns, part)
             chosen, bad = (
                 self._resolve(scaled, columns, part, distributions)
                 if needs.proposed

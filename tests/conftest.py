@@ -46,6 +46,7 @@ TOGETHER = {
         "tests/invariance/*",
         "tests/models/test_compiled.py",
         "tests/models/test_generation.py",
+        "tests/offline/*",
         "tests/passes/proof/test_certificate.py",
         "tests/runtime/requests/test_prompts.py",
         "tests/runtime/sampling/test_rejection.py",

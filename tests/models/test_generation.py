@@ -115,7 +115,7 @@ def test_greedy_tokens_are_hugging_face_s(name: str, case: str) -> None:
 def test_a_penalty_counts_a_row_s_own_tokens(name: str) -> None:
     """Hugging Face's counts the pad token as one that was seen: its rows are taken alone here."""
     ids, mask = padded_batch()
-    arguments = {"repetition_penalty": 1.7, "max_new_tokens": 12, "do_sample": False}
+    arguments = {"repetition_penalty": 9.0, "max_new_tokens": 12, "do_sample": False}
     found = model_of(name).generate(ids, mask, **arguments)
     for row, length in enumerate(LENGTHS):
         alone = plain_model(name).generate(ids[row : row + 1, -length:], **arguments)
@@ -350,6 +350,19 @@ def test_a_row_is_alone_in_any_batch_and_watched_or_not(data: st.DataObject, see
         alone = model.generate(ids[row : row + 1, -length:], seed=seeds[row], **arguments)[0, length:]
         own = together[row, ids.shape[1] :]
         assert torch.equal(own[: len(alone)], alone) and (own[len(alone) :] == PAD).all()
+
+
+@pytest.mark.parametrize(
+    "name", exhaustive_unless(lambda name: name == "lfm2", ["lfm2", "mamba2", "qwen3_next", "granite_swa"])
+)
+def test_layers_with_states_and_windows_are_watched_with_the_same_tokens(name: str) -> None:
+    ids, mask = padded_batch((9, 5, 80, 1))
+    model = model_of(name)
+    for _ in range(2):  # over a runner that has served before
+        arguments = {"max_new_tokens": 20, "repetition_penalty": 1.3}
+        watched = model.generate(ids, mask, streamer=Recorder(), **arguments)
+        assert torch.equal(watched, model.generate(ids, mask, **arguments))
+        ids, mask = ids[:3].roll(1, 0), mask[:3].roll(1, 0)
 
 
 # What cannot be served

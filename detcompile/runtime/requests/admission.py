@@ -10,7 +10,7 @@ from typing import Any
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
-from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
 from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt
 from detcompile.runtime.requests.request import Request
@@ -98,22 +98,28 @@ class Admission:
             bad_words=bad_words,
         )
 
-    def pairs(
-        self, prompts: Any, params: SamplingParams | SequenceOf[SamplingParams] | None
-    ) -> list[tuple[Any, SamplingParams | None]]:
-        """Each prompt with its parameters.
+    def asked(
+        self,
+        prompts: Any,
+        params: SamplingParams | SequenceOf[SamplingParams] | None,
+        priority: SequenceOf[int] | None = None,
+    ) -> list[tuple[Any, SamplingParams | None, int]]:
+        """Each prompt with its parameters and its priority, 0 where none are given.
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, or not one params a prompt.
+            InvalidInput: neither a prompt nor a list of them, or not one params or priority a prompt.
         """
         every = prompts_of(prompts)
+        urgency = [0] * len(every) if priority is None else token_list(priority, "priority")
+        if len(urgency) != len(every):
+            raise InvalidInput(f"{len(every)} prompts and {len(urgency)} priorities: give one each")
         if params is None or isinstance(params, SamplingParams):
-            return [(prompt, params) for prompt in every]
+            return [(prompt, params, own) for prompt, own in zip(every, urgency)]
         if not isinstance(params, SequenceOf) or isinstance(params, (str, bytes)):
             raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams, or a list")
         if len(params) != len(every):
             raise InvalidInput(f"{len(every)} prompts and {len(params)} SamplingParams: give one for all, or one each")
-        return list(zip(every, params))
+        return list(zip(every, params, urgency))
 
     def refusal(self, prompt: Any, error: InvalidInput) -> RequestOutput:
         """The output of a prompt that could not be queued."""
@@ -121,7 +127,8 @@ class Admission:
             text, token_ids = read_prompt(prompt)
         except InvalidInput:
             text, token_ids = None, []
-        return RequestOutput("", text, token_ids or [], None, [], finished=True, error=error)
+        refused = CompletionOutput(0, finish_reason="error")
+        return RequestOutput("", text, token_ids or [], None, [refused], finished=True, error=error)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its tokens."""

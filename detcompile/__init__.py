@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from detcompile.exporting import export
     from detcompile.models.compiled import CompiledModel
     from detcompile.models.exported import ExportedModel, load
+    from detcompile.offline.llm import LLM
     from detcompile.orders.numerics import Numerics
     from detcompile.passes.backend import Backend
     from detcompile.passes.proof.certificate import Certificate
@@ -57,6 +58,7 @@ __all__ = [
     "EngineError",
     "ExportedModel",
     "InvalidInput",
+    "LLM",
     "Logprobs",
     "MedusaDrafter",
     "MedusaHeads",
@@ -95,6 +97,7 @@ PLACES = {  # modules of the public names
     "EngineError": "detcompile.errors",
     "ExportedModel": "detcompile.models.exported",
     "InvalidInput": "detcompile.errors",
+    "LLM": "detcompile.offline.llm",
     "Logprobs": "detcompile.runtime.requests.outputs",
     "MedusaDrafter": "detcompile.runtime.speculation.medusa_drafter",
     "MedusaHeads": "detcompile.runtime.speculation.medusa_heads",

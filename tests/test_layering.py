@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
-    {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting"},
+    {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting", "detcompile.offline"},
     {"detcompile.api", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},

@@ -301,9 +301,14 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
     here = alone()
     assert_bitwise_equal(two(IDS).logits, here(IDS).logits)
     assert torch.equal(two.generate(IDS, max_new_tokens=9), here.generate(IDS, max_new_tokens=9))
+    seen = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.5}
+    found, expected = (m.generate(IDS, do_sample=True, seed=3, **seen) for m in (two, here))
+    assert torch.equal(found.sequences, expected.sequences) and found.seeds == expected.seeds
+    assert_bitwise_equal(torch.stack(found.scores), torch.stack(expected.scores))
     assert two.fingerprint == here.fingerprint
     prompts = [[1, 2, 3], list(range(100)), [7]]
     params = [SamplingParams(max_tokens=12, temperature=t, seed=5, logprobs=2) for t in (0.0, 0.8, 1.2)]
+    params[1] = replace(params[1], allowed_token_ids=range(1, 9), bad_words_ids=[[3], *([t, t] for t in range(1, 9))])
     found = [m.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False) for m in (two, here)]
     assert list(map(told, found[0])) == list(map(told, found[1]))
 

@@ -59,7 +59,7 @@ def read_config(known: Mapping[str, Any]) -> PretrainedConfig:
 def _generation_config(module: Any) -> dict[str, Any]:
     """What ``generation_config`` says, with end tokens that are checked; nothing where there is none."""
     config = getattr(module, "generation_config", None)
-    return {} if config is None else config.to_dict() | {"eos_token_id": list(stop_tokens(module, None)) or None}
+    return {} if config is None else config.to_dict() | {"eos_token_id": list(stop_tokens(module)) or None}
 
 
 def _plain(values: dict[str, Any]) -> Any:

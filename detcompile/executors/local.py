@@ -71,7 +71,7 @@ class LocalExecutor:
             )
         model = EngineModel(
             facts=self.description.facts,
-            eos_token_ids=stop_tokens(self.description.module, None),
+            eos_token_ids=stop_tokens(self.description.module),
             weights_version=self.weights.version,
         )
         return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)

@@ -103,7 +103,7 @@ class RemoteExecutor:
         worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, facts.device)
         model = EngineModel(
             facts=facts,
-            eos_token_ids=stop_tokens(self.description.module, None),
+            eos_token_ids=stop_tokens(self.description.module),
             weights_version=self.weights.version,
         )
         return engine_over(worker, num_blocks, model, config, tokenizer, speculation)

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.executors.fingerprints import fingerprint
 from detcompile.executors.live_weights import tensors_by_name
 from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.drafting import draft_with
+from detcompile.models.generation import GenerationOutput, Generator
 from detcompile.models.loading import tokenizer_of
 from detcompile.models.model_object import ModelObject
-from detcompile.models.padded_calls import Generator, append_rows, padded_output
-from detcompile.runtime.dense.end_tokens import pad_token, stop_tokens
-from detcompile.runtime.dense.generation_defaults import SERVED, generation_settings, row_params
-from detcompile.runtime.dense.padded_batch import check_batch, row_seeds, unpad
+from detcompile.models.padded_calls import padded_output
+from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
@@ -275,49 +273,36 @@ class CompiledModel(ModelObject):
 
     @torch.no_grad()
     def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | SequenceOf[int] | None = None,
-        eos_token_id: int | SequenceOf[int] | None = None,
-        pad_token_id: int | None = None,
-        cuda_graphs: bool | None = None,
-    ) -> Tensor:
-        """Continue a padded batch of prompts over a paged KV cache.
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor | GenerationOutput:
+        """Continue a padded batch of prompts, as Hugging Face's ``generate`` does, over a paged KV cache.
 
-        What is not given is what the model's ``generation_config`` says; where that says nothing: greedy, 20 tokens,
-        no filter and no penalty.
+        What is not given is what ``generation_config=`` says, then the model's own one, then Hugging Face's defaults:
+        greedy, 20 tokens; of sampling, ``top_k=50``. None stands for no filter, penalty or end token. A row's tokens
+        hang on its own tokens, seed and arguments: penalties and bad words do not see padding.
 
         Args:
-            input_ids, attention_mask: [B, C], as for a call.
-            seed: seeds of the rows' random numbers: one int a row (a single int only for one row, so that batch-mates
-                never share a stream); None draws fresh ones.
-            eos_token_id: tokens that end a row; None takes the model's generation config's, () none.
-            pad_token_id: fills rows that ended early; None takes the model's, or the first end token, or 0.
+            input_ids, attention_mask: [B, C], as for a call; ``inputs`` is another name of the first. Without a mask,
+                padding is where the pad token stands, unless that also ends rows.
+            max_new_tokens, min_new_tokens, max_length, min_length: columns; the last two count the prompts'.
+            do_sample, temperature, top_k, top_p, min_p, repetition_penalty: how to draw (SamplingParams).
+            bad_words_ids, suppress_tokens: tokens that are not drawn.
+            eos_token_id, pad_token_id: tokens that end a row, and the one behind it.
+            stop_strings, tokenizer: texts that end a row; None takes the model's tokenizer.
+            stopping_criteria, streamer: Hugging Face's; they see every column of the batch as it comes.
+            num_return_sequences: rows of the answer for each prompt, where they are sampled.
+            seed: one int, of which each row's is made (``runtime.dense.padded_batch.seed_of_row``; row 0 takes it as
+                it is); or different ones, one a row; None draws fresh ones.
+            return_dict_in_generate, output_scores, output_logits: give a GenerationOutput, with what each token was
+                drawn from, and with the model's own logits; zeros of rows that had ended.
+            use_cache: changes nothing.
             cuda_graphs: replay decode steps from CUDA graphs; None does on a GPU.
 
         Returns:
-            [B, C + n] int64: the input as it was, then each row's new tokens, then padding.
+            [B, C + n] int64: the input as it was, then each row's new tokens, then padding; or a GenerationOutput.
 
         Raises:
-            InvalidInput: what cannot be served, of the arguments or of the ``generation_config``.
+            InvalidInput: an argument that is unknown or cannot be served, of the call or of a ``generation_config``.
         """
-        batch = unpad(input_ids, attention_mask)
-        prompts = batch.rows()
-        given = (do_sample, temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens)
-        settings = generation_settings(self.model, dict(zip(SERVED, given, strict=True)), input_ids.shape[1])
-        if self.ranks is not None and settings["do_sample"] and seed is None:
-            raise InvalidInput("ranks that share a model have to draw the same tokens: pass seed, the same to each")
-        stop = stop_tokens(self.model, eos_token_id, self.facts.num_logits)
-        params = row_params(settings, row_seeds(seed, len(prompts)), stop)
-        check_batch(batch, self.vocab_size, self.max_context, settings["max_new_tokens"])
-        new = self._generator.continued(prompts, params, self.engine, len(self.facts.kv_groups), cuda_graphs)
-        return append_rows(input_ids, new, pad_token(self.model, pad_token_id, stop))
+        batch = input_ids, attention_mask
+        return self._generator.generate(self.executor, self.engine, lambda: self.tokenizer, batch, kwargs)

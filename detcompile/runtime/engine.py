@@ -180,6 +180,7 @@ class Engine:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        priority: SequenceOf[int] | None = None,
     ) -> list[RequestOutput]:
         """Serve prompts to their ends.
 
@@ -187,10 +188,11 @@ class Engine:
             prompts: one prompt, or a list of prompts (runtime.requests.prompts says what one may be).
             params: how to draw: one for all prompts, or one a prompt.
             progress: show a bar on the terminal.
+            priority: an integer a prompt, as ``add_request`` takes it.
 
         Returns:
-            One RequestOutput a prompt, in their order. A prompt that cannot be served has its ``error`` set, and the
-            others are served all the same.
+            One RequestOutput a prompt, in their order. A prompt that cannot be served has its ``error`` set and one
+            empty output of finish_reason "error"; the others are served all the same.
 
         Raises:
             InvalidInput: neither a prompt nor a list of them, or not one params a prompt.
@@ -199,9 +201,10 @@ class Engine:
         mailbox, results = Mailbox(self._steps.turns), []
         found: dict[str, RequestOutput] = {}
         try:
-            for prompt, own in self._admission.pairs(prompts, params):
+            for prompt, own, urgency in self._admission.asked(prompts, params, priority):
                 try:
-                    name = self._add(None, "generate", prompt, own, receiver=mailbox.receive, only_last=True)
+                    to = mailbox.receive
+                    name = self._add(None, "generate", prompt, own, priority=urgency, receiver=to, only_last=True)
                     results.append(RequestOutput(name, None, [], None, []))
                 except InvalidInput as error:
                     results.append(self._admission.refusal(prompt, error))

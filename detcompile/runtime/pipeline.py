@@ -97,14 +97,15 @@ class Pipeline:
     def step(self) -> None:
         """Plan, draft, build and launch a step; collect and settle it, or with ``overlap`` the one launched before it.
 
-        As far as there is anything to do. A step that drafts, and one behind a step that did, comes after the one
-        before it was settled; so do the smaller steps in the place of one that found no memory.
+        As far as there is anything to do. A step that drafts, and one behind a step that did or that bad words wait
+        for, comes after the one before it was settled; so do the smaller steps in the place of one that found no
+        memory.
         """
         self.mid_step = True
         self._resumed = self._clock()
         before, self._in_flight = self._in_flight, None
         due = before
-        if due is not None and (due.step.drafting or self._planner.wants_drafts()):
+        if due is not None and (due.step.drafting or due.step.awaited or self._planner.wants_drafts()):
             self._settle(due)
             due = None
         launched = self._launch(due, self._planner.wants_drafts())

@@ -13,7 +13,7 @@ from itertools import count
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
-from detcompile.runtime.requests.request import Request
+from detcompile.runtime.requests.request import Request, undrawable
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.step.builder import StepEntry
@@ -272,9 +272,4 @@ class RequestBook:
 
 
 def _no_token(request: Request, sequence: Sequence, token: int | None) -> EngineError:
-    where = f"request {request.output.request_id}, token {len(sequence.token_ids)}"
-    if token is None:
-        return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
-    return EngineError(
-        f"{where}: the model drew id {token}, which has a logit and no embedding: forbid it with logit_bias"
-    )
+    return undrawable(f"request {request.output.request_id}, token {len(sequence.token_ids)}", request.params, token)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from detcompile.errors import EngineError
 from detcompile.runtime.metrics import Tally
 from detcompile.runtime.request_book import RequestBook
+from detcompile.runtime.requests.bad_words import NO_WORDS
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.speculation.speculator import DRAFT_ROWS, Speculator
@@ -37,6 +38,7 @@ class PlannedStep(NamedTuple):
     prompts: tuple[StepEntry, ...]  # parts whose prompt logprobs are wanted
     load: Load
     drafting: bool  # it may hold drafts, so that where it ends is known once it is read back
+    awaited: bool = False  # bad words of what follows hang on its tokens, which the host has to know
 
 
 class _Faulty(Exception):
@@ -151,7 +153,8 @@ class StepPlanner:
         prompts = tuple(entry for entry in plan.entries if entry.sequence.gives_prompt_logits(entry.start))
         size = self._scheduler.blocks.pool.block_size
         work = build_work(entries, draws, prompts, self._tables, size, pending)
-        return PlannedStep(plan, work, draws, prompts, self._load, drafting)
+        awaited = any(draw.sequence.bad_words is not NO_WORDS for draw in draws)
+        return PlannedStep(plan, work, draws, prompts, self._load, drafting, awaited)
 
     def _unbuildable(
         self, plan: StepPlan, drafted: Mapping[Sequence, Verification], pending: dict[Sequence, int]

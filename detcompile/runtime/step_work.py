@@ -96,17 +96,23 @@ def _sample_rows(draws: SequenceOf[Draw]) -> tuple[SampleRow, ...]:
         num_tokens, place = sequence.num_tokens, (sequence.sample_index, sequence, sequence.token_ids)
         num_generated = num_tokens - sequence.num_prompt_tokens
         if verification is None:
-            rows.append(SampleRow(sequence.sampling, num_tokens, num_generated, *place))
+            rows.append(SampleRow(sequence.sampling, num_tokens, num_generated, *place, sequence.forbidden_after()))
             continue
         levels = [
             SampleRow(sequence.sampling, num_tokens + depth, num_generated + depth, *place)
             for depth in range(1 + verification.tree.depth)
         ]
-        if verification.rejects:
-            paths = verification.layout.rows
-            rows += [levels[len(path)]._replace(proposals=verification.proposals(path)) for path in paths]
+        paths = verification.layout.rows
+        if verification.rejects or any(sequence.bad_words):
+            rows += [
+                levels[len(path)]._replace(
+                    forbidden=sequence.forbidden_after(verification.tree.along(path)),
+                    proposals=verification.proposals(path),
+                )
+                for path in paths
+            ]
         else:
-            rows += [levels[len(path)] for path in verification.layout.rows]
+            rows += [levels[len(path)] for path in paths]
     return tuple(rows)
 
 

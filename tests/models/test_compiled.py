@@ -60,7 +60,7 @@ BAD_CALLS = {
     "all padding": lambda m: m(PROMPT, torch.zeros_like(PROMPT)),
     "padding between two tokens": lambda m: m(PROMPT, (PROMPT != 99).long()),
     "compiled for": lambda m: m(torch.zeros(1, 2049, dtype=torch.long)),
-    "give one a row": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=1),
+    "give one a row": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=[1]),
     "labels need": lambda m: m(PROMPT, labels=PROMPT[:, 1:]),
     "no token has a label": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, -100)),
     "position 2048": lambda m: m(PROMPT, position_ids=torch.arange(2039, 2049)[None]),

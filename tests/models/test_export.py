@@ -213,6 +213,10 @@ def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel],
     assert_bitwise_equal(found.loss, expected.loss)
     sampled = {"max_new_tokens": 12, "do_sample": True, "seed": [1, 2, 3]}
     assert torch.equal(loaded.generate(ids, mask, **sampled), models["llama"].generate(ids, mask, **sampled))
+    seen = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.5}
+    found, expected = (m.generate(ids, mask, do_sample=True, seed=3, **seen) for m in (loaded, models["llama"]))
+    assert torch.equal(found.sequences, expected.sequences) and found.seeds == expected.seeds
+    assert_bitwise_equal(torch.stack(found.scores), torch.stack(expected.scores))
 
 
 def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

@@ -74,8 +74,8 @@ class LetterTokenizer:
 
     all_special_ids: tuple[int, ...] = ()
 
-    def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
+    def __call__(self, text: str, verbose: bool, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("a") for letter in text if letter != " "]}
 
     def convert_ids_to_tokens(self, token_id: int) -> str:
         return letters([token_id])
@@ -157,8 +157,10 @@ def sampling_params(draw, most_tokens: int = 24, vocab_size: int = VOCAB_SIZE) -
         "stop": st.lists(st.text("abcde", min_size=2, max_size=4), min_size=1, max_size=2),
         "include_stop_str_in_output": st.just(True),
         "min_tokens": st.integers(0, max_tokens),
-        "logprobs": st.sampled_from([0, 1, 5, min(VOCAB_SIZE, vocab_size)]),
-        "prompt_logprobs": st.sampled_from([0, 3]),
+        "logprobs": st.sampled_from([-1, 0, 1, 5, min(VOCAB_SIZE, vocab_size)]),
+        "prompt_logprobs": st.sampled_from([-1, 0, 3]),
+        "allowed_token_ids": st.lists(tokens, min_size=12, max_size=40),
+        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=3), min_size=1, max_size=30),
     }
     names = draw(st.lists(st.sampled_from(sorted(choices)), max_size=5, unique=True))
     chosen = {name: draw(choices[name]) for name in names}
@@ -244,6 +246,7 @@ def _assert_prompt_logprobs(logits: Tensor, output: RequestOutput, params: Sampl
 
 def assert_logprobs_equal(found: list[Logprobs], logits: Tensor, tokens: list[int], num_top: int) -> None:
     """Fail unless ``found`` are the logprobs of ``tokens`` under ``logits``, alternatives in their order."""
+    num_top = logits.shape[1] if num_top == -1 else num_top
     assert len(found) == len(tokens)
     if not tokens:
         return

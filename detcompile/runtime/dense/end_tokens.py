@@ -5,32 +5,25 @@ from typing import Any
 
 from detcompile.runtime.requests.plain_values import token_list, whole_number
 
-__all__ = ["pad_token", "stop_tokens"]
+__all__ = ["stop_tokens", "token_ids"]
 
 
-def stop_tokens(model: Any, given: int | Sequence[int] | None, num_logits: int | None = None) -> tuple[int, ...]:
-    """``given``, or else the end tokens of the model's ``generation_config``.
-
-    Args:
-        num_logits: leaves out what the configuration names beyond the ids that the model draws.
+def stop_tokens(model: Any) -> tuple[int, ...]:
+    """The end tokens of the model's ``generation_config``.
 
     Raises:
         InvalidInput: neither a token id nor several.
     """
-    if given is not None:
-        return _ids(given, "eos_token_id")
     config = getattr(model, "generation_config", None)
-    own = _ids(getattr(config, "eos_token_id", None), "generation_config.eos_token_id")
-    return own if num_logits is None else tuple(token for token in own if 0 <= token < num_logits)
+    return token_ids(getattr(config, "eos_token_id", None), "generation_config.eos_token_id")
 
 
-def pad_token(model: Any, given: int | None, stop: tuple[int, ...]) -> int:
-    """``given``, or else the model's own, the first token that stops, or 0."""
-    own = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
-    return next(token for token in (given, own, *stop, 0) if token is not None)
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """One token id, several, or none.
 
-
-def _ids(value: Any, name: str) -> tuple[int, ...]:
+    Raises:
+        InvalidInput: neither a token id nor several.
+    """
     if value is None:
         return ()
     listed = isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes))

@@ -3,6 +3,8 @@
 Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary size.
 """
 
+import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +17,17 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import token_list, whole_number
 from detcompile.templates.cpu.fp_mode import float_mode
 
-__all__ = ["UnpaddedBatch", "check_batch", "keep_columns", "language_loss", "repad", "row_seeds", "unpad"]
+__all__ = [
+    "UnpaddedBatch",
+    "check_batch",
+    "inferred_mask",
+    "keep_columns",
+    "language_loss",
+    "repad",
+    "row_seeds",
+    "seed_of_row",
+    "unpad",
+]
 
 IGNORED_LABEL = -100  # Hugging Face's label of a token that the loss leaves out
 
@@ -140,21 +152,50 @@ def language_loss(logits: Tensor, labels: Tensor, mask: NDArray[np.bool_]) -> Te
         return -torch.ops.detcompile.row_sum(chosen) / chosen.numel()
 
 
-def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
-    """A seed for each row of a batch, None where it shall be drawn.
+def inferred_mask(input_ids: Tensor, pad_token_id: int | None, eos_token_ids: Sequence[int]) -> Tensor | None:
+    """The attention mask of a batch that came without one, as Hugging Face infers it: padding is the pad token.
+
+    None, all ones, where there is no pad token or it also ends rows, and so may be a token.
+    """
+    if pad_token_id is None or pad_token_id in eos_token_ids:
+        return None
+    return (input_ids != pad_token_id).long()
+
+
+def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    """A seed for each row of a batch: fresh ones for None, ``seed_of_row`` for one, or those of a list.
 
     Raises:
-        InvalidInput: not as many different seeds as rows.
+        InvalidInput: a list of not as many different seeds as rows, or a seed out of range.
     """
     if seed is None:
-        return [None] * rows
-    many = isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0
-    seeds = token_list(seed, "seed") if many else [whole_number(seed, "seed")]
+        return [secrets.randbits(64) for _ in range(rows)]
+    if isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0:
+        seeds = token_list(seed, "seed")
+    else:
+        seeds = [seed_of_row(_checked_seed(whole_number(seed, "seed")), row) for row in range(rows)]
     if len(set(seeds)) != rows or len(seeds) != rows:
         raise InvalidInput(
-            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers"
+            f"{len(set(seeds))} different seeds for {rows} rows: give one a row, so that no rows share random numbers,"
+            " or one int for all, from which each row's is made"
         )
-    return [*seeds]
+    return [_checked_seed(own) for own in seeds]
+
+
+def seed_of_row(seed: int, row: int) -> int:
+    """The seed of a batch's row, whatever the batch's size: ``seed`` itself of row 0.
+
+    Of the others it is the first eight bytes, little-endian, of the sha256 of "{seed}/{row}" in decimal ASCII.
+    """
+    if row == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{row}".encode()).digest()[:8], "little")
+
+
+def _checked_seed(seed: int) -> int:
+    if not 0 <= seed < 1 << 64:
+        raise InvalidInput(f"seed {seed} must be in [0, 2^64)")
+    return seed
 
 
 def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[np.bool_]:

@@ -42,6 +42,7 @@ class PackedWork(NamedTuple):
     rows: NDArray[np.int64]  # [R, 4]: the sequence's number, position, num_generated, sample_index
     new: dict[int, tuple[SamplingParams, Sequence[int]]]  # sequences that had no row before: parameters and tokens
     forgotten: tuple[int, ...]  # sequences that will have no more rows
+    forbidden: dict[int, tuple[int, ...]]  # by row: tokens that would complete a bad word
 
 
 class WorkReader:
@@ -63,8 +64,9 @@ class WorkReader:
                 sample_index=sample_index,
                 key=number,
                 token_ids=packed.new[number][1] if number in packed.new else NO_TOKENS,
+                forbidden=packed.forbidden.get(index, NO_TOKENS),
             )
-            for number, position, num_generated, sample_index in packed.rows.tolist()
+            for index, (number, position, num_generated, sample_index) in enumerate(packed.rows.tolist())
         )
         return packed.work._replace(rows=rows)
 
@@ -157,7 +159,8 @@ class RemoteWorker(_Remote):
                 new[number] = (row.params, row.token_ids if row.params.penalised else NO_TOKENS)
             rows[index] = number, row.position, row.num_generated, row.sample_index
         forgotten, self._forgotten = tuple(self._forgotten), []
-        return PackedWork(work._replace(rows=()), rows, new, forgotten)
+        forbidden = {index: row.forbidden for index, row in enumerate(work.rows) if row.forbidden}
+        return PackedWork(work._replace(rows=()), rows, new, forgotten, forbidden)
 
 
 class RemoteRunner(_Remote):

@@ -1,13 +1,16 @@
 """What comes into an engine, checked: prompts, parameters, and the limits of the model that serves them."""
 
+import functools
 import logging
+import math
 import threading
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from typing import Any
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
+from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
 from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt
 from detcompile.runtime.requests.request import Request
@@ -76,38 +79,47 @@ class Admission:
             raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams")
         params.check_vocabulary(self.num_logits)
         text, token_ids = self._read(prompt)
+        token_ids = self._truncated(token_ids, params)
         self._check_length(token_ids, params)
         self._check_drawable(token_ids, params)
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
+        bad_words, forbidden = self._bad_words(params)
         return Request(
             request_id,
             text,
             token_ids,
-            self._own(params),
+            self._own(params, forbidden),
             self.tokenizer,
             arrival=arrival,
             priority=urgency,
             max_length=self.max_context,
             stream_text=streams,
+            bad_words=bad_words,
         )
 
-    def pairs(
-        self, prompts: Any, params: SamplingParams | SequenceOf[SamplingParams] | None
-    ) -> list[tuple[Any, SamplingParams | None]]:
-        """Each prompt with its parameters.
+    def asked(
+        self,
+        prompts: Any,
+        params: SamplingParams | SequenceOf[SamplingParams] | None,
+        priority: SequenceOf[int] | None = None,
+    ) -> list[tuple[Any, SamplingParams | None, int]]:
+        """Each prompt with its parameters and its priority, 0 where none are given.
 
         Raises:
-            InvalidInput: neither a prompt nor a list of them, or not one params a prompt.
+            InvalidInput: neither a prompt nor a list of them, or not one params or priority a prompt.
         """
         every = prompts_of(prompts)
+        urgency = [0] * len(every) if priority is None else token_list(priority, "priority")
+        if len(urgency) != len(every):
+            raise InvalidInput(f"{len(every)} prompts and {len(urgency)} priorities: give one each")
         if params is None or isinstance(params, SamplingParams):
-            return [(prompt, params) for prompt in every]
+            return [(prompt, params, own) for prompt, own in zip(every, urgency)]
         if not isinstance(params, SequenceOf) or isinstance(params, (str, bytes)):
             raise InvalidInput(f"params {shown(params)} is {kind(params)}: give SamplingParams, or a list")
         if len(params) != len(every):
             raise InvalidInput(f"{len(every)} prompts and {len(params)} SamplingParams: give one for all, or one each")
-        return list(zip(every, params))
+        return list(zip(every, params, urgency))
 
     def refusal(self, prompt: Any, error: InvalidInput) -> RequestOutput:
         """The output of a prompt that could not be queued."""
@@ -115,7 +127,8 @@ class Admission:
             text, token_ids = read_prompt(prompt)
         except InvalidInput:
             text, token_ids = None, []
-        return RequestOutput("", text, token_ids or [], None, [], finished=True, error=error)
+        refused = CompletionOutput(0, finish_reason="error")
+        return RequestOutput("", text, token_ids or [], None, [refused], finished=True, error=error)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its tokens."""
@@ -130,12 +143,28 @@ class Admission:
             raise InvalidInput(f"the prompt holds token {bad}; ids are 0 to {self.vocab_size - 1}")
         return text, token_ids
 
-    def _tokenized(self, text: str) -> list[int]:
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The prompt's end, where the parameters ask for no more."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        return token_ids[-(most if most > 0 else max(1, self.max_context - max(1, params.min_tokens))) :]
+
+    def _bad_words(self, params: SamplingParams) -> tuple[BadWords, tuple[int, ...]]:
+        """Words of several tokens, and tokens that are forbidden as words of their own."""
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidInput("bad_words are text, and this engine has no tokenizer: use bad_words_ids")
+        read = functools.partial(self._tokenized, add_special_tokens=False)
+        words, single = BadWords.of(params.bad_words_ids, word_tokens(params.bad_words, read, self.num_logits))
+        return words if any(words) else NO_WORDS, single
+
+    def _tokenized(self, text: str, **options: bool) -> list[int]:
         if self.tokenizer is None:
             raise InvalidInput("this engine has no tokenizer: give token ids, or a tokenizer to engine()")
         try:
             with self._tokenizing:
-                return token_list(self.tokenizer(text, verbose=False)["input_ids"], "what the tokenizer gives")
+                found = self.tokenizer(text, verbose=False, **options)["input_ids"]
+                return token_list(found, "what the tokenizer gives")
         except Exception as error:
             half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
             why = repr(error) if half is None else f"character {half} is half of a surrogate pair, which is no text"
@@ -164,8 +193,13 @@ class Admission:
                 f" {self.num_logits} only"
             )
 
-    def _own(self, params: SamplingParams) -> SamplingParams:
+    def _own(self, params: SamplingParams, forbidden: SequenceOf[int]) -> SamplingParams:
         """A copy that nobody else changes while it is served, checked once more; the model's end tokens end it too."""
         given = {own.name: getattr(params, own.name) for own in fields(SamplingParams)}
         ends = () if params.ignore_eos else self.eos_token_ids
-        return SamplingParams(**given | {"stop_token_ids": tuple(dict.fromkeys((*params.stop_token_ids, *ends)))})
+        given["stop_token_ids"] = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
+        if forbidden:
+            given["logit_bias"] = (params.logit_bias or {}) | dict.fromkeys(forbidden, -math.inf)
+        for name in ("logprobs", "prompt_logprobs"):
+            given[name] = self.num_logits if given[name] == -1 else given[name]
+        return SamplingParams(**given)

@@ -15,6 +15,7 @@ class Logprobs(NamedTuple):
     token_id: int  # the token that stands there
     logprob: float
     top: dict[int, float]  # the likeliest tokens, likeliest first
+    rank: int  # of the token that stands there: 1 is the likeliest
 
 
 @dataclass(slots=True)
@@ -72,7 +73,8 @@ class RequestOutput:
         prompt_token_ids: tokens of the prompt.
         seed: seed of the random numbers; the same prompt, parameters and seed give the same tokens and logprobs again.
         prompt_logprobs: one entry a prompt token, None for the first, if they were asked for.
-        error: why the request ended with finish_reason "error", or was refused; its outputs hold what came before.
+        error: why the request ended with finish_reason "error", or was refused; its outputs hold what came before, one
+            empty one of a prompt that was refused.
     """
 
     request_id: str
@@ -84,3 +86,8 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     error: DetcompileError | None = None
     metrics: RequestMetrics | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that came from the prefix cache."""
+        return 0 if self.metrics is None else self.metrics.num_cached_tokens

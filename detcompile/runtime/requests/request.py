@@ -4,12 +4,13 @@ import time
 from typing import Any
 
 from detcompile.errors import DetcompileError, EngineError
+from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import FinishReason, Sequence
 
-__all__ = ["Request"]
+__all__ = ["Request", "undrawable"]
 
 
 class Request:
@@ -26,6 +27,7 @@ class Request:
         priority: urgency; lower is more urgent.
         max_length: tokens that a sequence may hold.
         stream_text: keep the text up to date after every token.
+        bad_words: sequences of tokens that no sample may complete.
     """
 
     def __init__(
@@ -40,17 +42,11 @@ class Request:
         priority: int,
         max_length: int,
         stream_text: bool,
+        bad_words: BadWords = NO_WORDS,
     ) -> None:
         self.params = params.seeded()
         self.sequences = [
-            Sequence(
-                list(token_ids),
-                self.params,
-                sample_index=index,
-                priority=priority,
-                arrival=arrival,
-                max_length=max_length,
-            )
+            Sequence(list(token_ids), self.params, bad_words, index, priority, arrival, max_length)
             for index in range(params.n)
         ]
         self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
@@ -152,3 +148,18 @@ class Request:
         if all(s.finish_reason is not None for s in self.sequences):
             self.output.finished = True
             self._metrics.finished = time.monotonic()
+
+
+def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineError:
+    """What is wrong with a token that was drawn: an id without an embedding, or None for no id at all."""
+    if token is None and params.limited:
+        return EngineError(
+            f"{where}: nothing is left to draw: logit_bias, min_tokens, bad words and allowed_token_ids forbid every"
+            " token of which the model's logits are numbers: allow more"
+        )
+    if token is None:
+        return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
+    return EngineError(
+        f"{where}: the model drew id {token}, which has a logit and no embedding: forbid it with logit_bias, or in"
+        " generate() with suppress_tokens"
+    )

@@ -23,8 +23,8 @@ LARGEST_INTEGER = (1 << 63) - 1  # of int64
 class SamplingParams:
     """How to draw the tokens of one request, and when to end it.
 
-    The logits are changed in this order: logit_bias and min_tokens, penalties, temperature, top_k, top_p on what is
-    left, min_p. Ties go to the lowest token id.
+    The logits are changed in this order: what allowed_token_ids, bad words and min_tokens forbid, and logit_bias;
+    penalties, temperature, top_k, top_p on what is left, min_p. Ties go to the lowest token id.
 
     Args:
         n: completions of one prompt; each has random numbers of its own.
@@ -40,12 +40,20 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         include_stop_str_in_output: keep the stop string that ended the request.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: how many of the likeliest tokens to report with each token, beside itself; None: no logprobs.
+        logprobs: how many of the likeliest tokens to report with each token, beside itself; -1 for all of the
+            vocabulary; None: no logprobs.
         prompt_logprobs: the same for the tokens of the prompt.
         repetition_penalty: makes tokens of the prompt and the output less likely above 1, more likely below.
         presence_penalty: is taken, in [-2, 2], from the logits of tokens in the output.
         frequency_penalty: is taken, in [-2, 2], from a token's logit once for each time it is in the output.
         logit_bias: is added to the logits of some tokens; -inf forbids one.
+        allowed_token_ids: the only tokens that may be drawn; None for all.
+        bad_words: texts that the output must not contain, each with and without a space before it. The last token of
+            one is forbidden where the output ends with its others; text that is made of other tokens is not found.
+        bad_words_ids: the same as lists of token ids, as Hugging Face's generate takes them: they may begin in the
+            prompt, and one that is longer than all tokens so far is not looked at.
+        truncate_prompt_tokens: keep so many tokens at the prompt's end; -1 as many as the context has room for, beside
+            one to draw, or min_tokens; None keeps all.
 
     Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
 
@@ -72,6 +80,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -99,9 +111,20 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def restricted(self) -> bool:
+        """Whether only some tokens may be drawn."""
+        return self.allowed_token_ids is not None
+
+    @property
+    def limited(self) -> bool:
+        """Whether some token may be forbidden."""
+        biases = (self.logit_bias or {}).values()
+        return self.restricted or bool(self.min_tokens or self.bad_words or self.bad_words_ids) or -math.inf in biases
+
+    @property
     def plain(self) -> bool:
         """Whether each token is the likeliest by the model's own logits, and nothing else of them is asked."""
-        changed = self.min_tokens or self.logit_bias or self.penalised
+        changed = self.min_tokens or self.logit_bias or self.penalised or self.restricted or self.bad_words_ids
         return self.greedy and self.logprobs is None and not changed
 
     def seeded(self) -> "SamplingParams":
@@ -114,7 +137,13 @@ class SamplingParams:
         Raises:
             InvalidInput: an id that is no token of the model, or more logprobs than it has tokens.
         """
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words_ids": [token for word in self.bad_words_ids for token in word],
+        }
+        for name, ids in named.items():
             bad = [token for token in ids if token >= vocab_size]
             _require(not bad, f"{name} holds token {bad[:1]}; the model's ids are 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -159,6 +188,20 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
     return tuple(token_list(value, name))
 
 
+def _id_lists(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    if value is None:
+        return ()
+    _require(
+        isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)),
+        f"{name} {shown(value)} is {kind(value)}: give a list of lists of token ids",
+    )
+    return tuple(_ids(word, f"{name}: entry {index},") for index, word in enumerate(value))
+
+
+def _distinct(value: Any, name: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_ids(value, name)))
+
+
 def _biases(value: Any, name: str) -> dict[int, float]:
     """JSON has strings for keys, so a token id in digits is one too."""
     _require(isinstance(value, Mapping), f"{name} {shown(value)} is {kind(value)}: give a dict of token: bias")
@@ -175,7 +218,7 @@ def _is_penalty(value: float) -> bool:
 
 
 def _is_count(value: int | None) -> bool:
-    return value is None or 0 <= value <= LARGEST_INTEGER
+    return value is None or -1 <= value <= LARGEST_INTEGER
 
 
 RULES: dict[str, _Rule] = {
@@ -198,8 +241,8 @@ RULES: dict[str, _Rule] = {
     "ignore_eos": _Rule(flag, lambda _: True, "True or False"),
     "include_stop_str_in_output": _Rule(flag, lambda _: True, "True or False"),
     "skip_special_tokens": _Rule(flag, lambda _: True, "True or False"),
-    "logprobs": _Rule(_or_none(whole_number), _is_count, "None, or a number of tokens"),
-    "prompt_logprobs": _Rule(_or_none(whole_number), _is_count, "None, or a number of tokens"),
+    "logprobs": _Rule(_or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
+    "prompt_logprobs": _Rule(_or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
     "repetition_penalty": _Rule(
         number, lambda p: SMALLEST <= p <= LARGEST, "positive and finite, in float32 (1 changes nothing)"
     ),
@@ -209,6 +252,22 @@ RULES: dict[str, _Rule] = {
         _or_none(_biases),
         lambda found: all(t >= 0 and (b == -math.inf or abs(b) <= LARGEST) for t, b in (found or {}).items()),
         "token ids with biases that are finite (in float32), or -inf",
+    ),
+    "allowed_token_ids": _Rule(
+        _or_none(_distinct),
+        lambda ids: ids is None or (bool(ids) and min(ids) >= 0),
+        "None, or the ids of one token or more",
+    ),
+    "bad_words": _Rule(_strings, lambda words: all(map(str.strip, words)), "a string or several, none of them blank"),
+    "bad_words_ids": _Rule(
+        _id_lists,
+        lambda words: all(word and min(word) >= 0 for word in words),
+        "lists of token ids, none of them empty",
+    ),
+    "truncate_prompt_tokens": _Rule(
+        _or_none(whole_number),
+        lambda n: n is None or n == -1 or 1 <= n <= LARGEST_INTEGER,
+        "None, at least 1, or -1 for what the context has room for",
     ),
 }
 

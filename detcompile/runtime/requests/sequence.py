@@ -1,9 +1,11 @@
 """One sequence: its tokens, how many of them the cache holds, and where."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.step import NO_SLOT
 
@@ -27,6 +29,7 @@ class Sequence:
 
     token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    bad_words: BadWords = NO_WORDS  # of more than one token
     sample_index: int = 0  # which of a request's n samples this is
     priority: int = 0  # lower is more urgent
     arrival: int = 0  # counts requests
@@ -90,6 +93,13 @@ class Sequence:
         if self.sampling.prompt_logprobs is None:  # asked of every entry of every step
             return False
         return self.sample_index == 0 and start < self.num_prompt_tokens - 1
+
+    def forbidden_after(self, drafted: SequenceOf[int] = ()) -> tuple[int, ...]:
+        """Tokens that would complete a bad word behind its own and ``drafted`` ones; none may be pending."""
+        if self.bad_words is NO_WORDS:  # asked of every row of every step
+            return ()
+        assert self.num_pending == 0, "bad words need to know every token"
+        return self.bad_words.completions(self.token_ids, self.num_prompt_tokens, drafted)
 
     def append(self, token_id: int) -> None:
         """Add a generated token. May set ``finish_reason``."""

@@ -1,7 +1,7 @@
 """Columns: what the sampler reads of the rows that need more than an argmax, built on the host, copied in one piece.
 
-Legend: Q rows that need more than an argmax, B biased (row, token) pairs, C guesses of a row at most, L rows that want
-logprobs, N requests whose token counts are new, E distinct tokens of theirs.
+Legend: Q rows that need more than an argmax, B biased (row, token) pairs, A allowed ones, C guesses of a row at most, L
+rows that want logprobs, N requests whose token counts are new, E distinct tokens of theirs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,6 +19,7 @@ from detcompile.runtime.sampling.rows import SampleRow
 __all__ = [
     "Columns",
     "PackedColumns",
+    "allowed_columns",
     "bias_columns",
     "drawing_columns",
     "fresh_columns",
@@ -39,6 +40,10 @@ class Columns(TypedDict, total=False):
     bias_rows: Tensor  # [B] int64: row within its group
     bias_tokens: Tensor  # [B] int64
     bias_values: Tensor  # [B] fp32
+
+    # The only tokens of rows that may draw no others.
+    allowed_rows: Tensor  # [A] int64: row within its group
+    allowed_tokens: Tensor  # [A] int64
 
     # Draws: noise, temperature and filters.
     keys: Tensor  # [Q, 5] int64, of ``philox.noise_keys``
@@ -101,6 +106,14 @@ def bias_columns(rows: list[int], tokens: list[int], values: list[float]) -> Col
         "bias_rows": torch.tensor(rows, dtype=torch.int64),
         "bias_tokens": torch.tensor(tokens, dtype=torch.int64),
         "bias_values": torch.tensor(values, dtype=torch.float32),
+    }
+
+
+def allowed_columns(rows: list[int], tokens: list[int]) -> Columns:
+    """Tokens that may be drawn, each with the row within its group."""
+    return {
+        "allowed_rows": torch.tensor(rows, dtype=torch.int64),
+        "allowed_tokens": torch.tensor(tokens, dtype=torch.int64),
     }
 
 

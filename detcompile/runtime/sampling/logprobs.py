@@ -22,6 +22,7 @@ class TokenLogprobs(NamedTuple):
     chosen: Tensor  # [R] fp32, of the tokens drawn
     top_ids: Tensor  # [R, N] int64, the likeliest tokens, likeliest first, the lowest id first among equals
     top: Tensor  # [R, N] fp32, theirs
+    rank: Tensor  # [R] int64, the place of each drawn token among all in that order, from 1
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int = 0, radices: Sequence[int] = ()) -> TokenLogprobs:
@@ -41,7 +42,14 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, radices: Seque
     logprobs = torch.ops.detcompile.log_softmax(logits, torch.float32, list(radices))
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     top_ids = _likeliest(logprobs, min(num_top, logits.shape[1]))
-    return TokenLogprobs(chosen, top_ids, logprobs.gather(1, top_ids))
+    return TokenLogprobs(chosen, top_ids, logprobs.gather(1, top_ids), _rank(logprobs, tokens, chosen))
+
+
+def _rank(logprobs: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
+    """One more than the tokens [R] int64 that stand before ``tokens`` [R]: likelier, or as likely with a lower id."""
+    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+    before = (logprobs > chosen[:, None]) | ((logprobs == chosen[:, None]) & (ids < tokens[:, None]))
+    return before.sum(1) + 1
 
 
 def _likeliest(logprobs: Tensor, num_top: int) -> Tensor:

@@ -18,6 +18,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.columns import (
     Columns,
     PackedColumns,
+    allowed_columns,
     bias_columns,
     drawing_columns,
     fresh_columns,
@@ -36,6 +37,7 @@ class RowNeeds(NamedTuple):
     """What a row needs beyond an argmax."""
 
     biased: bool
+    restricted: bool
     penalised: bool
     drawn: bool
     filtered: bool
@@ -50,6 +52,8 @@ class RowGroup(NamedTuple):
     stop: int
     bias_start: int
     bias_stop: int
+    allowed_start: int
+    allowed_stop: int
     first_row: int | None  # of the logits, where the group is a run of them
 
 
@@ -128,7 +132,7 @@ def _plan(
     fresh: bool = True,
 ) -> SamplingPlan:
     """``slots`` keeps those of rows that were placed, which a row is once a step, however often this is tried."""
-    if all(row.params.plain for row in rows):
+    if all(row.params.plain and not row.forbidden for row in rows):
         return SamplingPlan(len(rows), (), None, 0, (), 0)
     biases = [_bias(row, eos_token_ids, counts.vocab_size) for row in rows]
     needs = [_needs(row, bool(bias)) for row, bias in zip(rows, biases)]
@@ -136,9 +140,9 @@ def _plan(
     logprob_rows = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
     if not special and not logprob_rows:
         return SamplingPlan(len(rows), (), None, 0, (), 0)
-    groups, biased = _groups(special, needs, biases, at_once)
+    groups, changed = _groups(rows, special, needs, biases, at_once)
     own = [rows[i] for i in special]
-    columns: Columns = {"rows": torch.tensor(special, dtype=torch.int64), **drawing_columns(own), **biased}
+    columns: Columns = {"rows": torch.tensor(special, dtype=torch.int64), **drawing_columns(own), **changed}
     columns["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64)
     distributions: list[Tensor] = []
     if any(need.proposed for need in needs):
@@ -165,7 +169,7 @@ def _needs(row: SampleRow, biased: bool) -> RowNeeds:
     if drawn and params.seed is None:
         raise InvalidInput("a request that samples needs a seed: call SamplingParams.seeded() first")
     proposed = drawn and row.proposals is not None
-    return RowNeeds(biased, params.penalised, drawn, drawn and params.filtered, proposed)
+    return RowNeeds(biased, params.restricted, params.penalised, drawn, drawn and params.filtered, proposed)
 
 
 def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict[int, float]:
@@ -174,29 +178,37 @@ def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict
     if row.num_generated < params.min_tokens:
         stops = (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
         biases = biases | dict.fromkeys(stops, -math.inf)
+    if row.forbidden:
+        biases = biases | dict.fromkeys(row.forbidden, -math.inf)
     if biases and not (min(biases) >= 0 and max(biases) < vocab_size):  # on a GPU it would end the process
         raise InvalidInput(f"a bias of token {max(biases)} or {min(biases)}: the logits are of 0 to {vocab_size - 1}")
     return biases
 
 
 def _groups(
-    special: list[int], needs: list[RowNeeds], biases: list[dict[int, float]], at_once: int
+    rows: Sequence[SampleRow], special: list[int], needs: list[RowNeeds], biases: list[dict[int, float]], at_once: int
 ) -> tuple[list[RowGroup], Columns]:
-    """Runs of one kind, ``at_once`` rows at most; bias entries name the row within its group."""
+    """Runs of one kind, ``at_once`` rows at most; biases and allowed tokens name the row within its group."""
     groups: list[RowGroup] = []
     bias_rows: list[int] = []
     bias_tokens: list[int] = []
     bias_values: list[float] = []
+    allowed_rows: list[int] = []
+    allowed_tokens: list[int] = []
     start = 0
     while start < len(special):
-        need, stop, bias_start = needs[special[start]], start, len(bias_rows)
+        need, stop, bias_start, allowed_start = needs[special[start]], start, len(bias_rows), len(allowed_rows)
         while stop < min(len(special), start + at_once) and needs[special[stop]] == need:
-            bias_rows += [stop - start] * len(biases[special[stop]])
-            bias_tokens += biases[special[stop]].keys()
-            bias_values += biases[special[stop]].values()
+            own, allowed = biases[special[stop]], rows[special[stop]].params.allowed_token_ids or ()
+            bias_rows += [stop - start] * len(own)
+            bias_tokens += own.keys()
+            bias_values += own.values()
+            allowed_rows += [stop - start] * len(allowed)
+            allowed_tokens += allowed
             stop += 1
         first, last = special[start], special[stop - 1]
         first_row = first if last - first == stop - 1 - start else None  # rows of one kind ascend
-        groups.append(RowGroup(need, start, stop, bias_start, len(bias_rows), first_row))
+        entries = bias_start, len(bias_rows), allowed_start, len(allowed_rows)
+        groups.append(RowGroup(need, start, stop, *entries, first_row))
         start = stop
-    return groups, bias_columns(bias_rows, bias_tokens, bias_values)
+    return groups, bias_columns(bias_rows, bias_tokens, bias_values) | allowed_columns(allowed_rows, allowed_tokens)

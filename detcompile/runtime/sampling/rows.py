@@ -22,4 +22,5 @@ class SampleRow(NamedTuple):
     sample_index: int = 0  # which of the n completions
     key: Hashable = None  # of the sequence
     token_ids: Sequence[int] = ()  # prompt, then output
+    forbidden: tuple[int, ...] = ()  # tokens that would complete a bad word
     proposals: Proposals | None = None  # guesses to accept or reject; None draws plainly

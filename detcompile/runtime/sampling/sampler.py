@@ -7,6 +7,7 @@ operations, whose order is fixed. The host never waits for the device.
 Legend: R rows, V vocabulary size, Q rows of a group.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax and log_softmax
 from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.columns import Columns
 from detcompile.runtime.sampling.filters import filtered
@@ -103,18 +105,23 @@ class Sampler:
         self._counts.forget(key)
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None) -> Sampled:
+    def __call__(
+        self, logits: Tensor, plan: SamplingPlan, drawn: Tensor | None = None, scores: Tensor | None = None
+    ) -> Sampled:
         """Draw from ``logits`` [R', V], of which the first R rows are the plan's.
 
         Args:
             drawn: [R', 2] int64, what ``likeliest`` gives for these logits, if that is known; this may be written to.
+            scores: [R, V] float32, gets what each row is drawn from: its logits after all that changes them.
         """
         assert logits.shape[0] >= plan.num_rows and logits.shape[1] == self.vocab_size
         with self._float_mode:
             rows = logits[: plan.num_rows]
-            return self._sampled(rows, plan, likeliest(rows) if drawn is None else drawn[: plan.num_rows])
+            if scores is not None:
+                scores.copy_(rows)
+            return self._sampled(rows, plan, likeliest(rows) if drawn is None else drawn[: plan.num_rows], scores)
 
-    def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor) -> Sampled:
+    def _sampled(self, rows: Tensor, plan: SamplingPlan, drawn: Tensor, scores: Tensor | None) -> Sampled:
         if plan.columns is None:
             return Sampled(drawn, None)
         columns = plan.columns.to(self.device)
@@ -122,7 +129,7 @@ class Sampler:
             self._counts.admit(plan.num_slots, _fresh(columns))
         distributions = torch.stack(plan.distributions) if plan.distributions else None
         for group in plan.groups:
-            self._work(group, rows, columns, drawn, distributions)
+            self._work(group, rows, columns, drawn, distributions, scores)
         logprobs = None
         if plan.logprob_rows:
             wanted = columns["logprob_rows"]
@@ -154,14 +161,18 @@ class Sampler:
         columns: Columns,
         drawn: Tensor,
         distributions: Tensor | None,
+        scores: Tensor | None,
     ) -> None:
-        """Redo the rows of one group in ``drawn``."""
+        """Redo the rows of one group in ``drawn``, and in ``scores``."""
         needs, part = group.needs, slice(group.start, group.stop)
         index = columns["rows"][part]
         logits = self._own_logits(group, rows, columns)
-        found = likeliest(logits) if needs.biased or needs.penalised else drawn.index_select(0, index)
+        own = needs.biased or needs.restricted or needs.penalised
+        found = likeliest(logits) if own else drawn.index_select(0, index)
+        scaled = self._scaled(logits, needs, columns, part) if needs.drawn else logits
+        if scores is not None:
+            scores.index_copy_(0, index, scaled)
         if needs.drawn:
-            scaled = self._scaled(logits, needs, columns, part)
             chosen, bad = (
                 self._resolve(scaled, columns, part, distributions)
                 if needs.proposed
@@ -173,7 +184,7 @@ class Sampler:
             self._counts.count(columns["slots"][part], found[:, 1])
 
     def _own_logits(self, group: RowGroup, rows: Tensor, columns: Columns) -> Tensor:
-        """Logits [Q, V] float32 of a group, after biases and penalties."""
+        """Logits [Q, V] float32 of a group, after biases, what is not allowed, and penalties."""
         needs, part = group.needs, slice(group.start, group.stop)
         if group.first_row is None:
             own = rows.index_select(0, columns["rows"][part])
@@ -184,6 +195,10 @@ class Sampler:
             entries = slice(group.bias_start, group.bias_stop)
             place = columns["bias_rows"][entries], columns["bias_tokens"][entries]
             logits.index_put_(place, logits[place] + columns["bias_values"][entries])
+        if needs.restricted:
+            entries = slice(group.allowed_start, group.allowed_stop)
+            place = columns["allowed_rows"][entries], columns["allowed_tokens"][entries]
+            logits = torch.full_like(logits, -math.inf).index_put_(place, logits[place])
         if needs.penalised:
             words = self._counts.words.index_select(0, columns["slots"][part])
             logits = penalise(
@@ -255,6 +270,11 @@ def sample(
         raise InvalidInput("penalties and min_tokens need num_prompt_tokens: say where each row's output begins")
     if any(p.penalised and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
         raise InvalidInput("penalties need token_ids: give a row's tokens before its position, all of them")
+    if any(p.bad_words for p in params):
+        raise InvalidInput("bad_words are text, which nothing here reads: give bad_words_ids")
+    words = [BadWords.of(p.bad_words_ids, ()) for p in params]
+    if any(any(longer) and token_ids is None for longer, _ in words):
+        raise InvalidInput("bad_words_ids need token_ids: give a row's tokens before its position, all of them")
     sampler = Sampler(logits.shape[1], logits.device, radices, eos_token_ids)
     rows = [
         SampleRow(
@@ -264,8 +284,9 @@ def sample(
             sample_index=sample_indices[r] if sample_indices is not None else 0,
             key=r,
             token_ids=token_ids[r] if token_ids is not None else (),
+            forbidden=single + (longer.completions(token_ids[r], 0) if token_ids is not None else ()),
         )
-        for r, own in enumerate(params)
+        for r, (own, (longer, single)) in enumerate(zip(params, words))
     ]
     return sampler(logits, sampler.prepare(rows)).tokens
 

@@ -215,8 +215,8 @@ def _to_host(value: Any) -> Any:
 
 
 def _logprobs(tokens: list[int], found: TokenLogprobs) -> list[Logprobs]:
-    rows = zip(tokens, found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
-    return [Logprobs(token, chosen, dict(zip(ids, values))) for token, chosen, ids, values in rows]
+    top = [dict(zip(ids, values)) for ids, values in zip(found.top_ids.tolist(), found.top.tolist())]
+    return list(map(Logprobs, tokens, found.chosen.tolist(), top, found.rank.tolist()))
 
 
 def _row_logprobs(

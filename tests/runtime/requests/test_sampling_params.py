@@ -35,8 +35,15 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
         {"stop": ("a", "")},
         {"stop": (3,)},
         {"stop_token_ids": (-1,)},
-        {"logprobs": -1},
-        {"prompt_logprobs": -1},
+        {"logprobs": -2},
+        {"prompt_logprobs": -2},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [-1]},
+        {"bad_words": ["a", " "]},
+        {"bad_words_ids": [[]]},
+        {"bad_words_ids": [[1, -1]]},
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": math.inf},
         {"repetition_penalty": math.nan},
@@ -79,6 +86,10 @@ WRONG = {
     "frequency_penalty": [*NO_NUMBERS, True, None],
     "logit_bias": [3, "a", [1], [(1, 2.0)], {True: 1.0}, {1.0: 1.0}, {"a": 1.0}, {1: "2"}, {1: None}, {1: True}]
     + [{1: 1e39}, {1: -1e39}, {1: 1.0, "1": 2.0}],
+    "allowed_token_ids": NO_IDS,
+    "bad_words": [3, b"a", [b"a"], [None], [["a"]], object()],
+    "bad_words_ids": [3, "12", [3], [[1.0]], [[True]], [["1"]], [None, [1]], object()],
+    "truncate_prompt_tokens": NO_INTEGERS,
 }
 
 
@@ -115,6 +126,8 @@ def test_values_at_the_edge_are_taken():
     [
         ({"stop_token_ids": (3, 10)}, "stop_token_ids.*10.*0 to 9"),
         ({"logit_bias": {10: 1.0}}, "logit_bias.*10.*0 to 9"),
+        ({"allowed_token_ids": [3, 10]}, "allowed_token_ids.*10.*0 to 9"),
+        ({"bad_words_ids": [[3], [3, 10]]}, "bad_words_ids.*10.*0 to 9"),
         ({"logprobs": 11}, "logprobs 11.*10 tokens"),
         ({"prompt_logprobs": 11}, "prompt_logprobs 11.*10 tokens"),
     ],

@@ -23,7 +23,9 @@ def test_token_logprobs(num_rows, vocab_size, num_top, seed, device):
         result.chosen.cpu().double(), expected[range(num_rows), tokens.cpu()], atol=1e-5, rtol=1e-5
     )
     for row in range(num_rows):
-        order = sorted(range(vocab_size), key=lambda token: (-logits[row, token].item(), token))[:num_top]
+        order = sorted(range(vocab_size), key=lambda token: (-logits[row, token].item(), token))
+        assert result.rank[row] == order.index(tokens[row]) + 1
+        order = order[:num_top]
         assert result.top_ids[row].tolist() == order
         for place, token in enumerate(order):
             again = token_logprobs(logits[row : row + 1], torch.tensor([token], device=device)).chosen

@@ -1,0 +1,1 @@
+"""vLLM's LLM class over compile() and an engine."""

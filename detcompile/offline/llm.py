@@ -1,0 +1,238 @@
+"""LLM: vLLM's class of offline inference, as a thin layer over compile() and an engine."""
+
+import itertools
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from detcompile.api import compile, load_model
+from detcompile.errors import EngineError, InvalidInput
+from detcompile.models.checkpoints import load_tokenizer
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.exported import load
+from detcompile.models.remote import RemoteModel
+from detcompile.offline.llm_options import LLMOptions, read_options
+from detcompile.offline.llm_outputs import LLMOutput, llm_output
+from detcompile.runtime.dense.padded_batch import seed_of_row
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.requests.plain_values import kind, shown
+from detcompile.runtime.requests.prompts import Prompt, prompts_of
+from detcompile.runtime.requests.sampling_params import SamplingParams
+
+__all__ = ["LLM"]
+
+# Names of a generation_config that vLLM takes default SamplingParams from, and theirs.
+CONFIGURED = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class LLM:
+    """vLLM's LLM: a model, its tokenizer and an engine that serves lists of prompts.
+
+    Answers are those of ``compile(model).engine()``: each depends on its prompt, its SamplingParams and its seed alone.
+    A request without a seed gets ``seed_of_row(seed, n)``, n requests into this object, so that a script that is run
+    again gives its answers again; every output carries its seed.
+
+    Args:
+        model: a local folder, "tiny", an exported .pt2, a module of transformers, or a compiled model.
+        tokenizer: a tokenizer of transformers, or the folder of one; None takes the model's own.
+        seed: makes the seeds of requests that have none; None draws them afresh.
+        options: vLLM's options by their names. Served are ``tensor_parallel_size``, ``dtype``, ``max_model_len``,
+            ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``,
+            ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``, ``enforce_eager`` and
+            ``generation_config`` ("auto" or "vllm"); others are taken where they ask for nothing.
+
+    Attributes:
+        model: the compiled model.
+        engine: serves the requests; None once this is closed.
+
+    Raises:
+        InvalidInput: an option that is unknown or not served, or what compile() and the engine refuse.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | CompiledModel,
+        *,
+        tokenizer: Any | None = None,
+        seed: int | None = 0,
+        **options: Any,
+    ) -> None:
+        read = read_options(options)
+        self._seed = None if seed is None else SamplingParams(seed=seed).seed
+        self._numbers = itertools.count()
+        self._given = isinstance(model, CompiledModel)
+        self.model = _compiled(model, read)
+        self._tokenizer = self.model.tokenizer if tokenizer is None else _tokenizer(tokenizer)
+        self._defaults = _default_params(self.model) if read.config_defaults else SamplingParams()
+        self.engine: Engine | None = self.model.engine(read.engine, tokenizer=self._tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: SequenceOf[int] | None = None,
+        lora_request: None = None,
+    ) -> list[LLMOutput]:
+        """Serve prompts to their ends.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
+            sampling_params: one for all prompts, or one a prompt; None takes ``get_default_sampling_params()``.
+            use_tqdm: show a bar on the terminal.
+            priority: an integer a prompt; lower is served earlier.
+
+        Returns:
+            One LLMOutput a prompt, in their order; one that cannot be served has its ``error`` and an empty output.
+
+        Raises:
+            InvalidInput: neither a prompt nor a list of them, or not one of each a prompt.
+            EngineError: this is closed, or the engine failed.
+        """
+        if lora_request is not None:
+            raise InvalidInput("lora_request is not served: merge the adapter into the weights")
+        engine, count = self._open(), len(prompts_of(prompts))
+        params = self._defaults if sampling_params is None else sampling_params
+        if isinstance(params, SamplingParams):
+            params = [params] * count
+        seeded = [self._seeded(own) for own in params] if _are_params(params) else params
+        outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), priority=priority)
+        return [llm_output(output, self._tokenizer) for output in outputs]
+
+    def chat(
+        self,
+        messages: SequenceOf[Any],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: None = None,
+    ) -> list[LLMOutput]:
+        """Answer a conversation, or a list of them, in the form of the tokenizer's chat template.
+
+        Args:
+            messages: dicts with "role" and "content"; or a list of such lists.
+            sampling_params, use_tqdm: as for ``generate``.
+            chat_template: a Jinja template in place of the tokenizer's.
+            add_generation_prompt: begin an answer behind the last message.
+            continue_final_message: go on with the last message; ``add_generation_prompt`` has to be False then.
+            tools: JSON schemas of functions, for the template.
+            chat_template_kwargs: further arguments of the template.
+
+        Raises:
+            InvalidInput: no template, or messages that it does not take.
+        """
+        self._open()
+        tokenizer = self.get_tokenizer()
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, SequenceOf) or not len(messages):
+            raise InvalidInput(f"messages {shown(messages)} is {kind(messages)}: give a list of messages, or of lists")
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [_rendered(tokenizer, list(conversation), options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        if self._tokenizer is None:
+            raise InvalidInput("this model has no tokenizer: pass LLM(tokenizer=...)")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests are drawn with that say nothing: temperature, filters, repetition penalty and length of the
+        model's ``generation_config``, as vLLM takes them; with ``generation_config="vllm"`` SamplingParams()."""
+        return self._defaults
+
+    def close(self) -> None:
+        """Give back the KV cache, and end worker processes that this started; later calls raise EngineError."""
+        engine, self.engine = self.engine, None
+        if engine is not None and not self._given and isinstance(self.model, RemoteModel):
+            self.model.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _open(self) -> Engine:
+        if self.engine is None:
+            raise EngineError("this LLM was closed: make a new one")
+        return self.engine
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        number = next(self._numbers)
+        if params.seed is not None or self._seed is None:
+            return params
+        return replace(params, seed=seed_of_row(self._seed, number))
+
+
+def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMOptions) -> CompiledModel:
+    if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
+        changed = {"dtype": options.dtype, "max_model_len": options.max_context}
+        changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
+        for name, value in changed.items():
+            if value is not None:
+                raise InvalidInput(f"LLM({name}={value}) of a model that is compiled: compile it so")
+        return model if isinstance(model, CompiledModel) else load(model)
+    if options.dtype is None:
+        return compile(model, tp=options.tp, max_context=options.max_context)
+    loaded = load_model(model, dtype=options.dtype) if isinstance(model, (str, Path)) else model.to(options.dtype)
+    return compile(loaded, tp=options.tp, max_context=options.max_context)
+
+
+def _tokenizer(given: Any) -> Any:
+    if not isinstance(given, (str, Path)):
+        return given
+    found = load_tokenizer(str(given)) if Path(given).is_dir() else None
+    if found is None:
+        raise InvalidInput(f"tokenizer={str(given)!r}: no folder with a tokenizer; give one, or a tokenizer itself")
+    return found
+
+
+def _default_params(model: CompiledModel) -> SamplingParams:
+    config = getattr(model.model, "generation_config", None)
+    found = {ours: getattr(config, theirs, None) for theirs, ours in CONFIGURED.items()}
+    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
+
+
+def _are_params(params: Any) -> bool:
+    """What is no list of SamplingParams is left to the engine, which refuses it by name."""
+    return isinstance(params, SequenceOf) and all(isinstance(own, SamplingParams) for own in params)
+
+
+def _rendered(tokenizer: Any, conversation: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt: the conversation as text, and its tokens; special tokens are in the template."""
+    try:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except Exception as error:  # templates are programs
+        raise InvalidInput(
+            f"the chat template cannot render {shown(conversation)}: {error}. Give messages with a role and a content,"
+            " and a chat_template if the tokenizer has none"
+        ) from error
+    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}

@@ -1,0 +1,259 @@
+"""The arguments of Hugging Face's ``generate``: which are served, which change nothing here, and which are refused.
+
+An argument of the call goes before the ``generation_config`` of the call, and that before the model's own; where none
+says anything, DEFAULTS do. What would choose other tokens and is not served is refused by name, wherever it stands.
+Names and meanings are those of transformers 5.17 (generation/configuration_utils.py, utils.py, logits_process.py).
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.dense.end_tokens import token_ids
+from detcompile.runtime.dense.unserved_arguments import INERT, UNSERVED, is_neutral
+from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
+
+__all__ = ["DEFAULTS", "GenerationArguments", "read_arguments"]
+
+logger = logging.getLogger(__name__)
+
+# What is served of a ``generation_config``, and what it is where nobody says anything: Hugging Face's defaults.
+DEFAULTS: Mapping[str, Any] = {
+    "bad_words_ids": None,
+    "do_sample": False,
+    "eos_token_id": None,
+    "max_length": None,  # then NEW_TOKENS more than the prompts' columns
+    "max_new_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "min_p": None,
+    "num_return_sequences": 1,
+    "output_logits": False,
+    "output_scores": False,
+    "pad_token_id": None,
+    "repetition_penalty": 1.0,
+    "return_dict_in_generate": False,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+}
+NEW_TOKENS = 20
+# What an explicit None stands for: no filter, no penalty, no such output.
+NOTHING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_length": 0}
+# Served arguments of the call alone.
+CALL_ONLY = ("cuda_graphs", "seed", "stopping_criteria", "streamer", "tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationArguments:
+    """What a call of ``generate`` asks for, checked.
+
+    Attributes:
+        max_new_tokens: columns behind the prompts at most.
+        min_new_tokens: end tokens are forbidden up to this many columns.
+        sampling: temperature, filters and penalty by their names in SamplingParams, which check them.
+        bad_words_ids: lists of token ids that no row may complete.
+        suppress_tokens: tokens that are never drawn.
+        eos_token_id: tokens that end a row.
+        pad_token_id: fills rows that ended early.
+        num_return_sequences: rows of the answer for each prompt.
+        stop_strings: texts that end a row where they appear at its end.
+        stopping_criteria: functions of Hugging Face's kind that end rows.
+        streamer: gets the prompts and then each column of tokens.
+        tokenizer: reads the stop strings; None takes the model's.
+        seed: one for all rows, or one a row.
+        cuda_graphs: replay steps from CUDA graphs; None does on a GPU.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int
+    do_sample: bool
+    sampling: Mapping[str, Any]
+    bad_words_ids: tuple[tuple[int, ...], ...]
+    suppress_tokens: tuple[int, ...]
+    eos_token_id: tuple[int, ...]
+    pad_token_id: int | None
+    num_return_sequences: int
+    stop_strings: tuple[str, ...]
+    return_dict_in_generate: bool
+    output_scores: bool
+    output_logits: bool
+    stopping_criteria: tuple[Any, ...] = ()
+    streamer: Any | None = None
+    tokenizer: Any | None = None
+    seed: Any = None
+    cuda_graphs: bool | None = None
+
+    @property
+    def padding(self) -> int | None:
+        """The pad token, or the first that ends a row."""
+        return next(iter(self.eos_token_id), None) if self.pad_token_id is None else self.pad_token_id
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether each column has to be seen before the next one is made, or its logits are wanted."""
+        observed = self.streamer is not None or bool(self.stopping_criteria) or bool(self.stop_strings)
+        return observed or (self.return_dict_in_generate and (self.output_scores or self.output_logits))
+
+
+def read_arguments(
+    model: Any, given: Mapping[str, Any], num_columns: int, num_logits: int | None = None
+) -> GenerationArguments:
+    """The arguments of a call.
+
+    Args:
+        model: what has the model's own ``generation_config``, and a ``config`` if it is known.
+        given: keyword arguments of the call.
+        num_columns: columns of the prompts, which ``max_length`` and ``min_length`` count too.
+        num_logits: end tokens of a ``generation_config`` beyond them are left out, as no row can end with them.
+
+    Raises:
+        InvalidInput: an argument that is unknown, cannot be served, or has a value that cannot be.
+    """
+    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
+    _check_known(given)
+    _refuse_unserved(given, configs)
+    settings = {name: _setting(name, given, configs) for name in DEFAULTS}
+    do_sample = bool(settings["do_sample"]) and flag(settings["do_sample"], "do_sample")
+    most = _max_new_tokens(settings, num_columns, getattr(model, "config", None))
+    eos = token_ids(settings["eos_token_id"], "eos_token_id")
+    if "eos_token_id" not in given and num_logits is not None:
+        eos = tuple(token for token in eos if 0 <= token < num_logits)
+    count = _whole(settings["num_return_sequences"] or 1, "num_return_sequences", 1)
+    if count > 1 and not do_sample:
+        raise InvalidInput(f"num_return_sequences={count} of a greedy call would be equal: pass do_sample=True, or 1")
+    pad = settings["pad_token_id"]
+    return GenerationArguments(
+        max_new_tokens=most,
+        min_new_tokens=_min_new_tokens(settings, num_columns, most),
+        do_sample=do_sample,
+        sampling=_sampling(settings, do_sample),
+        bad_words_ids=_bad_words(settings["bad_words_ids"], eos),
+        suppress_tokens=token_ids(settings["suppress_tokens"], "suppress_tokens"),
+        eos_token_id=eos,
+        pad_token_id=None if pad is None else _whole(pad, "pad_token_id", None),
+        num_return_sequences=count,
+        stop_strings=_strings(settings["stop_strings"]),
+        return_dict_in_generate=bool(settings["return_dict_in_generate"]),
+        output_scores=bool(settings["output_scores"]),
+        output_logits=bool(settings["output_logits"]),
+        **_call_only(given),
+    )
+
+
+def _setting(name: str, given: Mapping[str, Any], configs: tuple[Any, Any]) -> Any:
+    """The first that says something: the call, also by None (but for max_length), a config, the default."""
+    if name in given and not (name == "max_length" and given[name] is None):
+        return NOTHING.get(name) if given[name] is None else given[name]
+    found = (getattr(config, name, None) for config in configs)
+    value = next((value for value in found if value is not None), DEFAULTS[name])
+    return NOTHING.get(name) if value is None else value
+
+
+def _check_known(given: Mapping[str, Any]) -> None:
+    known = {*DEFAULTS, *CALL_ONLY, *INERT, *UNSERVED, "generation_config"}
+    unused = [name for name, value in given.items() if name not in known and value is not None]
+    if unused:
+        raise InvalidInput(
+            f"the following `model_kwargs` are not used by the model: {unused} (note: typos in the generate arguments"
+            " will also show up in this list)"
+        )
+
+
+def _refuse_unserved(given: Mapping[str, Any], configs: tuple[Any, Any]) -> None:
+    for name, (harmless, advice) in UNSERVED.items():
+        if name in given:
+            source, value = name, given[name]
+        else:
+            found = (getattr(config, name, None) for config in configs)
+            source, value = f"generation_config.{name}", next((value for value in found if value is not None), None)
+        if not is_neutral(value, harmless):
+            raise InvalidInput(
+                f"{source} = {shown(value)} is not served, and without it other tokens or outputs come out: {advice}"
+                + ("" if source == name else f"; {name}=None in the call goes on without it")
+            )
+
+
+def _max_new_tokens(settings: Mapping[str, Any], num_columns: int, config: Any) -> int:
+    """``max_new_tokens`` goes before ``max_length``, wherever they stand, as in GenerationMixin."""
+    longest = settings["max_length"]
+    if settings["max_new_tokens"] is not None:
+        if longest is not None:
+            logger.warning("both max_new_tokens and max_length are set: max_new_tokens takes precedence")
+        return _whole(settings["max_new_tokens"], "max_new_tokens", 1)
+    if longest is None:
+        longest = min(num_columns + NEW_TOKENS, getattr(config, "max_position_embeddings", None) or 1 << 62)
+    left = _whole(longest, "max_length", 1) - num_columns
+    if left < 1:
+        raise InvalidInput(
+            f"max_length = {longest} (of the call, or generation_config.max_length) leaves no new token behind prompts"
+            f" of {num_columns} columns: pass max_new_tokens"
+        )
+    return left
+
+
+def _min_new_tokens(settings: Mapping[str, Any], num_columns: int, most: int) -> int:
+    asked = settings["min_new_tokens"]
+    least = max(0, _whole(settings["min_length"], "min_length", 0) - num_columns)
+    if asked is not None:
+        least = _whole(asked, "min_new_tokens", 0)
+    if least > most:
+        name = "min_length" if asked is None else "min_new_tokens"
+        warnings.warn(
+            f"Unfeasible length constraints: `{name}` asks for {least} new tokens, and {most} is the maximum, at which"
+            " generation stops",
+            UserWarning,
+            stacklevel=2,
+        )
+    return min(least, most)
+
+
+def _sampling(settings: Mapping[str, Any], do_sample: bool) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p") if do_sample else ()
+    chosen = {name: settings[name] for name in (*names, "repetition_penalty")}
+    return chosen if do_sample else chosen | {"temperature": 0.0}
+
+
+def _bad_words(words: Any, eos: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Without the end tokens, which Hugging Face lets no list of bad words forbid."""
+    if words is None:
+        return ()
+    if not isinstance(words, (list, tuple)):
+        raise InvalidInput(f"bad_words_ids {shown(words)} is {kind(words)}: give a list of lists of token ids")
+    for index, word in enumerate(words):
+        if not isinstance(word, (list, tuple)):
+            raise InvalidInput(f"bad_words_ids: entry {index} is {kind(word)}: give a list of token ids")
+    lists = (tuple(token_list(word, f"bad_words_ids: entry {index}")) for index, word in enumerate(words))
+    return tuple(word for word in lists if not (len(word) == 1 and word[0] in eos))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) and text for text in strings):
+        raise InvalidInput(f"stop_strings {shown(value)}: give a string or a list of them, none empty")
+    return tuple(strings)
+
+
+def _call_only(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: given[name] for name in CALL_ONLY if given.get(name) is not None}
+    criteria = found.get("stopping_criteria", ())
+    if not isinstance(criteria, (list, tuple)) or not all(map(callable, criteria)):
+        raise InvalidInput(f"stopping_criteria {shown(criteria)}: give a StoppingCriteriaList, or a list of functions")
+    streamer = found.get("streamer")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise InvalidInput(f"streamer {shown(streamer)} is {kind(streamer)}: give one with put() and end()")
+    if "cuda_graphs" in found:
+        found["cuda_graphs"] = flag(found["cuda_graphs"], "cuda_graphs")
+    return found | {"stopping_criteria": tuple(criteria)}
+
+
+def _whole(value: Any, name: str, least: int | None) -> int:
+    found = whole_number(value, name)
+    if least is not None and found < least:
+        raise InvalidInput(f"{name}={found} must be at least {least}")
+    return found

@@ -1,0 +1,440 @@
+"""generate() is Hugging Face's: the same greedy tokens under its arguments, what it shows and what it returns."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, TextIteratorStreamer, TextStreamer
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import detcompile
+from detcompile import CompiledModel, InvalidInput, SamplingParams
+from detcompile.errors import EngineError
+from detcompile.runtime.dense.padded_batch import seed_of_row
+from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
+from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
+
+PAD = 0
+LENGTHS = (9, 5, 12)
+QUICK = ("qwen3", "gpt2", "gemma3_text")
+OTHERS = ("llama", "mistral", "granite", "gpt_neox", "opt", "olmo2", "bloom")
+
+
+@functools.cache
+def plain_model(name: str) -> PreTrainedModel:
+    return random_model(name, torch.float32)
+
+
+@functools.cache
+def model_of(name: str) -> CompiledModel:
+    if name == "qwen3":
+        return compiled(name, torch.float32)
+    return certified(random_model(name, torch.float32), max_context=256)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """The embedded model's, whose first ids are bytes: so of every id that these models draw."""
+    return detcompile.compile("tiny").tokenizer
+
+
+@pytest.fixture(params=exhaustive_unless(lambda name: name in QUICK, [*QUICK, *OTHERS]))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def padded_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
+    columns = torch.arange(max(lengths))
+    mask = (columns >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    return torch.where(mask == 1, ids, PAD), mask
+
+
+@functools.cache
+def new_tokens(name: str) -> tuple[tuple[int, ...], ...]:
+    """What each row is answered greedily: arguments are chosen so that they change it."""
+    ids, mask = padded_batch()
+    found = plain_model(name).generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=PAD)
+    return tuple(map(tuple, found[:, ids.shape[1] :].tolist()))
+
+
+def words_of(rows: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    return [list(rows[0][2:4]), list(rows[1][4:7]), [rows[2][1]]]
+
+
+# Arguments of a case from the greedy answers; None of the prompts' width stands for itself.
+CASES: dict[str, Callable[[tuple[tuple[int, ...], ...]], dict[str, Any]]] = {
+    "max_length": lambda rows: {"max_length": max(LENGTHS) + 7},
+    "default length": lambda rows: {},
+    "eos": lambda rows: {"eos_token_id": rows[1][3]},
+    "several eos": lambda rows: {"eos_token_id": [rows[0][2], rows[2][5]], "max_new_tokens": 12},
+    "min_new_tokens": lambda rows: {"eos_token_id": [row[1] for row in rows], "min_new_tokens": 6},
+    "min_length": lambda rows: {"eos_token_id": [row[1] for row in rows], "min_length": max(LENGTHS) + 4},
+    "bad_words_ids": lambda rows: {"bad_words_ids": words_of(rows), "eos_token_id": rows[2][1]},
+    "suppress_tokens": lambda rows: {"suppress_tokens": [rows[0][0], rows[1][2], rows[2][4]]},
+    "stop_strings": lambda rows: {"stop_strings": tokenizer().decode(rows[1][4:6]), "eos_token_id": VOCAB_SIZE - 1},
+    "stop_strings without eos": lambda rows: {"stop_strings": [tokenizer().decode([row[3]]) for row in rows[:2]]},
+    "all of them": lambda rows: {
+        "bad_words_ids": words_of(rows),
+        "suppress_tokens": [rows[0][5]],
+        "eos_token_id": [row[2] for row in rows],
+        "min_new_tokens": 4,
+        "max_new_tokens": 15,
+        "stop_strings": [tokenizer().decode([row[7]]) for row in rows],
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_hugging_face_s(name: str, case: str) -> None:
+    ids, mask = padded_batch()
+    arguments = {"pad_token_id": PAD} | CASES[case](new_tokens(name))
+    if "stop_strings" in arguments:
+        arguments["tokenizer"] = tokenizer()
+    expected = plain_model(name).generate(ids, attention_mask=mask, do_sample=False, **arguments)
+    assert torch.equal(model_of(name).generate(ids, attention_mask=mask, **arguments), expected)
+    assert torch.equal(model_of(name).generate(inputs=ids, **arguments), expected)  # the mask is inferred from PAD
+    config = GenerationConfig(**{key: value for key, value in arguments.items() if key != "tokenizer"})
+    rest = {"tokenizer": tokenizer(), "generation_config": config}
+    assert torch.equal(model_of(name).generate(ids, mask, **rest), expected)
+    if case != "default length":
+        assert not torch.equal(expected[:, ids.shape[1] :], torch.tensor(new_tokens(name)))
+
+
+def test_a_penalty_counts_a_row_s_own_tokens(name: str) -> None:
+    """Hugging Face's counts the pad token as one that was seen: its rows are taken alone here."""
+    ids, mask = padded_batch()
+    arguments = {"repetition_penalty": 9.0, "max_new_tokens": 12, "do_sample": False}
+    found = model_of(name).generate(ids, mask, **arguments)
+    for row, length in enumerate(LENGTHS):
+        alone = plain_model(name).generate(ids[row : row + 1, -length:], **arguments)
+        assert torch.equal(found[row, -length - 12 :], alone[0])
+    assert not torch.equal(found[:, ids.shape[1] :], torch.tensor(new_tokens(name)))
+
+
+# What the caller sees meanwhile
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[list[Any]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append(["end"])
+
+
+class After(StoppingCriteria):
+    """Ends a row with its first token of some; keeps what it was shown."""
+
+    def __init__(self, tokens: set[int]) -> None:
+        self.tokens = torch.tensor(sorted(tokens))
+        self.seen: list[tuple[list[list[int]], int | None]] = []
+
+    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **_: Any) -> Tensor:
+        self.seen.append((input_ids.tolist(), None if scores is None else len(scores)))
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+@pytest.mark.parametrize("eos", [{}, {"eos_token_id": VOCAB_SIZE - 1}])
+@pytest.mark.parametrize("outputs", [{}, {"return_dict_in_generate": True, "output_scores": True}])
+def test_streamers_and_criteria_see_what_hugging_face_shows_them(eos: dict, outputs: dict) -> None:
+    ids, mask = padded_batch()
+    rows = new_tokens("qwen3")
+    seen = []
+    for model in (plain_model("qwen3"), model_of("qwen3")):
+        streamer, criterion = Recorder(), After({rows[0][5], rows[1][2], rows[2][8]})
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            pad_token_id=PAD,
+            max_new_tokens=20,
+            streamer=streamer,
+            stopping_criteria=[criterion],
+            **eos,
+            **outputs,
+        )
+        seen.append((streamer.seen, criterion.seen, (found.sequences if outputs else found).tolist()))
+    assert seen[0] == seen[1]
+    assert seen[0][0][-1] == ["end"] and len(seen[0][1]) > 4
+
+
+def test_a_criterion_takes_the_place_of_the_one_of_its_class() -> None:
+    ids, mask = padded_batch()
+    rows = new_tokens("qwen3")
+    for criteria in ([MaxLengthCriteria(max(LENGTHS) + 15)], [EosTokenCriteria(rows[0][2]), MaxLengthCriteria(4)]):
+        arguments = {"stopping_criteria": criteria, "eos_token_id": rows[1][4], "max_new_tokens": 6}
+        arguments |= {"pad_token_id": PAD, "do_sample": False}
+        expected = plain_model("qwen3").generate(ids, attention_mask=mask, **arguments)
+        assert torch.equal(model_of("qwen3").generate(ids, attention_mask=mask, **arguments), expected)
+
+
+def test_text_streams_as_from_hugging_face(capsys: pytest.CaptureFixture) -> None:
+    ids = padded_batch((9,))[0]
+    texts = []
+    for model in (plain_model("qwen3"), model_of("qwen3")):
+        streamer = TextIteratorStreamer(tokenizer(), skip_prompt=True)
+        model.generate(ids, do_sample=False, max_new_tokens=12, streamer=streamer, pad_token_id=PAD)
+        model.generate(ids, do_sample=False, max_new_tokens=12, streamer=TextStreamer(tokenizer()), pad_token_id=PAD)
+        texts.append((list(streamer), capsys.readouterr().out))
+    assert texts[0] == texts[1] and "".join(texts[0][0])
+
+
+def test_an_error_of_a_criterion_reaches_the_caller_and_the_next_call_is_served() -> None:
+    ids, mask = padded_batch()
+    model, arguments = model_of("qwen3"), {"max_new_tokens": 5, "eos_token_id": None}
+
+    def fails(input_ids: Tensor, _scores: Any, **_: Any) -> Tensor:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        model.generate(ids, mask, stopping_criteria=[fails], **arguments)
+    streamed = model.generate(ids, mask, streamer=Recorder(), **arguments)
+    assert torch.equal(streamed, model.generate(ids, mask, **arguments))
+
+
+# What comes back
+
+
+def test_logits_are_the_model_s_and_scores_what_the_processors_of_transformers_make_of_them() -> None:
+    ids, mask = padded_batch((7, 7))
+    rows = new_tokens("qwen3")
+    arguments = {"max_new_tokens": 9, "eos_token_id": [rows[0][0]], "min_new_tokens": 5, "repetition_penalty": 1.3}
+    arguments |= {"bad_words_ids": words_of(rows), "suppress_tokens": [3, 9], "pad_token_id": PAD}
+    returned = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    model = model_of("qwen3")
+    found = model.generate(ids, mask, **arguments, **returned)
+    assert torch.equal(found.sequences, model.generate(ids, mask, **arguments))
+    assert found.seeds is None and found.past_key_values is None
+    everything = model(found.sequences).logits
+    processors = logits_process.LogitsProcessorList(
+        [
+            logits_process.RepetitionPenaltyLogitsProcessor(1.3),
+            logits_process.NoBadWordsLogitsProcessor(words_of(rows), [rows[0][0]]),
+            logits_process.MinNewTokensLengthLogitsProcessor(7, 5, [rows[0][0]]),
+            logits_process.SuppressTokensLogitsProcessor([3, 9]),
+        ]
+    )
+    for step, (logits, scores) in enumerate(zip(found.logits, found.scores, strict=True)):
+        live = [rows[0][0] not in row for row in found.sequences[:, 7 : 7 + step].tolist()]
+        assert_bitwise_equal(logits[live], everything[live, 6 + step])
+        assert_bitwise_equal(scores[live], processors(found.sequences[live, : 7 + step], logits[live]))
+    only = model.generate(ids, mask, **arguments, return_dict_in_generate=True)
+    assert torch.equal(only.sequences, found.sequences) and only.scores is None and only.logits is None
+    theirs = plain_model("qwen3").generate(ids, attention_mask=mask, do_sample=False, **arguments, **returned)
+    assert torch.equal(theirs.sequences, found.sequences)
+    assert [s.shape for s in theirs.scores] == [s.shape for s in found.scores]
+    assert {s.dtype for s in theirs.scores} == {s.dtype for s in found.scores}
+
+
+def test_the_logits_of_a_row_that_has_ended_are_zeros() -> None:
+    ids, mask = padded_batch()
+    rows = new_tokens("qwen3")
+    returned = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    found = model_of("qwen3").generate(ids, mask, eos_token_id=rows[0][2], max_new_tokens=8, **returned)
+    ended = rows[0].index(rows[0][2])
+    for step, (logits, scores) in enumerate(zip(found.logits, found.scores)):
+        assert (not logits[0].any() and not scores[0].any()) == (step > ended)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_one_seed_serves_all_rows_and_each_repeats_alone(stepwise: bool) -> None:
+    ids, mask = padded_batch()
+    model = model_of("qwen3")
+    arguments = {"do_sample": True, "temperature": 1.3, "top_p": 0.95, "max_new_tokens": 10, "eos_token_id": None}
+    arguments |= {"return_dict_in_generate": True} | ({"streamer": Recorder(), "min_p": 0.01} if stepwise else {})
+    found = model.generate(ids, mask, seed=7, num_return_sequences=2, **arguments)
+    assert found.sequences.shape[0] == 6 and len(set(found.seeds)) == 6
+    assert found.seeds == tuple(seed_of_row(7, row) for row in range(6)) and found.seeds[0] == 7
+    if stepwise:
+        arguments["streamer"] = None
+    for row, seed in enumerate(found.seeds):
+        prompt = ids[row // 2 : row // 2 + 1, -LENGTHS[row // 2] :]
+        alone = model.generate(prompt, seed=seed, **arguments)
+        assert alone.seeds == (seed,)
+        assert torch.equal(alone.sequences[0], found.sequences[row, -alone.sequences.shape[1] :])
+    again = model.generate(ids, mask, seed=list(found.seeds), num_return_sequences=2, **arguments)
+    assert torch.equal(again.sequences, found.sequences)
+    fresh = [model.generate(ids, mask, **arguments) for _ in range(2)]
+    assert not torch.equal(fresh[0].sequences, fresh[1].sequences) and not {*fresh[0].seeds} & {*fresh[1].seeds}
+    again = model.generate(ids, mask, seed=fresh[0].seeds, **arguments)
+    assert torch.equal(again.sequences, fresh[0].sequences)
+
+
+def test_seeds_are_the_documented_hash() -> None:
+    assert seed_of_row(7, 0) == 7
+    assert seed_of_row(7, 1) == int.from_bytes(hashlib.sha256(b"7/1").digest()[:8], "little") == 6801174921074823891
+
+
+def test_a_row_gets_what_an_engine_draws_with_its_seed() -> None:
+    ids = padded_batch((9,))[0]
+    model = model_of("qwen3")
+    found = model.generate(ids, do_sample=True, seed=5, max_new_tokens=8, eos_token_id=None)
+    params = SamplingParams(seed=5, max_tokens=8, ignore_eos=True, top_k=50)  # as Hugging Face's default
+    [output] = model.engine(detcompile.EngineConfig(num_blocks=20)).generate(ids[0].tolist(), params, progress=False)
+    assert found[0, 9:].tolist() == output.outputs[0].token_ids
+
+
+# Any combination
+
+ROWS = st.integers(1, 3)
+TOKEN = st.integers(1, VOCAB_SIZE - 1)
+CHOICES: dict[str, st.SearchStrategy] = {
+    "eos_token_id": st.lists(TOKEN, min_size=1, max_size=30),
+    "min_new_tokens": st.integers(1, 8),
+    "min_length": st.integers(1, 20),
+    "max_length": st.integers(10, 22),
+    "max_new_tokens": st.integers(1, 12),
+    "repetition_penalty": st.sampled_from([0.8, 1.4]),
+    "bad_words_ids": st.lists(st.lists(TOKEN, min_size=1, max_size=2), min_size=1, max_size=40),
+    "suppress_tokens": st.lists(TOKEN, min_size=1, max_size=60),
+    "stop_strings": st.lists(st.integers(40, 110).map(chr), min_size=1, max_size=4),
+    "use_cache": st.booleans(),
+    "top_k": st.none() | st.just(5),
+    "temperature": st.none() | st.just(0.5),
+    "num_beams": st.just(1),
+    "return_dict_in_generate": st.booleans(),
+    "output_scores": st.booleans(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(max_examples=60)
+@given(data=st.data(), rows=ROWS, seed=st.integers(0, 99))
+def test_any_arguments_give_hugging_face_s_greedy_tokens(data: st.DataObject, rows: int, seed: int) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=6, unique=True))
+    arguments = {name: data.draw(CHOICES[name], label=name) for name in names} | {"do_sample": False}
+    arguments |= {"pad_token_id": PAD, "tokenizer": tokenizer()}
+    ids = padded_batch((9,) * rows, seed)[0]
+    streamers = Recorder(), Recorder()
+    streams = data.draw(st.booleans(), label="streams")
+    found, expected = (
+        model.generate(ids, **arguments, **({"streamer": streamer} if streams else {}))
+        for model, streamer in zip((model_of("qwen3"), plain_model("qwen3")), streamers)
+    )
+    if arguments.get("return_dict_in_generate"):
+        assert (found.scores is None) == (expected.scores is None)
+        found, expected = found.sequences, expected.sequences
+    assert torch.equal(found, expected)
+    assert streamers[0].seen == streamers[1].seen
+
+
+@settings(max_examples=25)
+@given(data=st.data(), seed=st.integers(0, 99), lengths=st.lists(st.integers(2, 20), min_size=1, max_size=4))
+def test_a_row_is_alone_in_any_batch_and_watched_or_not(data: st.DataObject, seed: int, lengths: list[int]) -> None:
+    names = {"eos_token_id", "min_new_tokens", "repetition_penalty", "bad_words_ids", "suppress_tokens"}
+    chosen = data.draw(st.lists(st.sampled_from(sorted(names)), max_size=4, unique=True))
+    arguments = {name: data.draw(CHOICES[name], label=name) for name in chosen}
+    arguments |= {"max_new_tokens": 9, "pad_token_id": PAD, "do_sample": data.draw(st.booleans(), label="do_sample")}
+    ids, mask = padded_batch(tuple(lengths), seed)
+    model = model_of("qwen3")
+    seeds = [seed_of_row(seed, row) for row in range(len(lengths))]
+    together = model.generate(ids, mask, seed=seed, **arguments)
+    watched = model.generate(ids, mask, seed=seed, streamer=Recorder(), **arguments)
+    assert torch.equal(together, watched)
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], seed=seeds[row], **arguments)[0, length:]
+        own = together[row, ids.shape[1] :]
+        assert torch.equal(own[: len(alone)], alone) and (own[len(alone) :] == PAD).all()
+
+
+@pytest.mark.parametrize(
+    "name", exhaustive_unless(lambda name: name == "lfm2", ["lfm2", "mamba2", "qwen3_next", "granite_swa"])
+)
+def test_layers_with_states_and_windows_are_watched_with_the_same_tokens(name: str) -> None:
+    ids, mask = padded_batch((9, 5, 80, 1))
+    model = model_of(name)
+    for _ in range(2):  # over a runner that has served before
+        arguments = {"max_new_tokens": 20, "repetition_penalty": 1.3}
+        watched = model.generate(ids, mask, streamer=Recorder(), **arguments)
+        assert torch.equal(watched, model.generate(ids, mask, **arguments))
+        ids, mask = ids[:3].roll(1, 0), mask[:3].roll(1, 0)
+
+
+# What cannot be served
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_beams": 4}, "num_beams = 4 is not served"),
+        ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not served.*SpeculationConfig"),
+        ({"output_attentions": True}, "output_attentions = True is not served"),
+        ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor = .* is not served"),
+        ({"max_new_token": 3}, r"not used by the model: \['max_new_token'\]"),
+        ({"stop_strings": "a"}, "this model has no tokenizer: pass tokenizer="),
+        ({"stop_strings": "a", "tokenizer": object()}, "stop_strings with a object"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature -1.0 must be"),
+        ({"eos_token_id": VOCAB_SIZE}, "stop_token_ids holds token"),
+        ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids holds token"),
+        ({"do_sample": True, "seed": -1}, "seed -1 must be in"),
+        ({"do_sample": True, "seed": [1, 2]}, "2 different seeds for 3 rows"),
+        ({"do_sample": True, "seed": 1.0}, "seed 1.0 is a float"),
+        ({"max_new_tokens": 5000}, "was compiled for"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_by_name(given: dict, said: str) -> None:
+    ids, mask = padded_batch()
+    with pytest.raises(InvalidInput, match=said):
+        model_of("qwen3").generate(ids, mask, **given)
+
+
+def test_arguments_that_ask_for_nothing_are_taken() -> None:
+    ids, mask = padded_batch()
+    model = model_of("qwen3")
+    nothing = dict.fromkeys(
+        ["assistant_model", "assistant_tokenizer", "streamer", "stopping_criteria", "prefix_allowed_tokens_fn"]
+        + ["past_key_values", "token_type_ids", "unknown", "generation_config", "tokenizer", "position_ids"]
+    )
+    nothing |= {"logits_processor": logits_process.LogitsProcessorList(), "num_beams": 1, "synced_gpus": False}
+    nothing |= {"cache_implementation": "static", "output_attentions": False, "trust_remote_code": False}
+    assert torch.equal(model.generate(ids, mask, max_new_tokens=4, **nothing), model.generate(ids, mask, max_length=16))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, ids, mask: m.generate(), "needs input_ids"),
+        (lambda m, ids, mask: m.generate(ids, inputs=ids), "needs input_ids"),
+        (lambda m, ids, mask: m.generate(ids.tolist()), "input_ids is a list"),
+        (lambda m, ids, mask: m.generate(ids, GenerationConfig()), "attention_mask is a GenerationConfig"),
+    ],
+    ids=["nothing", "twice", "a list", "a config by place"],
+)
+def test_inputs_that_are_none_are_refused(call: Callable, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        call(model_of("qwen3"), *padded_batch())
+
+
+@pytest.mark.parametrize("watched", [{}, {"streamer": Recorder()}])
+def test_rows_without_a_token_to_draw_are_an_error(watched: dict) -> None:
+    with pytest.raises(EngineError, match="nothing is left to draw"):
+        model_of("qwen3").generate(*padded_batch(), suppress_tokens=list(range(VOCAB_SIZE)), **watched)
+
+
+def test_the_model_s_own_tokenizer_reads_stop_strings() -> None:
+    model = detcompile.compile("tiny")
+    ids = torch.tensor([model.tokenizer("def mean(values):")["input_ids"]])
+    free = model.generate(ids, max_new_tokens=30)
+    text = model.tokenizer.decode(free[0, ids.shape[1] :])
+    stop = text[len(text) // 2 :][:3]
+    found = model.generate(ids, max_new_tokens=30, stop_strings=[stop])
+    assert torch.equal(found, model.generate(ids, max_new_tokens=30, stop_strings=[stop], tokenizer=model.tokenizer))
+    ended = StopStringCriteria(model.tokenizer, [stop])
+    assert ended(found, None).all() and not ended(found[:, :-1], None).any()
+    assert torch.equal(free[:, : found.shape[1]], found)

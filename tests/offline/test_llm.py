@@ -1,0 +1,240 @@
+"""LLM runs vLLM's scripts: its arguments, its outputs, and the answers of an engine."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import detcompile
+from detcompile import LLM, CompiledModel, EngineError, InvalidInput, SamplingParams
+from detcompile.offline.llm_options import NEUTRAL, read_options
+from detcompile.offline.llm_outputs import LLMCompletion, LLMOutput
+from detcompile.runtime.dense.padded_batch import seed_of_row
+from detcompile.runtime.sampling.logprobs import token_logprobs
+from tests.model_cases import compiled, without_inductor
+
+# vLLM's examples/offline_inference/basic/basic.py with the import and the model changed.
+SCRIPT = '''
+from detcompile import LLM, SamplingParams
+
+# Sample prompts.
+prompts = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+# Create a sampling params object.
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def main():
+    # Create an LLM.
+    llm = LLM(model="tiny")
+    # Generate texts from the prompts.
+    # The output is a list of RequestOutput objects
+    # that contain the prompt, generated text, and other information.
+    outputs = llm.generate(prompts, sampling_params)
+    # Print the outputs.
+    print("\\nGenerated Outputs:\\n" + "-" * 60)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt:    {prompt!r}")
+        print(f"Output:    {generated_text!r}")
+        print("-" * 60)
+
+
+if __name__ == "__main__":
+    main()
+'''
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if not loop.last or add_generation_prompt %}</>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{{ style }}"
+)
+CHAT = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "def mean("}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def model() -> CompiledModel:
+    return compiled("tiny", torch.float32)
+
+
+@pytest.fixture
+def llm(model: CompiledModel) -> LLM:
+    return LLM(model, num_gpu_blocks_override=200)
+
+
+def test_a_script_of_vllm_runs_with_its_import_changed(
+    model: CompiledModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, texts = [], []
+    monkeypatch.setattr("detcompile.offline.llm.compile", lambda *given, **_: asked.append(given) or model)  # the time
+    for _ in range(2):
+        exec(compile(SCRIPT, "basic.py", "exec"), {"__name__": "__main__"})
+        texts.append(capsys.readouterr().out)
+    assert asked == [("tiny",)] * 2
+    assert texts[0] == texts[1]  # as the seed of an LLM is 0, and not drawn
+    lines = texts[0].splitlines()
+    assert sum(line.startswith("Prompt: ") for line in lines) == 4
+    assert "Prompt:    'The capital of France is'" in lines
+    assert sum(line.startswith("Output: ") and len(line) > len("Output:    ''") for line in lines) == 4
+
+
+def test_answers_are_those_of_an_engine(model: CompiledModel, llm: LLM) -> None:
+    prompts = ["def mean(values):", [5, 6, 7], {"prompt": "import"}, {"prompt_token_ids": [9, 8]}]
+    params = SamplingParams(temperature=0.8, max_tokens=9, n=2, logprobs=3, prompt_logprobs=1)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    seeded = [replace(params, seed=seed_of_row(0, number)) for number in range(4)]
+    expected = model.engine(detcompile.EngineConfig(num_blocks=200)).generate(prompts, seeded, progress=False)
+    assert [output.seed for output in found] == [own.seed for own in seeded]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.prompt, ours.prompt_token_ids) == (theirs.prompt, theirs.prompt_token_ids)
+        assert ours.finished and ours.error is None and ours.num_cached_tokens == theirs.metrics.num_cached_tokens
+        for sample, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert (sample.index, sample.text, sample.token_ids) == (other.index, other.text, other.token_ids)
+            assert (sample.finish_reason, sample.stop_reason) == (other.finish_reason, other.stop_reason)
+            assert sample.cumulative_logprob == other.cumulative_logprob and sample.finished()
+    again = llm.generate(prompts[1:2], replace(params, seed=found[1].seed), use_tqdm=False)
+    assert again[0].outputs == found[1].outputs
+    assert llm.generate(prompts[1], params, use_tqdm=False)[0].seed == seed_of_row(0, 5)
+    unseeded = LLM(model, seed=None, num_gpu_blocks_override=200)
+    assert unseeded.generate([5], use_tqdm=False)[0].seed != unseeded.generate([5], use_tqdm=False)[0].seed
+
+
+def test_logprobs_are_dicts_by_token_with_ranks_and_text(model: CompiledModel, llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=8, seed=3, logprobs=4, prompt_logprobs=0)
+    [output] = llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    logits = model(torch.tensor([[5, 6, 7, 8, *tokens]])).logits[0]
+    known = token_logprobs(logits[3:-1], torch.tensor(tokens), model.facts.num_logits)
+    for place, (token, entry) in enumerate(zip(tokens, output.outputs[0].logprobs, strict=True)):
+        order = known.top_ids[place].tolist()
+        assert {*entry} == {token, *order[:4]} and next(iter(entry)) == token
+        for own, found in entry.items():
+            assert found.rank == order.index(own) + 1
+            assert found.logprob == known.top[place][found.rank - 1].item()
+            assert found.decoded_token == model.tokenizer.decode([own])
+    assert any(entry[token].rank > 4 for token, entry in zip(tokens, output.outputs[0].logprobs))
+    assert output.prompt_logprobs[0] is None and [*output.prompt_logprobs[1]] == [6]
+
+
+def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
+    options = {"chat_template": TEMPLATE, "use_tqdm": False}
+    [output] = llm.chat(CHAT, GREEDY, **options)
+    text = "<system>Write Python.</><user>def mean(</><assistant>"
+    assert output.prompt == text
+    [plain] = llm.generate(text, GREEDY, use_tqdm=False)
+    assert (output.prompt_token_ids, output.outputs) == (plain.prompt_token_ids, plain.outputs)
+    both = llm.chat([CHAT, CHAT[1:]], [GREEDY, replace(GREEDY, max_tokens=2)], **options)
+    assert both[0].outputs[0].token_ids == output.outputs[0].token_ids
+    assert both[1].prompt == "<user>def mean(</><assistant>" and len(both[1].outputs[0].token_ids) == 2
+    options |= {"add_generation_prompt": False, "chat_template_kwargs": {"style": "!"}}
+    assert llm.chat(CHAT, GREEDY, **options)[0].prompt == "<system>Write Python.</><user>def mean(!"
+    options |= {"continue_final_message": True, "chat_template_kwargs": {}}
+    assert llm.chat(CHAT, GREEDY, **options)[0].prompt == "<system>Write Python.</><user>def mean("
+    with pytest.raises(InvalidInput, match="chat template cannot render"):
+        llm.chat(CHAT, GREEDY, use_tqdm=False)  # this tokenizer has none
+    for messages in ("hello", {}, [], 3):
+        with pytest.raises(InvalidInput, match="messages"):
+            llm.chat(messages, GREEDY)
+
+
+def test_a_prompt_that_is_refused_has_an_empty_output(model: CompiledModel, llm: LLM) -> None:
+    outputs = llm.generate(["def", "", [10**6]], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "error"]
+    assert [output.outputs[0].text for output in outputs[1:]] == ["", ""]
+    assert all(isinstance(output.error, InvalidInput) and output.seed is None for output in outputs[1:])
+    [output] = model.engine(detcompile.EngineConfig(num_blocks=20)).generate([[10**6]], GREEDY, progress=False)
+    assert len(output.outputs) == 1 and output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].text == "" and output.outputs[0].token_ids == [] and output.num_cached_tokens == 0
+
+
+def test_defaults_are_those_of_the_generation_config(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LLM(model, num_gpu_blocks_override=40).get_default_sampling_params() == SamplingParams()
+    for name, value in (("temperature", 0.5), ("top_k", 7), ("max_new_tokens", 3)):
+        monkeypatch.setattr(model.model.generation_config, name, value)
+    llm = LLM(model, num_gpu_blocks_override=40)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=7, max_tokens=3)
+    assert len(llm.generate("def", use_tqdm=False)[0].outputs[0].token_ids) == 3
+    plain = LLM(model, generation_config="vllm", num_gpu_blocks_override=40)
+    assert plain.get_default_sampling_params() == SamplingParams()
+
+
+def test_priorities_are_one_a_prompt(llm: LLM) -> None:
+    assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[3, -1])) == 2
+    for wrong, said in (([1], "2 prompts and 1 priorities"), (["a", "b"], "priority")):
+        with pytest.raises(InvalidInput, match=said):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=wrong)
+
+
+def test_what_is_closed_serves_no_more(model: CompiledModel) -> None:
+    with LLM(model, num_gpu_blocks_override=40) as llm:
+        assert llm.generate("def", GREEDY, use_tqdm=False)[0].outputs[0].text
+    for call in (lambda: llm.generate("def"), lambda: llm.chat(CHAT)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    llm.close()
+    assert llm.engine is None and model(torch.tensor([[1]])).logits.shape[0] == 1  # the caller's model is left alone
+
+
+def test_options_are_mapped() -> None:
+    given = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "block_size": 32, "gpu_memory_utilization": 0.5}
+    given |= {"enable_prefix_caching": False, "enforce_eager": True, "enable_chunked_prefill": False}
+    given |= {"tensor_parallel_size": 2, "dtype": "half", "max_model_len": 100, "num_gpu_blocks_override": 44}
+    options = read_options(given)
+    assert (options.tp, options.dtype, options.max_context) == (2, torch.float16, 100)
+    engine = options.engine
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (7, 99, 32)
+    assert (engine.memory_fraction, engine.prefix_caching, engine.num_blocks) == (0.5, False, 44)
+    assert engine.cuda_graphs is False and engine.scheduler == "prefill_first"
+    assert read_options({}).engine == detcompile.EngineConfig()
+    assert read_options(dict.fromkeys(NEUTRAL)) == read_options({})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not served"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*one engine"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config.*SpeculationConfig"),
+        ({"trust_remote_code": True}, "trust_remote_code=True"),
+        ({"max_modellen": 3}, "no option 'max_modellen'"),
+        ({"dtype": "int8"}, "dtype='int8' must be"),
+        ({"max_model_len": "4k"}, "max_model_len '4k' is a str"),
+        ({"generation_config": "x"}, "generation_config='x' must be"),
+        ({"block_size": 17}, "block_size"),
+        ({"enforce_eager": 1}, "enforce_eager 1 is an int"),
+        ({"seed": -1}, "seed -1 must be"),
+        ({"dtype": "bfloat16"}, r"dtype=torch.bfloat16\) of a model that is compiled"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2\) of a model that is compiled"),
+        ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere'"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_served_are_refused_by_name(model: CompiledModel, options: dict, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        LLM(model, **options)
+
+
+def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None:
+    folder = Path(detcompile.__file__).parent / "tiny" / "draft"
+    own = str(folder.parent)
+    options = {"dtype": "bfloat16", "max_model_len": 64, "tokenizer": own, "num_gpu_blocks_override": 9}
+    with without_inductor(), LLM(str(folder), **options) as llm:
+        assert llm.model.dtype == torch.bfloat16 and llm.model.max_context == 64
+        assert llm.get_tokenizer().name_or_path == own and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
+        assert "compiled for 64" in str(llm.generate([[5] * 64], GREEDY, use_tqdm=False)[0].error)
+
+
+def test_outputs_have_vllm_s_fields() -> None:
+    """Those of vllm.outputs.RequestOutput and CompletionOutput that text has."""
+    assert {own.name for own in fields(LLMOutput)} >= {
+        *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics"),
+        "num_cached_tokens",
+    }
+    assert {own.name for own in fields(LLMCompletion)} >= {
+        *("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")
+    }

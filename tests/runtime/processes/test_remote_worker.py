@@ -1,0 +1,32 @@
+"""The rows of a step arrive in a worker process as they were, but for keys and tokens that it needs once."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import torch
+
+from detcompile.runtime.processes.remote_worker import RemoteWorker, WorkReader
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.sampling.rows import SampleRow
+from detcompile.runtime.step.worker import StepWork, idle_arrays
+
+
+def test_rows_arrive_as_they_were() -> None:
+    sent = []
+    group = SimpleNamespace(call=lambda *_, **__: [None], post=lambda command, name, packed: sent.append(packed))
+    worker = RemoteWorker(group, deque(), (), 1.0, torch.device("cpu"))
+    reader = WorkReader()
+    penalised = SamplingParams(repetition_penalty=1.5, seed=3, bad_words_ids=[[1, 2]])
+    allowed = SamplingParams(allowed_token_ids=[4, 5], seed=4)
+    for position in (5, 6):
+        rows = (
+            SampleRow(allowed, position, 1, key="a", token_ids=[1] * 5),
+            SampleRow(penalised, position, 2, key="b", token_ids=[2] * 5, forbidden=(2, 7)),
+            SampleRow(allowed, position, 3, 1, key="c", forbidden=(9,) * (position == 6)),
+        )
+        worker.launch(StepWork(idle_arrays(3, 3, 1), rows, ()))
+        found = reader.read(sent.pop()).rows
+        assert [row[:4] for row in found] == [row[:4] for row in rows]
+        assert [row.forbidden for row in found] == [row.forbidden for row in rows]
+        assert [list(row.token_ids) for row in found] == [[], [2] * 5 if position == 5 else [], []]
+        assert len({row.key for row in found}) == 3

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from detcompile.exporting import export
     from detcompile.models.compiled import CompiledModel
     from detcompile.models.exported import ExportedModel, load
+    from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
     from detcompile.offline.llm import LLM
     from detcompile.orders.numerics import Numerics
     from detcompile.passes.backend import Backend
@@ -47,6 +48,8 @@ __all__ = [
     "ArchiveError",
     "Backend",
     "Certificate",
+    "CompiledClassifier",
+    "CompiledEmbedder",
     "CompiledModel",
     "CompilerNotFound",
     "CompletionOutput",
@@ -86,6 +89,8 @@ PLACES = {  # modules of the public names
     "ArchiveError": "detcompile.errors",
     "Backend": "detcompile.passes.backend",
     "Certificate": "detcompile.passes.proof.certificate",
+    "CompiledClassifier": "detcompile.models.pooling",
+    "CompiledEmbedder": "detcompile.models.pooling",
     "CompiledModel": "detcompile.models.compiled",
     "CompilerNotFound": "detcompile.errors",
     "CompletionOutput": "detcompile.runtime.requests.outputs",

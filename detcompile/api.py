@@ -2,26 +2,31 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from detcompile.errors import InvalidInput, NumericsError
+from detcompile.errors import InvalidInput, NumericsError, UnsupportedModel
 from detcompile.executors.description import ParameterCount
 from detcompile.executors.lowered_module import executor_of
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load, LoadOptions, find, loaded_before
+from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.lowering import lower
+from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_model, has_pooling_head
 from detcompile.passes.modules.positions import position_tables
 from detcompile.progress import shown
 
-__all__ = ["compile", "compile_here", "load_model"]
+__all__ = ["Compiled", "compile", "compile_here", "load_model"]
+
+Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
 
 def compile(
@@ -38,8 +43,12 @@ def compile(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
-) -> CompiledModel:
-    """Compile a causal LM so that each row's bits depend on the weights and on that row's own tokens.
+    task: Literal["generate", "classify", "embed"] | None = None,
+) -> Compiled:
+    """Compile a model so that each row's bits depend on the weights and on that row's own tokens.
+
+    A causal LM becomes a CompiledModel, a classifier or reward model a CompiledClassifier, and a base model, of a
+    decoder or of an encoder of the BERT family, a CompiledEmbedder.
 
     Args:
         model: a name, as ``load_model`` takes it: a local folder, the id of a repository on the Hugging Face Hub, or
@@ -59,7 +68,7 @@ def compile(
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
             yes, unless DETCOMPILE_PROGRESS=0. Worker processes show no stages. What is fetched from the Hub has
             Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
-        dtype, device, revision, token, trust_remote_code: how to load a model that is given by its name, as
+        dtype, device, revision, token, trust_remote_code, task: how to load a model that is given by its name, as
             ``load_model`` takes them. Refused with a module.
 
     Raises:
@@ -73,7 +82,7 @@ def compile(
     if tp not in numerics.tp_sizes:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
-    how["trust_remote_code"] = trust_remote_code
+    how |= {"trust_remote_code": trust_remote_code, "task": task}
     with shown(progress):
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
     if tp > 1 and tp_group is None and not dist.is_initialized():
@@ -92,25 +101,39 @@ def compile_here(
     tp_group: ProcessGroup | None = None,
     replicate_attention: bool = False,
     on_read: Callable[[int, int], None] | None = None,
-) -> CompiledModel:
+) -> Compiled:
     """``compile`` in this process, a rank where tp is above 1.
 
     Args:
         on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
     """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
+    kind = _kind(model)
+    if kind is not CompiledModel:
+        if ranks is not None:
+            raise UnsupportedModel(f"{type(model).__name__} has no language-model head: compile it with tp=1")
+        as_pooling_model(model)
     context = _context(model, max_context)
     parameters = ParameterCount.of(model)
     lowered = lower(model, numerics, context, ranks, replicate_attention, on_read)
-    compiled = CompiledModel(executor_of(model, lowered, numerics, parameters, ranks))
+    compiled = kind(executor_of(model, lowered, numerics, parameters, ranks))
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)
     return compiled
 
 
+def _kind(model: PreTrainedModel) -> type[Compiled]:
+    """What becomes of a module: by whether it has a language-model head, another head, or none."""
+    if model.get_output_embeddings() is not None or not (has_pooling_head(model) or model.base_model is model):
+        return CompiledModel
+    return CompiledEmbedder if model.base_model is model else CompiledClassifier
+
+
 def _context(model: PreTrainedModel, max_context: int | None) -> int:
     """Tokens a sequence may hold; never more than a learned table of positions has rows."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and isinstance(model, PoolingModel):  # RoBERTa's rows of padding are none of a sequence
+        limit = min([limit, *(table.rows - table.first for table in position_tables(model))])
     context = limit if max_context is None else max_context
     if context is None:
         raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
@@ -135,8 +158,9 @@ def load_model(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    task: Literal["generate", "classify", "embed"] | None = None,
 ) -> PreTrainedModel:
-    """A causal LM by its name, in eval mode.
+    """A model by its name, in eval mode.
 
     From the Hugging Face Hub the config, the tokenizer and the weights (.safetensors, or .bin where there are none) are
     fetched into Hugging Face's cache. Without a network, or with HF_HUB_OFFLINE=1, the cache alone is used. The commit
@@ -152,6 +176,8 @@ def load_model(
         token: access token of the Hub; None takes HF_TOKEN, or the one that `hf auth login` keeps.
         trust_remote_code: run the Python code that the checkpoint brings, if it does. What needs it is refused
             otherwise.
+        task: load a causal LM, a model for sequence classification, or a base model without a head; None takes what
+            the checkpoint was saved as.
 
     Raises:
         InvalidInput: no such model, a file that is missing or damaged, a weight that no file has, or code that is not
@@ -159,6 +185,6 @@ def load_model(
         StorageError: the Hub's cache cannot be written.
     """
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
-    how["trust_remote_code"] = trust_remote_code
+    how |= {"trust_remote_code": trust_remote_code, "task": task}
     load = find(name, random=random, **how)
     return load.on(load.device)

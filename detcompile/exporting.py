@@ -17,7 +17,8 @@ from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.lowered_module import LoweredModule
 from detcompile.executors.remote import START_SECONDS
-from detcompile.models.compiled import CompiledModel
+from detcompile.models.certified import CertifiedModel
+from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.remote import RemoteModel
 from detcompile.passes.packaging import package
 from detcompile.storage import disk_failure, naming
@@ -62,7 +63,7 @@ def export(
     require_target(path)
     if weights not in ("inside", "beside"):
         raise InvalidInput(f"weights={weights!r}: give 'inside' or 'beside'")
-    compiled = model if isinstance(model, CompiledModel) else compile(model)
+    compiled = require_causal(model if isinstance(model, CertifiedModel) else compile(model), "export()")
     if compiled.device.type not in DEVICES:
         raise UnsupportedModel(
             f"export on {compiled.device.type}: exported programs were run on {', '.join(DEVICES)} only so far"

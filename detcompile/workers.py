@@ -17,7 +17,7 @@ from detcompile.config import settle_symmetric_memory
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.ranks import RankPlan
-from detcompile.models.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
@@ -79,7 +79,9 @@ class RankServer:
     def _compiled(self, device: torch.device) -> CompiledModel:
         plan = self.plan
         model = load_for_rank(plan, device)
-        return compile_here(model, plan.tp, plan.numerics, plan.max_context, on_read=self._tell_read, **plan.options)
+        numbers = plan.tp, plan.numerics, plan.max_context
+        compiled = compile_here(model, *numbers, on_read=self._tell_read, **plan.options)
+        return require_causal(compiled, "a worker process")
 
     def _tell_read(self, done: int, total: int) -> None:
         self.note(reading(done, total))

@@ -22,7 +22,7 @@ from detcompile.commands.axes import AXES, AxisResult, Configuration, Tokens, co
 from detcompile.config import environment_without_programs
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.exporting import export
-from detcompile.models.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.hub import EMBEDDED, TINY, TINY_FOLDER
 from detcompile.models.remote import RemoteModel
@@ -76,7 +76,7 @@ class ModelSpec:
             token=self.token,
             trust_remote_code=self.trust_remote_code,
         )
-        return compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+        return require_causal(compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes))), "this command")
 
     def pinned(self, model: CompiledModel) -> "ModelSpec":
         """The same, of the commit on the Hub that ``model`` is of."""

@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
 from detcompile.passes.modules.quantized_checkpoints import load_quantized, quantization_of
 
-__all__ = ["WEIGHTS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust"]
+__all__ = ["TASKS", "WEIGHTS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
 
 SETTINGS = ("config.json", "generation_config.json")  # transformers goes on without a corrupted second
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
@@ -24,14 +32,28 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index each, of fil
 LFS_POINTER = b"version https://git-lfs"
 AGAIN = "fetch the checkpoint again"
 MOST_NAMED = 8
+TASKS = {"generate": AutoModelForCausalLM, "classify": AutoModelForSequenceClassification, "embed": AutoModel}
+IN_WORDS = {"generate": "causal LM", "classify": "model for sequence classification", "embed": "base model"}
 
 
-def load_checkpoint(path: Path, dtype: torch.dtype | None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal LM of a folder, on the CPU, every weight of it from the folder's files.
+def task_of(config: PretrainedConfig) -> str:
+    """What a checkpoint is for, by the class that it was saved from: a key of TASKS."""
+    own = (config.architectures or [""])[0]
+    if own.endswith("ForSequenceClassification"):
+        return "classify"
+    bare = own.endswith(("Model", "ForMaskedLM")) and not own.endswith("LMHeadModel")
+    return "embed" if bare else "generate"
+
+
+def load_checkpoint(
+    path: Path, dtype: torch.dtype | None, trust_remote_code: bool = False, task: str | None = None
+) -> PreTrainedModel:
+    """The model of a folder, on the CPU, every weight of it from the folder's files.
 
     Args:
         dtype: default: the checkpoint's own.
         trust_remote_code: run the Python code that the folder brings, if it does.
+        task: a key of TASKS; None takes what the checkpoint was saved as.
 
     Raises:
         InvalidInput: a file is missing, cut short or corrupted, which is named; or a weight is in none of them; or code
@@ -48,17 +70,24 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None, trust_remote_code: bo
         settings = quantization_of(config)
         options: dict[str, Any] = {"dtype": dtype or "auto", **reading}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below, by name
-        if settings is not None:
+        task = task or task_of(config)
+        if settings is None:
+            model, found = TASKS[task].from_pretrained(path, **options)
+        elif task == "generate":
             model, found = load_quantized(path, config, settings, **options)
         else:
-            model, found = AutoModelForCausalLM.from_pretrained(path, **options)
+            raise UnsupportedModel(f"{path}: a quantised {IN_WORDS[task]}; only causal LMs are read quantised")
     except (DetcompileError, MemoryError):
         raise
     except Exception as error:  # readers of files raise what they like
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         raise InvalidInput(
-            f"{path} cannot be loaded as a causal LM: {reason}\nGive a local Hugging Face model folder that is whole"
+            f"{path} cannot be loaded as a {IN_WORDS[task or 'generate']}: {reason}\nGive a local Hugging Face model"
+            " folder that is whole"
         ) from error
+    if task == "embed" and getattr(model, "pooler", None) is not None:
+        model.pooler = None  # nobody reads it, and a masked LM's checkpoint has none
+        found["missing_keys"] = [key for key in found["missing_keys"] if not key.startswith("pooler.")]
     _require_all_weights(path, model, found)
     return model
 

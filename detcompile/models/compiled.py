@@ -1,26 +1,20 @@
 """CompiledModel: called like the Hugging Face model it was made from; its bits depend on each row's own tokens."""
 
-import contextlib
-import weakref
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
+from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
-from detcompile.executors.fingerprints import fingerprint
-from detcompile.executors.live_weights import tensors_by_name
 from detcompile.models.call_arguments import require_served, require_tensors
+from detcompile.models.certified import CertifiedModel
 from detcompile.models.drafting import draft_with
 from detcompile.models.generation import GenerationOutput, Generator
-from detcompile.models.loading import tokenizer_of
-from detcompile.models.model_object import ModelObject
 from detcompile.models.padded_calls import padded_output
 from detcompile.runtime.dense.padded_batch import unpad
 from detcompile.runtime.engine import Engine
@@ -28,55 +22,25 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.plain_blocks import plain_blocks
-from detcompile.runtime.requests.turns import without_interrupts
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.interfaces import StepRunner
 
-__all__ = ["CompiledModel", "WeightSource"]
-
-WeightSource = Union[nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "CompiledModel"]
+__all__ = ["CompiledModel", "require_causal"]
 
 
-class CompiledModel(ModelObject):
+class CompiledModel(CertifiedModel):
     """A certified causal LM. Made by ``detcompile.compile`` and ``detcompile.load``.
 
     Args:
         executor: runs its steps, in this process or in others.
-
-    Attributes:
-        model: the Hugging Face module it was made from, whose row-parallel linears were replaced; what stands for one
-            that is not in this process (executors.description).
-        numerics: the declared orders.
-        certificate: the proof; prints as a table.
-        program: digest of the certified graph, over the whole weights.
-        facts: the model's sizes.
-        max_context: tokens a sequence may hold.
-        vocab_size: one more than the largest id that a prompt may hold.
-        dtype: dtype of the weights, the activations and the KV cache. device: where the first rank's weights live.
-        ranks: the ranks with which this process shares the model, all of which have to make the same calls; None if
-            with none.
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        known, facts = executor.description, executor.description.facts
-        self.model, self.numerics, self.certificate = known.module, known.numerics, known.certificate
-        self.program, self.facts, self.ranks = known.program, facts, executor.ranks
-        self.max_context, self.vocab_size = facts.max_context, facts.num_token_ids
-        self.dtype, self.device = facts.dtype, facts.device
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        super().__init__(executor)
         self._generator = Generator()
-
-    @cached_property
-    def tokenizer(self) -> Any | None:
-        """The tokenizer of the model's folder, or of its commit on the Hub; None if there is none.
-
-        Raises InvalidInput if it is damaged.
-        """
-        return tokenizer_of(self.model)
 
     def engine(
         self,
@@ -190,55 +154,6 @@ class CompiledModel(ModelObject):
         """
         return self.executor.head_weight()
 
-    def update_weights(self, source: WeightSource) -> int:
-        """New contents for weights, in place: compiled graphs stay, CUDA graphs too, and prefix caches forget.
-
-        Some of the weights suffice. Nothing is written unless all fit.
-
-        Args:
-            source: a module or compiled model of the same architecture, or tensors by the names that Hugging Face's
-                model has for them, as a mapping or as pairs; on any device. Buffers may be among them.
-
-        Returns:
-            The version of the weights, which counts up.
-
-        Raises:
-            InvalidInput: a name, a shape or a dtype that is not the model's; requests are running on one of its
-                engines; or ranks share the model.
-        """
-        given = tensors_by_name(source.model if isinstance(source, CompiledModel) else source, type(source).__name__)
-        with without_interrupts(), contextlib.ExitStack() as paused:
-            for engine in list(self._engines):
-                paused.enter_context(engine.idle())
-            return self.executor.weights.update(given)
-
-    @property
-    def weights_version(self) -> int:
-        """Counts the contents that the weights have had, by update_weights or by changes in place that were seen."""
-        return self.executor.weights.version()
-
-    def weight_digests(self) -> dict[str, str]:
-        """The digest of every parameter and buffer as it is now, whole; raises as ``fingerprint_parts``."""
-        return self.executor.weights.digests()
-
-    @property
-    def fingerprint_parts(self) -> dict[str, str]:
-        """What the contract holds fixed, by name. Reads every weight, so that it follows changes in place.
-
-        Raises:
-            InvalidInput: a weight was given another storage since; or a rank's share of one was changed by something
-                that did not tell what the whole is now.
-        """
-        return self.executor.fingerprint_parts()
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 in hex: equal fingerprints give equal bits. Reads every weight, as ``fingerprint_parts``.
-
-        It is the same at every tensor-parallel size; there the whole weights were read before the ranks took shares.
-        """
-        return fingerprint(self.fingerprint_parts)
-
     @torch.no_grad()
     def __call__(
         self,
@@ -306,3 +221,17 @@ class CompiledModel(ModelObject):
         """
         batch = input_ids, attention_mask
         return self._generator.generate(self.executor, self.engine, lambda: self.tokenizer, batch, kwargs)
+
+
+def require_causal(compiled: CertifiedModel, where: str) -> CompiledModel:
+    """The model, if it generates.
+
+    Raises:
+        InvalidInput: it has no language-model head; naming ``where`` one is needed.
+    """
+    if isinstance(compiled, CompiledModel):
+        return compiled
+    raise InvalidInput(
+        f"{where} takes causal LMs, and {compiled.name_or_path or type(compiled.model).__name__} is a"
+        f" {type(compiled).__name__}: it scores or embeds whole sequences"
+    )

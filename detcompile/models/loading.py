@@ -4,10 +4,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from detcompile.errors import InvalidInput
-from detcompile.models.checkpoints import load_checkpoint, load_tokenizer, require_json, require_trust
+from detcompile.models.checkpoints import (
+    TASKS,
+    load_checkpoint,
+    load_tokenizer,
+    require_json,
+    require_trust,
+    task_of,
+)
 from detcompile.models.hub import Checkpoint, cached_snapshot, find_checkpoint
 from detcompile.progress import stage
 from detcompile.weights import named_weights
@@ -23,6 +30,7 @@ class LoadOptions(TypedDict, total=False):
     revision: str | None
     token: str | bool | None
     trust_remote_code: bool
+    task: str | None
 
 
 class Load(NamedTuple):
@@ -33,6 +41,7 @@ class Load(NamedTuple):
         dtype: dtype of the weights; None takes the checkpoint's own.
         random: take random weights for the checkpoint's config.
         trust_remote_code: run the checkpoint's own Python code, if it has any.
+        task: a key of checkpoints.TASKS; None takes what the checkpoint was saved as.
     """
 
     checkpoint: Checkpoint
@@ -40,9 +49,10 @@ class Load(NamedTuple):
     dtype: torch.dtype | None = None
     random: bool = False
     trust_remote_code: bool = False
+    task: str | None = None
 
     def on(self, device: torch.device) -> PreTrainedModel:
-        """The causal LM, in eval mode, on this device instead.
+        """The model, in eval mode, on this device instead.
 
         Raises:
             InvalidInput: a file is missing or damaged, a weight is in none, or code would run that is not trusted.
@@ -54,7 +64,7 @@ class Load(NamedTuple):
             if self.random:
                 model = self._random(device)
             else:
-                model = load_checkpoint(folder, self.dtype, self.trust_remote_code).to(device).eval()
+                model = load_checkpoint(folder, self.dtype, self.trust_remote_code, self.task).to(device).eval()
             if commit is not None:
                 model.name_or_path = model.config.name_or_path = name
                 model.config._commit_hash = commit
@@ -72,11 +82,12 @@ class Load(NamedTuple):
             with torch.random.fork_rng(), torch.device(device):
                 torch.manual_seed(0)
                 dtype = self.dtype or config.dtype or torch.float32
-                return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted).eval()
+                kind = TASKS[self.task or task_of(config)]
+                return kind.from_config(config, dtype=dtype, trust_remote_code=trusted).eval()
         except MemoryError:
             raise
         except Exception as error:  # a config may say anything
-            raise InvalidInput(f"{path} is no config of a causal LM: {type(error).__name__}: {error}") from error
+            raise InvalidInput(f"{path} is no config of a model: {type(error).__name__}: {error}") from error
 
 
 def find(
@@ -88,15 +99,18 @@ def find(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    task: str | None = None,
 ) -> Load:
     """What to load for a name; what the Hub's cache lacks of it is fetched. ``api.load_model`` has the arguments.
 
     Raises:
-        InvalidInput: no such model, device or dtype.
+        InvalidInput: no such model, device, dtype or task.
     """
+    if task is not None and task not in TASKS:
+        raise InvalidInput(f"task={task!r}: take {', '.join(map(repr, TASKS))}, or None for the checkpoint's own")
     place, chosen = _device(device), _dtype(dtype)
     found = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
-    return Load(found, place, chosen, random, trust_remote_code)
+    return Load(found, place, chosen, random, trust_remote_code, task)
 
 
 def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:

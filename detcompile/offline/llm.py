@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from detcompile.api import compile, load_model
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.models.checkpoints import load_tokenizer
-from detcompile.models.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
 from detcompile.offline.llm_options import LLMOptions, read_options
@@ -201,9 +201,9 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
                 raise InvalidInput(f"LLM({name}={value}) of a model that is compiled: compile it so")
         return model if isinstance(model, CompiledModel) else load(model)
     if options.dtype is None:
-        return compile(model, tp=options.tp, max_context=options.max_context)
+        return require_causal(compile(model, tp=options.tp, max_context=options.max_context), "LLM")
     loaded = load_model(model, dtype=options.dtype) if isinstance(model, (str, Path)) else model.to(options.dtype)
-    return compile(loaded, tp=options.tp, max_context=options.max_context)
+    return require_causal(compile(loaded, tp=options.tp, max_context=options.max_context), "LLM")
 
 
 def _tokenizer(given: Any) -> Any:

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["FIRST", "LAST", "PoolingModel", "as_pooling_model", "attends_both_ways"]
+__all__ = ["FIRST", "LAST", "PoolingModel", "as_pooling_model", "attends_both_ways", "has_pooling_head"]
 
 FIRST, LAST = "first", "last"  # the token of a sequence that a head reads
 NUM_COMPARED = 7  # tokens of the sequence that the two forwards are compared on
@@ -25,7 +25,7 @@ class PoolingModel(PreTrainedModel):
 
     pooled_token: str | None
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
@@ -73,17 +73,18 @@ def attends_both_ways(model: nn.Module) -> bool:
 
 
 def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The same module with the forward of a PoolingModel; its parameters keep their names.
+    """Give a module the forward of a PoolingModel; it stays the same object, and its parameters keep their names.
 
     Raises:
         UnsupportedModel: it has a head that is not known, or its own forward gives something else.
     """
     own, name = type(model), type(model).__name__
     pooled = _pooled_token(model)
+    _number_attention(model)
     device = next(model.parameters()).device
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # which some count no position for
-    ids = [index for index in range(model.get_input_embeddings().weight.shape[0]) if index != padding]
-    ids = torch.tensor([ids[:NUM_COMPARED]], device=device)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.tensor([[index for index in range(vocab_size) if index != padding][:NUM_COMPARED]], device=device)
     with torch.no_grad():
         expected = model(input_ids=ids)[0]
         model.__class__ = type(name, (PoolingModel, own), {"__module__": own.__module__})
@@ -97,17 +98,23 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
     )
 
 
+def has_pooling_head(model: nn.Module) -> bool:
+    """Whether a model has a head of the names by which classifiers have theirs: `score`, or `classifier`."""
+    return any(isinstance(getattr(model, name, None), nn.Module) for name in ("score", "classifier"))
+
+
 def _pooled_token(model: PreTrainedModel) -> str | None:
     if model.base_model is model:
         return None
-    if isinstance(getattr(model, "score", None), nn.Linear):
-        return LAST
-    if isinstance(getattr(model, "classifier", None), nn.Module):
-        return FIRST
-    raise UnsupportedModel(
-        f"{type(model).__name__} has no head that is known: a language-model head, `score` over the last token, or"
-        " `classifier` over the first"
-    )
+    return LAST if isinstance(getattr(model, "score", None), nn.Linear) else FIRST
+
+
+def _number_attention(model: PreTrainedModel) -> None:
+    """Give the attention of each layer the number that DistilBERT's has not: its calls are checked to be these."""
+    unnumbered = [module for module in model.modules() if type(module).__name__.endswith("SelfAttention")]
+    if not any(hasattr(module, "layer_idx") for module in unnumbered):
+        for index, module in enumerate(unnumbered):
+            module.layer_idx = index
 
 
 def _whole(model: Any, ids: Tensor) -> Tensor:

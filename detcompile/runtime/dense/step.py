@@ -10,7 +10,7 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, NULL_BLOCK
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays, token_places
 
-__all__ = ["dense_step"]
+__all__ = ["dense_step", "two_way_step"]
 
 
 def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np.int64]) -> tuple[StepArrays, int]:
@@ -38,3 +38,22 @@ def dense_step(batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np
         state_slots=np.arange(len(batch.lengths), dtype=np.int32),
     )
     return arrays, int(num_groups * ends[-1]) + 1
+
+
+def two_way_step(
+    batch: UnpaddedBatch, num_groups: int, logits_to_keep: NDArray[np.int64]
+) -> tuple[StepArrays, int]:
+    """``dense_step`` for a model whose tokens see those behind them too.
+
+    Each token is a sequence of its own that shares its row's blocks and stands at its end: keys are written before any
+    token attends, so that it sees them all, in the order in which a last token would.
+    """
+    arrays, num_blocks = dense_step(batch, num_groups, logits_to_keep)
+    row = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    apart = arrays._replace(
+        cu_seqlens=np.arange(len(row) + 1, dtype=np.int32),
+        seq_lens=arrays.seq_lens[row],
+        block_tables=np.ascontiguousarray(arrays.block_tables[:, row]),
+        state_slots=np.arange(len(row), dtype=np.int32),
+    )
+    return apart, num_blocks

@@ -1,0 +1,240 @@
+"""Models that say one thing of a whole sequence: classifiers and reward models, and embeddings. Like every compiled
+model, what they say of a row depends on that row's own tokens."""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+from detcompile.errors import InvalidInput
+from detcompile.models.call_arguments import require_served, require_tensors
+from detcompile.models.certified import CertifiedModel
+from detcompile.passes.modules.pooling_heads import FIRST, attends_both_ways
+from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
+from detcompile.runtime.dense.step import dense_step, two_way_step
+from detcompile.runtime.kv.block_pool import BLOCK_SIZE
+from detcompile.templates.cpu.fp_mode import float_mode
+
+__all__ = ["CompiledClassifier", "CompiledEmbedder", "Prompts"]
+
+Prompts = str | SequenceOf[str] | SequenceOf[SequenceOf[int]]
+STEP_TOKENS = 4096  # of prompts that are served together; a longer one goes alone
+
+
+class _Pooling(CertifiedModel):
+    """What classifiers and embedders share."""
+
+    def can_generate(self) -> bool:
+        """Whether there is a ``generate``: never."""
+        return False
+
+    def _run(self, batch: UnpaddedBatch, tokens: NDArray[np.int64]) -> Tensor:
+        """What the model gives for the packed ``tokens`` [R] of a batch: [R, ...], from one step over a cache of its
+        own."""
+        check_batch(batch, self.vocab_size, self.max_context)
+        build = two_way_step if attends_both_ways(self.model) else dense_step
+        arrays, num_blocks = build(batch, len(self.facts.kv_groups), tokens)
+        num_states = len(batch.lengths) if self.facts.state_shapes else 0
+        return self.executor.new_runner(num_blocks, BLOCK_SIZE, False, num_states).run(arrays)
+
+    def _batch(self, given: tuple[Any, ...], keywords: dict[str, Any]) -> UnpaddedBatch:
+        types = keywords.pop("token_type_ids", None)
+        if types is not None and bool(torch.as_tensor(types).any()):
+            raise InvalidInput("token_type_ids other than 0 are not served: pairs need a model that reads them as text")
+        require_served(keywords)
+        input_ids, mask, positions = given
+        input_ids, mask, positions = require_tensors(input_ids, mask, positions, None)
+        padding = getattr(self.config.get_text_config(), "pad_token_id", None)
+        if mask is None and padding is not None and input_ids.dim() == 2:
+            mask = _without_trailing(input_ids, padding)
+        return unpad(input_ids, mask, positions)
+
+    def _packs(self, prompts: Prompts) -> list[UnpaddedBatch]:
+        """The prompts in their order, as batches of steps."""
+        lengths, packs = 0, []
+        rows: list[SequenceOf[int]] = []
+        for row in self._token_ids(prompts):
+            if rows and lengths + len(row) > STEP_TOKENS:
+                packs.append(_batch_of(rows))
+                rows, lengths = [], 0
+            rows.append(row)
+            lengths += len(row)
+        return [*packs, _batch_of(rows)]
+
+    def _token_ids(self, prompts: Prompts) -> list[list[int]]:
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not given:
+            raise InvalidInput("no prompts: give a text, a list of texts, or a list of lists of token ids")
+        if all(isinstance(prompt, str) for prompt in given):
+            if self.tokenizer is None:
+                raise InvalidInput("the model has no tokenizer: give lists of token ids")
+            given = self.tokenizer(given)["input_ids"]
+        try:
+            rows = [[int(token) for token in row] for row in given]
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"prompts are texts, or lists of token ids: {error}") from error
+        if not all(rows):
+            raise InvalidInput(f"prompt {[bool(row) for row in rows].index(False)} has no tokens")
+        return rows
+
+
+class CompiledClassifier(_Pooling):
+    """A certified classifier or reward model. Made by ``detcompile.compile`` of a model for sequence classification.
+
+    Args:
+        executor: runs its steps.
+    """
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        **keywords: Any,
+    ) -> SequenceClassifierOutput:
+        """Scores of the rows of a padded batch, as the Hugging Face model gives them.
+
+        Args:
+            input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
+                Without a mask, the config's padding tokens behind a row's last other token are padding.
+            position_ids: [B, C] or [1, C]; by default counted from the attention mask.
+            return_dict: False gives a tuple of the logits; None does as the config says.
+            use_cache: nothing, as a call keeps no cache.
+            **keywords: Hugging Face's that change nothing.
+
+        Returns:
+            SequenceClassifierOutput with logits [B, labels] in the model's dtype, one a reward model.
+
+        Raises:
+            InvalidInput: shapes, ids, masks or keywords that cannot be served.
+        """
+        batch = self._batch((input_ids, attention_mask, position_ids), keywords)
+        output: Any = SequenceClassifierOutput(logits=self._run(batch, self._pooled(batch)))
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    __call__ = forward
+
+    @torch.no_grad()
+    def score(self, prompts: Prompts) -> Tensor:
+        """Scores [N, labels] of prompts, as a call gives them, as many at a time as a step holds.
+
+        Args:
+            prompts: a text, texts, or lists of token ids. Texts get the tokenizer's special tokens.
+
+        Raises:
+            InvalidInput: prompts that cannot be served, or no tokenizer for texts.
+        """
+        return torch.cat([self._run(batch, self._pooled(batch)) for batch in self._packs(prompts)])
+
+    def _pooled(self, batch: UnpaddedBatch) -> NDArray[np.int64]:
+        """[B]: the packed token of each row that the head reads."""
+        return _first(batch) if self.model.pooled_token == FIRST else _last(batch)
+
+
+class CompiledEmbedder(_Pooling):
+    """A certified model without a head, for its hidden states. Made by ``detcompile.compile`` of a base model.
+
+    Args:
+        executor: runs its steps.
+    """
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        **keywords: Any,
+    ) -> BaseModelOutput:
+        """Hidden states of a padded batch, as the Hugging Face model gives them.
+
+        Args:
+            input_ids, attention_mask, position_ids: [B, C], as for a classifier's call.
+            return_dict: False gives a tuple of the states; None does as the config says.
+            use_cache: nothing, as a call keeps no cache.
+            **keywords: Hugging Face's that change nothing.
+
+        Returns:
+            BaseModelOutput with last_hidden_state [B, C, H] in the model's dtype, zeros at padding.
+
+        Raises:
+            InvalidInput: shapes, ids, masks or keywords that cannot be served.
+        """
+        batch = self._batch((input_ids, attention_mask, position_ids), keywords)
+        states = repad(self._run(batch, np.arange(len(batch.token_ids))), batch.mask)
+        output: Any = BaseModelOutput(last_hidden_state=states)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    __call__ = forward
+
+    @torch.no_grad()
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        pooling: Literal["last", "first", "mean"] | None = None,
+        normalize: bool = True,
+    ) -> Tensor:
+        """Embeddings [N, H] float32 of prompts, as many at a time as a step holds.
+
+        Args:
+            prompts: a text, texts, or lists of token ids. Texts get the tokenizer's special tokens.
+            pooling: the hidden state of a prompt's last or first token, or the mean over its own tokens, summed in the
+                order of rows (``orders.Row``); None takes "mean" of a model that attends both ways, "last" of others.
+            normalize: divide by the Euclidean norm.
+
+        Raises:
+            InvalidInput: prompts that cannot be served, no tokenizer for texts, or another pooling.
+        """
+        chosen = pooling or ("mean" if attends_both_ways(self.model) else "last")
+        places = {"last": _last, "first": _first, "mean": lambda batch: np.arange(len(batch.token_ids))}
+        if chosen not in places:
+            raise InvalidInput(f"pooling={pooling!r}: take {', '.join(map(repr, places))}, or None")
+        found = []
+        for batch in self._packs(prompts):
+            states = self._run(batch, places[chosen](batch)).float()
+            with float_mode(states.device):
+                found.append(_means(states, batch.lengths) if chosen == "mean" else states)
+        embeddings = torch.cat(found)
+        if not normalize:
+            return embeddings
+        with float_mode(embeddings.device):
+            return embeddings / torch.ops.detcompile.row_sum(embeddings * embeddings).sqrt()[:, None]
+
+
+def _means(states: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+    """[B, H] means over the tokens of each row of [T, H]."""
+    columns = [rows.t().contiguous() for rows in states.split(lengths.tolist())]
+    return torch.stack([torch.ops.detcompile.row_sum(own) / own.shape[1] for own in columns])
+
+
+def _first(batch: UnpaddedBatch) -> NDArray[np.int64]:
+    return batch.lengths.cumsum() - batch.lengths
+
+
+def _last(batch: UnpaddedBatch) -> NDArray[np.int64]:
+    return batch.lengths.cumsum() - 1
+
+
+def _batch_of(rows: SequenceOf[SequenceOf[int]]) -> UnpaddedBatch:
+    """Rows of any lengths, as ``unpad`` gives a padded batch of them."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return UnpaddedBatch(np.concatenate([np.asarray(row, np.int64) for row in rows]), positions, lengths, mask)
+
+
+def _without_trailing(input_ids: Tensor, padding: int) -> Tensor:
+    """[B, C], zeros at padding tokens behind a row's last other token; a row of padding alone keeps its first."""
+    kept = (input_ids != padding).flip(1).cumsum(1).flip(1) > 0
+    kept[:, 0] = True
+    return kept.long()

@@ -18,7 +18,8 @@ __all__ = ["Descriptions", "Undescribed", "code_lines"]
 BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-# Of a config: where it came from, what wrote it, and a hash of strings, which is another one in every process.
+OWN_TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
+# Of a config or a model: where it came from, what wrote it, and a hash of strings, which is another in every process.
 WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash")
 VOLATILE = ("_name_or_path", "name_or_path", "_commit_hash", *WRITTEN)
 HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
@@ -52,9 +53,7 @@ class Descriptions:
             for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
         }
-        own = {
-            name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")
-        }
+        own = {name: value for name, value in vars(module).items() if name not in (*OWN_TABLES, *VOLATILE)}
         own = {name: list(value.values()) if name.endswith(HOOKS) and value else value for name, value in own.items()}
         children = {name: None if child is None else self._names[id(child)] for name, child in module._modules.items()}
         return [_class(type(module)), tensors, children, self.of(own)]

@@ -22,7 +22,7 @@ from transformers import (
 import detcompile
 from detcompile import CompiledClassifier, CompiledEmbedder, InvalidInput, UnsupportedModel
 from detcompile.models import pooling
-from detcompile.orders.row_orders import Row
+from detcompile.orders.numerics import row_order
 from detcompile.passes.modules.pooling_heads import as_pooling_model, attends_both_ways
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
@@ -136,7 +136,7 @@ def test_embeddings_are_pooled_of_a_rows_own_tokens(how: Any, monkeypatch: pytes
     found = model.embed(lists, pooling=how, normalize=False)
     for embedding, row in zip(found, rows):
         states = model(row[None]).last_hidden_state[0]
-        mean = torch.from_numpy(Row(len(row)).evaluate(states.t().numpy())) / len(row)
+        mean = torch.from_numpy(row_order(len(row), "cpu").evaluate(states.t().numpy())) / len(row)
         assert_bitwise_equal(embedding, {"last": states[-1], "first": states[0], "mean": mean}[how])
     monkeypatch.setattr(pooling, "STEP_TOKENS", 32)
     assert_bitwise_equal(model.embed(lists, pooling=how, normalize=False), found)

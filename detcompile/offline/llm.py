@@ -128,7 +128,7 @@ class LLM:
 
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
-            sampling_params, use_tqdm: as for ``generate``.
+            sampling_params, use_tqdm: the same as in ``generate``.
             chat_template: a Jinja template in place of the tokenizer's.
             add_generation_prompt: begin an answer behind the last message.
             continue_final_message: go on with the last message; ``add_generation_prompt`` has to be False then.
@@ -193,13 +193,14 @@ class LLM:
 
 
 def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMOptions) -> CompiledModel:
-    if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
+    path = Path(model) if isinstance(model, (str, Path)) else None
+    if isinstance(model, CompiledModel) or (path is not None and path.suffix == ".pt2"):
         changed = {"dtype": options.dtype, "max_model_len": options.max_context}
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         for name, value in changed.items():
             if value is not None:
                 raise InvalidInput(f"LLM({name}={value}) of a model that is compiled: compile it so")
-        return model if isinstance(model, CompiledModel) else load(model)
+        return model if isinstance(model, CompiledModel) else load(str(path))
     if options.dtype is None:
         return require_causal(compile(model, tp=options.tp, max_context=options.max_context), "LLM")
     loaded = load_model(model, dtype=options.dtype) if isinstance(model, (str, Path)) else model.to(options.dtype)

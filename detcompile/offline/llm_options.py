@@ -74,7 +74,7 @@ class LLMOptions(NamedTuple):
 
     Attributes:
         tp: tensor-parallel size.
-        dtype: of the weights; None is the checkpoint's own.
+        dtype: dtype of the weights; None is the checkpoint's own.
         max_context: tokens a sequence may hold; None is the model's.
         engine: settings of the engine.
         config_defaults: whether the model's generation_config gives the default SamplingParams.

@@ -1,5 +1,7 @@
 """LLM runs vLLM's scripts: its arguments, its outputs, and the answers of an engine."""
 
+import gc
+import weakref
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -177,6 +179,11 @@ def test_what_is_closed_serves_no_more(model: CompiledModel) -> None:
         with pytest.raises(EngineError, match="closed"):
             call()
     llm.close()
+    other = LLM(model, num_gpu_blocks_override=40)
+    engine = weakref.ref(other.engine)
+    other.close()
+    gc.collect()
+    assert engine() is None  # and its KV cache with it
     assert llm.engine is None and model(torch.tensor([[1]])).logits.shape[0] == 1  # the caller's model is left alone
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from detcompile.archives.archive import EXTRA
+from detcompile.digests import fingerprint
 from detcompile.executors.description import ModelDescription
-from detcompile.executors.fingerprints import fingerprint
 from detcompile.facts import ModelFacts
 from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.kv.kv_cache import KVShape

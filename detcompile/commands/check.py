@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from detcompile.commands.certificate_page import certificate_page, refusal_page
 from detcompile.commands.options import Device, Dtype, Json, Model, Random, TpSizes, compile_model, sizes
+from detcompile.commands.pages.certificate_page import certificate_page, refusal_page
 from detcompile.commands.text_files import require_place, write_text_file
 from detcompile.commands.verification import ModelSpec
 from detcompile.errors import DetcompileError

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from detcompile.digests import weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.live_weights import LiveWeights
@@ -15,7 +16,6 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, Forwards, new_cache, new_engine
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.runner import Runner
-from detcompile.weights import weights_digest
 
 __all__ = ["LocalExecutor", "Origin"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
-from detcompile.executors.fingerprints import fingerprint
 from detcompile.executors.live_weights import tensors_by_name
 from detcompile.models.checkpoints import load_tokenizer
 from detcompile.models.drafting import draft_with

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from detcompile.commands import cli
-from detcompile.commands.certificate_page import certificate_page, refusal_page
-from detcompile.commands.order_drawing import order_drawing, order_tree
+from detcompile.commands.pages.certificate_page import certificate_page, refusal_page
+from detcompile.commands.pages.order_drawing import order_drawing, order_tree
 from detcompile.commands.verification import ModelSpec
 from detcompile.errors import (
     ArchiveError,

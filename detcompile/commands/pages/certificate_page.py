@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from detcompile.commands.order_drawing import order_drawing
+from detcompile.commands.pages.order_drawing import order_drawing
 from detcompile.errors import DetcompileError, UncertifiedOp
 from detcompile.passes.proof.certificate import Certificate, Entry
 

@@ -10,6 +10,7 @@ from detcompile.commands.options import Device, Dtype, Json, Model, Random, TpSi
 from detcompile.commands.pages.certificate_page import certificate_page, refusal_page
 from detcompile.commands.text_files import require_place, write_text_file
 from detcompile.commands.verification import ModelSpec
+from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError
 
 __all__ = ["command"]
@@ -37,7 +38,10 @@ def command(
         page = certificate_page(compiled.certificate, title=Path(model).name, fingerprint=compiled.fingerprint)
         write_text_file(html, page)
     if json_output:
-        print(json.dumps({"fingerprint": compiled.fingerprint, **json.loads(compiled.certificate.to_json())}))
+        parts = compiled.fingerprint_parts
+        found = {"fingerprint": fingerprint(parts), "fingerprint_parts": parts}
+        found |= {"weight_digests": compiled.weight_digests(), **json.loads(compiled.certificate.to_json())}
+        print(json.dumps(found))
         return
     print(compiled.certificate)
     print(f"\n{compiled.certificate.summary()}; fingerprint {compiled.fingerprint}")

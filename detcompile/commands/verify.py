@@ -22,6 +22,7 @@ from detcompile.commands.options import (
     sizes,
 )
 from detcompile.commands.verification import ModelSpec, available_axes, require_axes, verify
+from detcompile.digests import fingerprint
 
 __all__ = ["command"]
 
@@ -55,7 +56,8 @@ def command(
         results = verify(compiled, spec, chosen, count=configurations, seed=seed, tick=tick)
     if json_output:
         measured = {axis: result.to_json() for axis, result in results.items()}
-        print(json.dumps({"fingerprint": compiled.fingerprint, "axes": measured}))
+        parts = compiled.fingerprint_parts
+        print(json.dumps({"fingerprint": fingerprint(parts), "fingerprint_parts": parts, "axes": measured}))
     else:
         Console().print(_table(results, f"{model}: fingerprint {compiled.fingerprint[:16]}"))
     if not all(result.holds for result in results.values()):

@@ -201,7 +201,7 @@ def test_gpus_are_as_torch_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda index: properties
     )
     driver = tmp_path / "version"
-    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\nGCC version: 12.2\n")
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\nGCC 12.2.0\n")
     monkeypatch.setattr(looking, "DRIVER", driver)
     found = look_at_gpus(SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="12.8")), triton)
     assert found.found == (GPU(name="NVIDIA A100", memory=40 << 30, capability=(8, 0)),) * 2

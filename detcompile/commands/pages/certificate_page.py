@@ -1,26 +1,16 @@
-"""The certificate, or the refusal, as one HTML page that needs nothing beside itself: for people who read proofs."""
+"""The certificate as a page, for people who read proofs: the claim, what was measured, sums as trees, operations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 
+from detcompile.commands.pages.measurements import Measurement
 from detcompile.commands.pages.order_drawing import order_drawing
-from detcompile.errors import DetcompileError, UncertifiedOp
+from detcompile.commands.pages.page import fact_table, page, scrolled, table
 from detcompile.passes.proof.certificate import Certificate, Entry
 
-__all__ = ["certificate_page", "refusal_page"]
+__all__ = ["certificate_page"]
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76em; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { margin-top: 2em; font-size: 1.2em; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; padding: 2px 10px 2px 0; vertical-align: top; border-bottom: 1px solid #eee; }
-code, td.op { font-family: ui-monospace, monospace; font-size: 12px; }
-summary { cursor: pointer; padding: 3px 0; } figure { margin: 1em 0; overflow-x: auto; }
-.refused { color: #a00; } .muted { color: #666; }
-svg text { font: 11px ui-monospace, monospace; fill: #222; } svg line { stroke: #999; }
-svg rect { fill: #eef3fa; stroke: #7a94b8; }
-"""
 CLASSES = {
     "pointwise": "each element is computed from its own inputs alone",
     "movement": "bytes are moved, nothing is computed",
@@ -29,59 +19,66 @@ CLASSES = {
     "attention": "a token's sums run over the keys of its own prefix, in the order that is given",
     "collective": "values of one row meet across ranks, in the declared tree",
 }
+CLAIM = (
+    "<p>Row <i>t</i> of every value reads row <i>t</i> alone, and no order of a sum depends on the batch: so the"
+    " bits of a row's logits depend on the weights and on that row's own tokens. Every operation of the compiled"
+    " graph is of one of these classes; nothing is refused.</p>"
+)
 
 
-def certificate_page(certificate: Certificate, *, title: str, fingerprint: str) -> str:
-    """HTML of a proof: what is claimed, the sums with their trees, every operation by layer.
+def certificate_page(
+    certificate: Certificate,
+    *,
+    title: str,
+    facts: Mapping[str, str],
+    parts: Mapping[str, str],
+    measured: Mapping[str, Measurement] | None = None,
+) -> str:
+    """HTML of a proof.
 
     Args:
         title: the model's name.
+        facts: what the page is about, by name: device, dtype, date, fingerprint.
+        parts: the fingerprint's.
+        measured: what `detcompile verify` found along each axis; None if that was not given.
     """
-    counts = certificate.counts
-    claims = "".join(
-        f"<tr><td>{count}</td><td>{escape(kind)}</td><td>{escape(CLASSES.get(kind, ''))}</td></tr>"
-        for kind, count in sorted(counts.items())
-    )
+    claims = [(str(count), kind, CLASSES.get(kind, "")) for kind, count in sorted(certificate.counts.items())]
     sums = "".join(_sum(str(order), order_drawing(order), certificate.entries) for order in certificate.sums)
-    return _page(
+    return page(
         f"Certificate of {title}",
-        "<p>Row <i>t</i> of every value reads row <i>t</i> alone, and no order of a sum depends on the batch: so the"
-        " bits of a row's logits depend on the weights and on that row's own tokens. Every operation of the compiled"
-        " graph is of one of these classes; nothing is refused.</p>"
-        f"<p>{escape(str(certificate.numerics))}<br>fingerprint <code>{escape(fingerprint)}</code></p>"
-        f"<table><tr><th>operations</th><th>class</th><th>why the batch cannot matter</th></tr>{claims}</table>",
+        fact_table({**facts, "numerics": str(certificate.numerics)}),
+        "<details><summary>the fingerprint's parts</summary>",
+        table("the fingerprint's parts", ("part", "value"), parts.items()),
+        "</details>",
+        CLAIM,
+        table("classes", ("operations", "class", "why the batch cannot matter"), claims),
+        _measured(measured),
         f"<h2>Sums</h2>{sums}",
         f"<h2>Operations, by layer</h2>{_layers(certificate.entries)}",
     )
 
 
-def refusal_page(error: DetcompileError, *, title: str) -> str:
-    """HTML of a refusal: each operation that no rule proves, where it stands in the model's source, and why; or what
-    else the error says."""
-    lines = error.offenders if isinstance(error, UncertifiedOp) else ()
-    if not lines:
-        told = f"<p class='refused'>Nothing was compiled: {type(error).__name__}.</p><pre>{escape(str(error))}</pre>"
-        return _page(f"{title} was refused", told)
-    rows = "".join(f"<tr><td class='refused'>{escape(line)}</td></tr>" for line in lines)
-    return _page(
-        f"{title} was refused",
-        "<p class='refused'>Nothing was compiled: these operations could make a row's bits depend on other rows.</p>"
-        f"<table><tr><th>operation, place, reason</th></tr>{rows}</table>",
-    )
-
-
-def _page(title: str, *parts: str) -> str:
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{''.join(parts)}</body></html>\n"
-    )
+def _measured(measured: Mapping[str, Measurement] | None) -> str:
+    if measured is None:
+        return ""
+    rows = [
+        (axis, str(one.configurations), str(one.unique_logits), str(one.unique_outputs), f"{one.divergence:.3g}")
+        for axis, one in measured.items()
+    ]
+    failed = [axis for axis, one in measured.items() if not one.holds]
+    said = "<p class='good'>The bits were equal along every axis that was measured.</p>"
+    if failed:
+        said = f"<p class='bad'>The bits were not equal along {escape(', '.join(failed))}.</p>"
+    names = ("axis", "configurations", "unique logits", "unique outputs", "max probability divergence")
+    return f"<h2>Measured by detcompile verify</h2>{said}{table('measured axes', names, rows)}"
 
 
 def _sum(order: str, drawing: str, entries: Sequence[Entry]) -> str:
     own = [entry for entry in entries if entry.order == order]
     names = ", ".join(sorted({entry.op.removeprefix("detcompile.").removesuffix(".default") for entry in own}))
     count = sum(entry.count for entry in own)
-    return f"<figure><figcaption><b>{escape(order)}</b>: {count} × {escape(names)}</figcaption>{drawing}</figure>"
+    caption = f"<figcaption><b>{escape(order)}</b>: {count} × {escape(names)}</figcaption>"
+    return f"<figure>{caption}{scrolled(drawing, order)}</figure>"
 
 
 def _layers(entries: Sequence[Entry]) -> str:
@@ -90,18 +87,13 @@ def _layers(entries: Sequence[Entry]) -> str:
     for (block, shared), stretch in groupby(entries, key=lambda entry: (_block(entry.layer), entry.layers)):
         own = list(stretch)
         sums = sum(bool(entry.order) for entry in own)
-        rows = "".join(
-            f"<tr><td class='op'>{escape(e.op)}</td><td>{escape(e.layer)}</td><td>{escape(e.place)}</td>"
-            f"<td>{escape(e.kind)}</td><td>{escape(e.order)}</td><td>{escape(e.proof)}</td></tr>"
-            for e in own
-        )
-        folds.append(
-            f"<details><summary><b>{escape(block or 'around the layers')}</b>"
-            f" <span class='muted'>{len(own)} operations, {sums} with sums"
-            f"{f'; the proof of layers {shared}, of one structure' if shared else ''}</span></summary>"
-            "<table><tr><th>operation</th><th>layer</th><th>source</th><th>class</th><th>order</th><th>proof</th></tr>"
-            f"{rows}</table></details>"
-        )
+        name = block or "around the layers"
+        rows = [(e.op, e.layer, e.place, e.kind, e.order, e.proof) for e in own]
+        listed = table(name, ("operation", "layer", "source", "class", "order", "proof"), rows, {0: "op"})
+        counted = f"{len(own)} operations, {sums} with sums"
+        counted += f"; the proof of layers {shared}, of one structure" if shared else ""
+        summary = f"<summary><b>{escape(name)}</b> <span class='muted'>{counted}</span></summary>"
+        folds.append(f"<details>{summary}{listed}</details>")
     return "".join(folds)
 
 

@@ -31,10 +31,10 @@ class PartDifference:
     """A part that differs.
 
     Attributes:
-        part: its name.
-        a, b: its values; None where a file has no such part.
-        meaning: what it means.
-        details: of weights and orders, which of them differ.
+        part: the part's name.
+        a, b: the part's values; None where a file has no such part.
+        meaning: what another value of the part means.
+        details: the weights or the orders that differ; empty of other parts.
     """
 
     part: str

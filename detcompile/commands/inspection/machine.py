@@ -32,13 +32,14 @@ class CPU:
     """The processor.
 
     Attributes:
-        cores: those of the machine, as it counts them.
-        usable: those that this process may run on.
+        cores: cores of the machine, as the system counts them.
+        usable: cores that this process may run on.
         quota: cores' worth of time that the cgroup grants; None if it grants all.
-        threads: those that torch computes with; None without torch.
-        memory: bytes of the machine. available: bytes that this process can still take; None without torch.
+        threads: threads that torch computes with; None without torch.
+        memory: bytes of the machine's memory.
+        available: bytes that this process can still take; None without torch.
         isas: instruction sets that our C++ kernels have code for here, widest first; none without torch.
-        isa: the one that they take; None if what DETCOMPILE_CPU_ISA names is not to be had.
+        isa: the instruction set that they take; None if what DETCOMPILE_CPU_ISA names is not to be had.
         wanted_isa: what DETCOMPILE_CPU_ISA says.
     """
 
@@ -76,7 +77,7 @@ class GPUs:
         cuda: the CUDA version that torch was built for; None of a build for CPUs.
         driver: version of NVIDIA's driver; None where there is none.
         ptxas: the assembler that kernels are made with, and its version; None without Triton.
-        ptxas_is_tritons: it is the one that comes with Triton, to which detcompile pins it.
+        ptxas_is_tritons: whether the assembler comes with Triton, to which detcompile pins it.
     """
 
     found: tuple[GPU, ...] = ()
@@ -99,7 +100,7 @@ class Machine:
     """All that ``look_at_machine`` finds.
 
     Attributes:
-        versions: by package; None of one that is not installed.
+        versions: versions by package; None of one that is not installed.
         broken: packages that cannot be imported, and why.
         programs_kept: compile() keeps programs for the next start.
     """

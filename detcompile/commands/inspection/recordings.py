@@ -28,9 +28,9 @@ class Recording:
 
     Attributes:
         path: the file.
-        parts: the fingerprint's, by name.
+        parts: parts of the fingerprint, by name.
         weight_digests: the digest of each weight by its name; None where the file has none.
-        requests: of a run, each as `detcompile generate --json` writes it; None where the file holds no run.
+        requests: requests of the run, each as `detcompile generate --json` writes it; None where there is no run.
     """
 
     path: Path

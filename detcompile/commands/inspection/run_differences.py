@@ -40,9 +40,9 @@ class RequestDifference:
     """A pair of requests that differs.
 
     Attributes:
-        a, b: their numbers in the runs, from 1.
-        asked: what they asked differently, by name, as (in A, in B).
-        parting: where their answers part; None where these are equal.
+        a, b: numbers of the two in their runs, from 1.
+        asked: what the two asked differently, by name, as (in A, in B).
+        parting: the place where the answers part; None where these are equal.
     """
 
     a: int
@@ -57,7 +57,7 @@ class RunComparison:
 
     Attributes:
         num_pairs: pairs of requests.
-        differences: those that differ, in the order of A.
+        differences: pairs that differ, in the order of A.
         only_in_a, only_in_b: numbers of requests that have no partner.
     """
 

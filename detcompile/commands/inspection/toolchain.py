@@ -54,7 +54,7 @@ class Cache:
     """The cache's folder.
 
     Attributes:
-        folder: its path; None where no home folder says one.
+        folder: the path; None where no home folder says one.
         num_bytes: size of what it holds.
         free: bytes left on its disk.
         failure: why it cannot be used, and what to do; empty if it can.

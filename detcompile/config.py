@@ -10,6 +10,7 @@
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may take one GPU, which is slow, and for comparing bits |
 | TORCHINDUCTOR_SIZE_ASSERTS | 0 | 1: a compiled model asserts the sizes and strides of its tensors |
 | CXX | g++ | C++ compiler for the CPU templates |
+| CC | gcc, or clang | C compiler that Triton builds the launchers of GPU kernels with |
 | TRITON_PTXAS_PATH | the one that comes with Triton | assembler of GPU kernels; part of the fingerprint |
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from detcompile.errors import StorageError
 
 __all__ = [
+    "c_compiler",
     "cache_directory",
     "compiler_environment",
     "cpu_isa_override",
@@ -57,6 +59,11 @@ def cpu_isa_override() -> str | None:
 def cxx_compiler() -> str:
     """Command that compiles C++17, and C++20 against torch's headers."""
     return os.environ.get("CXX", "g++")
+
+
+def c_compiler() -> str | None:
+    """Command that Triton builds the launchers of GPU kernels with; None lets it take gcc, or clang."""
+    return os.environ.get("CC")
 
 
 def compiler_environment(folder: str) -> dict[str, str]:

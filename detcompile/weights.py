@@ -9,8 +9,6 @@ With tensor parallelism the digests are of the whole weights: ranks compute them
 """
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -30,7 +28,6 @@ __all__ = [
     "views_in",
     "weight_addresses",
     "weight_digests",
-    "weights_digest",
     "weights_in_place",
 ]
 
@@ -88,11 +85,6 @@ def weights_in_place(
     if every_name:
         return named_weights(model, every_name=True)
     return {**named_weights(model), **constants}
-
-
-def weights_digest(digests: Mapping[str, str]) -> str:
-    """sha256 over the names of weights and the digest of each."""
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def weight_digests(weights: Mapping[str, Tensor], on_read: Callable[[int, int], None] | None = None) -> dict[str, str]:

@@ -31,6 +31,7 @@ LAYERS = [
     {
         "detcompile.archives",
         "detcompile.config",
+        "detcompile.digests",
         "detcompile.facts",
         "detcompile.orders",
         "detcompile.parallel",

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from detcompile.archives.archive import EXTRA
+from detcompile.digests import fingerprint
 from detcompile.executors.description import ModelDescription
-from detcompile.executors.fingerprints import fingerprint
 from detcompile.facts import ModelFacts
 from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.kv.kv_cache import KVShape

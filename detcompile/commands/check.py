@@ -1,15 +1,20 @@
 """`detcompile check`: a model's certificate, or why it has none, as text, JSON or a page."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from detcompile.commands.certificate_page import certificate_page, refusal_page
 from detcompile.commands.options import Json, Loading, Model, Random, compile_model
+from detcompile.commands.pages.certificate_page import certificate_page
+from detcompile.commands.pages.measurements import Measurement, read_measurements
+from detcompile.commands.pages.refusal_page import refusal_page
 from detcompile.commands.text_files import require_place, write_text_file
-from detcompile.errors import DetcompileError
+from detcompile.digests import fingerprint
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.models.compiled import CompiledModel
 
 __all__ = ["command"]
 
@@ -21,21 +26,60 @@ def command(
     *,
     loading: Loading,
     html: Annotated[Path | None, typer.Option(help="Also write it, or the refusal, as a page to this file.")] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="With --html: what `detcompile verify MODEL --json` printed, for the page.")
+    ] = None,
 ) -> None:
     """Print the certificate: every operation, its place in the model's source, its class, order and proof."""
     if html is not None:
         require_place(html, "--html")
+    elif verify is not None:
+        raise typer.BadParameter("what was measured is shown on the page: add --html", param_hint="--verify")
+    measured = None if verify is None else read_measurements(verify)
     try:
         compiled = compile_model(loading.spec(model, random))
     except DetcompileError as error:
         if html is not None:
-            write_text_file(html, refusal_page(error, title=Path(model).name))
+            asked = {"device": loading.device, "dtype": loading.dtype, "made": _now()}
+            facts = {name: said for name, said in asked.items() if said is not None}
+            write_text_file(html, refusal_page(error, title=Path(model).name, facts=facts))
         raise
+    parts = compiled.fingerprint_parts
     if html is not None:
-        page = certificate_page(compiled.certificate, title=Path(model).name, fingerprint=compiled.fingerprint)
-        write_text_file(html, page)
+        write_text_file(html, _page(compiled, Path(model).name, parts, measured))
     if json_output:
-        print(json.dumps({"fingerprint": compiled.fingerprint, **json.loads(compiled.certificate.to_json())}))
+        found = {"fingerprint": fingerprint(parts), "fingerprint_parts": parts}
+        found |= {"weight_digests": compiled.weight_digests(), **json.loads(compiled.certificate.to_json())}
+        print(json.dumps(found))
         return
     print(compiled.certificate)
-    print(f"\n{compiled.certificate.summary()}; fingerprint {compiled.fingerprint}")
+    print(f"\n{compiled.certificate.summary()}; fingerprint {fingerprint(parts)}")
+
+
+def _page(
+    compiled: CompiledModel, name: str, parts: dict[str, str], measured: tuple[str, dict[str, Measurement]] | None
+) -> str:
+    """The certificate's page.
+
+    Raises:
+        InvalidInput: what was measured is of another fingerprint.
+    """
+    own = fingerprint(parts)
+    if measured is not None and measured[0] != own:
+        raise InvalidInput(
+            f"--verify: that was measured of fingerprint {measured[0]}, and this model has {own}: run"
+            f" `detcompile verify {name} --json` with the same options again"
+        )
+    facts = {
+        "model": name,
+        "device": f"{compiled.device}: {parts['device']}",
+        "dtype": str(compiled.dtype).removeprefix("torch."),
+        "made": _now(),
+        "fingerprint": own,
+    }
+    axes = None if measured is None else measured[1]
+    return certificate_page(compiled.certificate, title=name, facts=facts, parts=parts, measured=axes)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

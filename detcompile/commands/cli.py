@@ -1,10 +1,14 @@
-"""The command line: detcompile demo | generate | verify | check | export | cache | tune-speculation. Results go to
-standard output, progress to standard error."""
+"""The command line: detcompile demo | generate | verify | check | diff | export | doctor | cache | tune-speculation.
+Results go to standard output, progress to standard error."""
 
+import functools
 import importlib
+import inspect
 import io
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -21,12 +25,14 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS = {
     "verify": "Measure on this machine that the bits stay equal along each axis; exit 1 if any axis fails.",
     "check": "Print the certificate: every operation, its place in the model's source, its class, order and proof.",
+    "diff": "Say what differs between two fingerprints or two runs, and why; exit 1 if anything does, 2: bad input.",
     "export": (
         "Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."
     ),
     "generate": (
         "Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."
     ),
+    "doctor": "Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing.",
     "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",
     "demo": "Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits.",
     "tune-speculation": (
@@ -54,8 +60,28 @@ def _loaded(name: str) -> Any:
     """The command that typer makes of a module's function."""
     module = importlib.import_module(f"detcompile.commands.{name.replace('-', '_')}")
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command(name)(importlib.import_module("detcompile.commands.options").with_options(module.command))
+    command.command(name)(_with_options(module.command))
     return get_command(command)
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer takes it: each parameter that is a dataclass has become its fields, as options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    taken: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        taken += inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+
+    @functools.wraps(command)
+    def callback(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field: given.pop(field) for field in inspect.signature(group).parameters})
+        command(**given)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in taken]
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return callback
 
 
 app = typer.Typer(

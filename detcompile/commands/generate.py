@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from detcompile.commands.options import (
     progress_bar,
 )
 from detcompile.commands.text_files import read_input, read_text_file
+from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
@@ -31,6 +32,7 @@ __all__ = [
     "answer",
     "as_json",
     "command",
+    "print_json",
     "read_prompts",
     "show",
     "summary",
@@ -104,7 +106,7 @@ def command(
     each = with_own_seeds(params, len(asked))
     outputs = _stream(engine, asked, each) if stream else _answer(engine, asked, each)
     if not stream:
-        show(outputs, compiled.fingerprint if json_output else "", json_output=json_output)
+        print_json(outputs, each, compiled.fingerprint_parts) if json_output else show(outputs)
     for number, output in enumerate(outputs, 1):
         logs.print(summary(number, output), markup=False, highlight=False, soft_wrap=True)
     if any(output.error is not None for output in outputs):
@@ -165,24 +167,38 @@ def answer(
     return [outputs[place] for place in range(len(prompts))]
 
 
-def as_json(output: RequestOutput, fingerprint: str) -> dict[str, Any]:
-    """One request as a JSON object. Floats keep every bit: Python writes the shortest text that reads back equal."""
+def as_json(output: RequestOutput, params: SamplingParams, parts: Mapping[str, str]) -> dict[str, Any]:
+    """One request as a JSON object, with all that decides its bits, as `detcompile diff` reads it.
+
+    Floats keep every bit: Python writes the shortest text that reads back equal.
+
+    Args:
+        params: what was asked. parts: the parts of the model's fingerprint.
+    """
+    asked = asdict(params)
+    del asked["seed"]  # the output's is the one that was drawn
     return {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "seed": output.seed,
-        "fingerprint": fingerprint,
+        "params": asked,
+        "fingerprint": fingerprint(parts),
+        "fingerprint_parts": dict(parts),
         "outputs": [_completion(completion) for completion in output.outputs],
         "error": None if output.error is None else str(output.error),
     }
 
 
-def show(outputs: Sequence[RequestOutput], fingerprint: str, *, json_output: bool) -> None:
-    """Print answers to standard output: a JSON line a request, or texts, with a heading each if there are several."""
-    if json_output:
-        for output in outputs:
-            print(json.dumps(as_json(output, fingerprint)))
-        return
+def print_json(
+    outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], parts: Mapping[str, str]
+) -> None:
+    """Print a JSON line a request to standard output."""
+    for output, own in zip(outputs, params, strict=True):
+        print(json.dumps(as_json(output, own, parts)))
+
+
+def show(outputs: Sequence[RequestOutput]) -> None:
+    """Print texts to standard output, with a heading each if there are several."""
     texts = [(number, output, part) for number, output in enumerate(outputs, 1) for part in output.outputs]
     for number, output, part in texts:
         if len(outputs) > 1 or len(texts) > 1:

@@ -1,11 +1,8 @@
 """What several commands take and show: options, the model that these name, progress on standard error, tables."""
 
-import functools
-import inspect
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -29,7 +26,6 @@ __all__ = [
     "logs",
     "progress_bar",
     "sizes",
-    "with_options",
 ]
 
 logs = Console(stderr=True)
@@ -64,28 +60,6 @@ class Loading:
         return ModelSpec(model, random, **asdict(self) | {"tp_sizes": sizes(self.tp_sizes)})
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: each parameter that is a dataclass has become its fields, as options."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # ours covers the load
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    taken: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        taken += inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
-
-    @functools.wraps(command)
-    def callback(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field: given.pop(field) for field in inspect.signature(group).parameters})
-        command(**given)
-
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in taken]
-    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return callback
-
-
 def sizes(text: str) -> tuple[int, ...]:
     """The integers in an option such as 1,2,4,8.
 
@@ -100,6 +74,8 @@ def sizes(text: str) -> tuple[int, ...]:
 
 def compile_model(spec: ModelSpec, tp: int = 1) -> CompiledModel:
     """Load and compile a model, over ``tp`` ranks; says how long it took."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # ours covers the load
     start = time.perf_counter()
     with shown(None):
         compiled = spec.compile(tp)

@@ -19,6 +19,7 @@ from detcompile.commands.options import (
     progress_bar,
 )
 from detcompile.commands.verification import available_axes, require_axes, verify
+from detcompile.digests import fingerprint
 
 __all__ = ["command"]
 
@@ -51,7 +52,8 @@ def command(
         results = verify(compiled, spec, chosen, count=configurations, seed=seed, tick=tick)
     if json_output:
         measured = {axis: result.to_json() for axis, result in results.items()}
-        print(json.dumps({"fingerprint": compiled.fingerprint, "axes": measured}))
+        parts = compiled.fingerprint_parts
+        print(json.dumps({"fingerprint": fingerprint(parts), "fingerprint_parts": parts, "axes": measured}))
     else:
         Console().print(_table(results, f"{model}: fingerprint {compiled.fingerprint[:16]}"))
     if not all(result.holds for result in results.values()):

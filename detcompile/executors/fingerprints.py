@@ -1,4 +1,4 @@
-"""The fingerprint: one hash over everything the contract holds fixed. Equal fingerprints mean equal bits."""
+"""The parts of a fingerprint: everything the contract holds fixed. Equal fingerprints mean equal bits."""
 
 import hashlib
 import json
@@ -17,14 +17,9 @@ from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
 
-__all__ = ["fingerprint", "fingerprint_parts"]
+__all__ = ["fingerprint_parts"]
 
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
-
-
-def fingerprint(parts: Mapping[str, str]) -> str:
-    """sha256, in hex, of the parts."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint_parts(

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from detcompile.digests import weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.live_weights import LiveWeights
@@ -16,7 +17,6 @@ from detcompile.runtime.engine_setup import EngineModel, Forwards, new_engine
 from detcompile.runtime.kv.kv_cache import new_cache
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.runtime.step.runner import Runner
-from detcompile.weights import weights_digest
 
 __all__ = ["LocalExecutor", "Origin"]
 

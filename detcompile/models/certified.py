@@ -8,8 +8,8 @@ from typing import Any, Union
 
 from torch import Tensor, nn
 
+from detcompile.digests import fingerprint
 from detcompile.executors.executor import Executor
-from detcompile.executors.fingerprints import fingerprint
 from detcompile.executors.live_weights import tensors_by_name
 from detcompile.models.loading import tokenizer_of
 from detcompile.models.model_object import ModelObject

@@ -9,6 +9,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
 from detcompile.config import programs_kept
+from detcompile.digests import weights_digest
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
@@ -33,7 +34,7 @@ from detcompile.passes.warm.kept_program import kept, take_program
 from detcompile.passes.warm.program_key import program_key
 from detcompile.progress import stage
 from detcompile.step import StepInputs
-from detcompile.weights import named_weights, weight_digests, weights_digest
+from detcompile.weights import named_weights, weight_digests
 
 __all__ = ["Lowered", "MODULE_PASSES", "ModulePass", "lower", "lower_view", "lower_with_states"]
 

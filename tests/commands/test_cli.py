@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 import json
+import math
 import os
 import pty
 import subprocess
@@ -207,6 +208,24 @@ def test_the_seed_repeats_an_answer_in_another_process_alone_and_otherwise_sched
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == before
+
+
+def test_diff_finds_the_same_answers_in_another_run(
+    answered: subprocess.CompletedProcess[str], tmp_path: Path
+) -> None:
+    """By their requests, wherever these stand; a bit that is changed is found, and nothing explains it."""
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    one.write_text(answered.stdout)
+    other.write_text("\n".join(reversed(answered.stdout.splitlines())))
+    done = run_here("diff", str(one), str(other))
+    assert done.returncode == 0 and done.stdout.endswith("Equal in every bit.\n"), done.stdout + done.stderr
+    lines = [json.loads(line) for line in answered.stdout.splitlines()]
+    step = lines[2]["outputs"][0]["logprobs"][5]
+    step["logprob"] = math.nextafter(step["logprob"], 0)
+    other.write_text("\n".join(map(json.dumps, lines)))
+    done = run_here("diff", str(one), str(other))
+    assert done.returncode == 1 and "request 3 of A, 3 of B, sample 0, token 5 (from 0): logprobs" in done.stdout
+    assert "Nothing explains this" in done.stdout
 
 
 def test_generate_streams_a_prompt_into_a_terminal() -> None:

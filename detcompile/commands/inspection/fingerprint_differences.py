@@ -1,0 +1,77 @@
+"""Two fingerprints, part by part: which differ, how, and what that means for bits."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from detcompile.commands.inspection.recordings import Recording
+
+__all__ = ["MEANINGS", "PartDifference", "part_differences"]
+
+# By part, what another value of it means.
+MEANINGS = {
+    "weights": "other weights: a checkpoint, an update or a change in place",
+    "program": "another certified graph: code, attributes or hooks of the model, a dtype, or other passes",
+    "config": "another model config",
+    "numerics": "other declared orders: --tp-sizes, or Numerics(...)",
+    "orders": "sums in other orders",
+    "max_context": "another longest sequence, for which rotary tables are frozen",
+    "kv_dtype": "another dtype of the model and its KV cache: --dtype",
+    "source": "another version of detcompile's sources",
+    "torch": "another torch, which compiles the pointwise operations",
+    "triton": "another Triton, which compiles GPU kernels",
+    "transformers": "another transformers, whose code the model is",
+    "device": "another device: GPU, CUDA and assembler, or instruction set, vectors and C++ compiler",
+}
+OTHER = "a part that this version of detcompile does not know"
+NO_DIGESTS = "which weights: save `detcompile check --json` of both models and compare these"
+
+
+@dataclass(frozen=True)
+class PartDifference:
+    """A part that differs.
+
+    Attributes:
+        part: the part's name.
+        a, b: the part's values; None where a file has no such part.
+        meaning: what another value of the part means.
+        details: the weights or the orders that differ; empty of other parts.
+    """
+
+    part: str
+    a: str | None
+    b: str | None
+    meaning: str
+    details: tuple[str, ...] = ()
+
+
+def part_differences(a: Recording, b: Recording) -> list[PartDifference]:
+    """Every part that differs, in the order in which the contract lists them."""
+    found = []
+    for part in dict.fromkeys((*MEANINGS, *a.parts, *b.parts)):
+        one, other = a.parts.get(part), b.parts.get(part)
+        if one == other:
+            continue
+        details: Iterator[str] = iter(())
+        if part == "weights":
+            details = _weights(a.weight_digests, b.weight_digests)
+        elif part == "orders" and one is not None and other is not None:
+            details = _only(one.split("; "), other.split("; "))
+        found.append(PartDifference(part, one, other, MEANINGS.get(part, OTHER), tuple(details)))
+    return found
+
+
+def _weights(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> Iterator[str]:
+    if a is None or b is None:
+        yield NO_DIGESTS
+        return
+    for name in dict.fromkeys((*a, *b)):
+        if name not in a or name not in b:
+            yield f"{name}: only in {'A' if name in a else 'B'}"
+        elif a[name] != b[name]:
+            form, other_form = (digest.rpartition(" ")[0] for digest in (a[name], b[name]))
+            yield f"{name}: {form} in A, {other_form} in B" if form != other_form else f"{name}: other contents, {form}"
+
+
+def _only(a: list[str], b: list[str]) -> Iterator[str]:
+    yield from (f"only in A: {order}" for order in a if order not in b)
+    yield from (f"only in B: {order}" for order in b if order not in a)

@@ -1,0 +1,163 @@
+"""What a file says of bits: the parts of a fingerprint, and of a run its answers. Checked before anything is compared.
+
+Read are JSON of `detcompile check --json`, of `detcompile verify --json` and of a saved ``model.fingerprint_parts``,
+archives that export wrote, and the JSON lines of `detcompile generate --json`.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detcompile.commands.text_files import read_text_file
+from detcompile.digests import fingerprint, weights_digest
+from detcompile.errors import InvalidInput
+
+__all__ = ["Recording", "read_recording"]
+
+ARCHIVE_MARK = b"PK\x03\x04"
+PARTS = ("weights", "program")  # of every fingerprint: what holds them is a mapping of parts
+WANTED = "give JSON of `detcompile check --json` or `detcompile generate --json`, or an exported .pt2"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A fingerprint, and a run where the file holds one.
+
+    Attributes:
+        path: the file.
+        parts: parts of the fingerprint, by name.
+        weight_digests: the digest of each weight by its name; None where the file has none.
+        requests: requests of the run, each as `detcompile generate --json` writes it; None where there is no run.
+    """
+
+    path: Path
+    parts: Mapping[str, str]
+    weight_digests: Mapping[str, str] | None = None
+    requests: tuple[dict[str, Any], ...] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that the parts make."""
+        return fingerprint(self.parts)
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a file.
+
+    Raises:
+        InvalidInput: it cannot be read, is none of these, or contradicts itself.
+        ArchiveError: an archive that is damaged.
+    """
+    if not path.is_file():
+        raise InvalidInput(f"{path}: no such file; {WANTED}")
+    try:
+        with path.open("rb") as file:
+            is_archive = file.read(len(ARCHIVE_MARK)) == ARCHIVE_MARK
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    if is_archive:
+        return _of_archive(path)
+    objects = _objects(read_text_file(path), path)
+    if "outputs" in objects[0]:
+        return _run(objects, path)
+    if len(objects) > 1:
+        raise InvalidInput(f"{path} holds {len(objects)} JSON objects, and the first is no request: {WANTED}")
+    return _print(objects[0], path)
+
+
+def _of_archive(path: Path) -> Recording:
+    """The manifest of an archive; only this needs torch."""
+    archives = importlib.import_module("detcompile.archives.archive")
+    manifest = importlib.import_module("detcompile.archives.manifest")
+    facts = archives.Archive(path, rank=None).facts
+    manifest.require_model(path, facts)
+    return _print(facts, path)
+
+
+def _objects(text: str, path: Path) -> list[dict[str, Any]]:
+    """One JSON object, over any lines, or one a line."""
+    try:
+        whole = json.loads(text)
+        found, where = [whole], [f"{path}"]
+    except ValueError:
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        where = [f"{path}, line {number}" for number, _ in lines]
+        found = [_parsed(line, place) for (_, line), place in zip(lines, where, strict=True)]
+    except RecursionError as error:
+        raise InvalidInput(f"{path} is nested too deeply: {WANTED}") from error
+    if not found:
+        raise InvalidInput(f"{path} is empty: {WANTED}")
+    for one, place in zip(found, where, strict=True):
+        if not isinstance(one, dict):
+            raise InvalidInput(f"{place} is no JSON object: {WANTED}")
+    return found
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where} is no JSON ({error}): {WANTED}") from error
+
+
+def _print(found: dict[str, Any], path: Path) -> Recording:
+    """A fingerprint's parts: under their name, or the object itself."""
+    bare = all(name in found for name in PARTS) and "fingerprint_parts" not in found
+    parts = found if bare else found.get("fingerprint_parts")
+    digests = None if bare else found.get("weight_digests")
+    if parts is None:
+        raise InvalidInput(f"{path} holds no fingerprint_parts: {WANTED}")
+    if not _named(parts) or not (digests is None or _named(digests)):
+        raise InvalidInput(f"{path}: fingerprint_parts and weight_digests are mappings of text to text")
+    said = found.get("fingerprint", fingerprint(parts))
+    if said != fingerprint(parts):
+        raise InvalidInput(f"{path} was changed: its parts make fingerprint {fingerprint(parts)}, and it says {said}")
+    if digests is not None and weights_digest(digests) != parts.get("weights"):
+        raise InvalidInput(f"{path} was changed: its weight_digests do not make the part `weights`")
+    return Recording(path, parts, digests)
+
+
+def _run(requests: list[dict[str, Any]], path: Path) -> Recording:
+    for number, request in enumerate(requests, 1):
+        for name, check in REQUEST.items():
+            if name not in request or not check(request[name]):
+                shown = repr(request.get(name, "missing"))[:60]
+                raise InvalidInput(f"{path}, request {number}: {name} is {shown}, not as `generate --json` writes it")
+    first = _print(requests[0], path)
+    other = next((number for number, one in enumerate(requests, 1) if one["fingerprint_parts"] != first.parts), None)
+    if other is not None:
+        raise InvalidInput(f"{path}, request {other} is of another fingerprint than the first: give one run a file")
+    return Recording(path, first.parts, None, tuple(requests))
+
+
+def _named(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(own, str) for own in value.values())
+
+
+def _tokens(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _sample(value: object) -> bool:
+    if not isinstance(value, dict) or not _tokens(value.get("token_ids")):
+        return False
+    logprobs = value.get("logprobs")
+    listed = logprobs is None or (isinstance(logprobs, list) and all(map(_logprob, logprobs)))
+    return listed and {"index", "text", "finish_reason", "stop_reason", "logprobs"} <= value.keys()
+
+
+def _logprob(value: object) -> bool:
+    return isinstance(value, dict) and "logprob" in value and isinstance(value.get("top"), list)
+
+
+REQUEST: dict[str, Callable[[Any], bool]] = {
+    "prompt_token_ids": _tokens,
+    "seed": lambda value: value is None or type(value) is int,
+    "params": lambda value: isinstance(value, dict),
+    "fingerprint_parts": _named,
+    "outputs": lambda value: isinstance(value, list) and all(map(_sample, value)),
+    "error": lambda value: value is None or isinstance(value, str),
+}

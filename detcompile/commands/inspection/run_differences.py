@@ -1,0 +1,174 @@
+"""Two runs, request by request: where their answers part first, and whether what was asked explains it.
+
+Requests are paired by what they asked (prompt tokens, parameters and seed), wherever in the runs they stand; those that
+are left are paired in their order, and what they asked differently is said. Of logprobs that one run reports more of,
+those that both report are compared.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+__all__ = ["Parting", "RequestDifference", "RunComparison", "compare_runs"]
+
+REPORTING = ("logprobs", "prompt_logprobs")  # parameters that decide what is reported, and no bit of it
+ENDS = ("finish_reason", "stop_reason")  # compared behind tokens and logprobs
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where the answers to a request part first.
+
+    Attributes:
+        what: "tokens", "logprobs", "tokens and logprobs" at one position, "samples", "ends", "text" or "error".
+        sample: index of the sample; None where it is of the whole request.
+        position: place of the token in the answer, from 0; None where it is of no token.
+        a, b: what stands there, None for nothing.
+    """
+
+    what: str
+    sample: int | None
+    position: int | None
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class RequestDifference:
+    """A pair of requests that differs.
+
+    Attributes:
+        a, b: numbers of the two in their runs, from 1.
+        asked: what the two asked differently, by name, as (in A, in B).
+        parting: the place where the answers part; None where these are equal.
+    """
+
+    a: int
+    b: int
+    asked: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    parting: Parting | None = None
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Two runs compared.
+
+    Attributes:
+        num_pairs: pairs of requests.
+        differences: pairs that differ, in the order of A.
+        only_in_a, only_in_b: numbers of requests that have no partner.
+    """
+
+    num_pairs: int
+    differences: tuple[RequestDifference, ...]
+    only_in_a: tuple[int, ...]
+    only_in_b: tuple[int, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every request of one is in the other, with the same answer."""
+        return not (self.differences or self.only_in_a or self.only_in_b)
+
+    @property
+    def first(self) -> RequestDifference | None:
+        """The first pair whose answers part."""
+        return next((one for one in self.differences if one.parting is not None), None)
+
+
+def compare_runs(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> RunComparison:
+    """Compare the requests of two runs, each as `detcompile generate --json` writes it."""
+    pairs, only_in_a, only_in_b = _paired(a, b)
+    found = []
+    for one, other in pairs:
+        asked = _asked_differently(a[one], b[other])
+        parting = _parting(a[one], b[other])
+        if asked or parting:
+            found.append(RequestDifference(one + 1, other + 1, asked, parting))
+    numbers = [tuple(place + 1 for place in places) for places in (only_in_a, only_in_b)]
+    return RunComparison(len(pairs), tuple(found), *numbers)
+
+
+def _paired(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Places that belong together, in the order of A; those of A, and of B, that are left."""
+    free: dict[str, list[int]] = {}
+    for place, request in enumerate(b):
+        free.setdefault(_bits(_asked(request)), []).append(place)
+    partners = [places.pop(0) if (places := free.get(_bits(_asked(request)))) else None for request in a]
+    left_a = [place for place, partner in enumerate(partners) if partner is None]
+    left_b = sorted(place for places in free.values() for place in places)
+    for one, other in zip(left_a, left_b):
+        partners[one] = other
+    pairs = [(place, partner) for place, partner in enumerate(partners) if partner is not None]
+    return pairs, left_a[len(left_b) :], left_b[len(left_a) :]
+
+
+def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides a request's answer besides the fingerprint, by name."""
+    asked = {name: value for name, value in request["params"].items() if name not in REPORTING}
+    if asked.get("temperature") != 0:  # a greedy answer has no random numbers
+        asked["seed"] = request["seed"]
+    tokens = request["prompt_token_ids"]
+    return {"prompt_token_ids": tokens, **asked} if tokens else {"prompt": request.get("prompt"), **asked}
+
+
+def _asked_differently(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    one, other = _asked(a), _asked(b)
+    names = dict.fromkeys((*one, *other))
+    both = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: values for name, values in both.items() if _bits(values[0]) != _bits(values[1])}
+
+
+def _parting(a: Mapping[str, Any], b: Mapping[str, Any]) -> Parting | None:
+    if a["error"] != b["error"]:
+        return Parting("error", None, None, a["error"], b["error"])
+    if len(a["outputs"]) != len(b["outputs"]):
+        return Parting("samples", None, None, len(a["outputs"]), len(b["outputs"]))
+    partings = (_of_sample(one, other) for one, other in zip(a["outputs"], b["outputs"]))
+    return next((parting for parting in partings if parting is not None), None)
+
+
+def _of_sample(a: Mapping[str, Any], b: Mapping[str, Any]) -> Parting | None:
+    """Tokens and logprobs by position, then how the sample ended, then its text."""
+    tokens = list(zip_longest(a["token_ids"], b["token_ids"]))
+    reported = a["logprobs"] is not None and b["logprobs"] is not None
+    logprobs = list(zip_longest(a["logprobs"], b["logprobs"])) if reported else []
+    by_token = next((place for place, (one, other) in enumerate(tokens) if one != other), None)
+    by_logprob = next((place for place, pair in enumerate(logprobs) if not _same_logprobs(*pair)), None)
+    places = [place for place in (by_token, by_logprob) if place is not None]
+    if not places:
+        ends = [{name: sample[name] for name in ENDS} for sample in (a, b)]
+        if ends[0] != ends[1]:
+            return Parting("ends", a["index"], None, *ends)
+        return Parting("text", a["index"], None, a["text"], b["text"]) if a["text"] != b["text"] else None
+    place = min(places)
+    kinds = {"tokens": by_token, "logprobs": by_logprob}
+    what = " and ".join(kind for kind, at in kinds.items() if at == place)
+    shown = [_at(tokens, place, side) | _logprob_at(logprobs, place, side) for side in (0, 1)]
+    return Parting(what, a["index"], place, *(one or None for one in shown))
+
+
+def _same_logprobs(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    shown = min(len(a.get("top", ())), len(b.get("top", ())))
+    one, other = ([entry.get("logprob"), entry.get("top", [])[:shown]] for entry in (a, b))
+    return _bits(one) == _bits(other)
+
+
+def _at(tokens: list[tuple[Any, Any]], place: int, side: int) -> dict[str, Any]:
+    there = place < len(tokens) and tokens[place][side] is not None
+    return {"token_id": tokens[place][side]} if there else {}
+
+
+def _logprob_at(logprobs: list[tuple[Any, Any]], place: int, side: int) -> dict[str, Any]:
+    entry = logprobs[place][side] if place < len(logprobs) else None
+    return {} if entry is None else {name: entry[name] for name in ("logprob", "top") if name in entry}
+
+
+def _bits(value: Any) -> str:
+    """Text that is equal for equal bits: Python writes the shortest that reads back as the same float."""
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,1 @@
+"""Pages that commands write: a certificate or a refusal, and the drawings of its sums."""

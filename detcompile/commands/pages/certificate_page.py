@@ -1,0 +1,104 @@
+"""The certificate as a page, for people who read proofs: the claim, what was measured, sums as trees, operations."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import groupby
+
+from detcompile.commands.pages.measurements import Measurement
+from detcompile.commands.pages.order_drawing import order_drawing
+from detcompile.commands.pages.page import fact_table, page, scrolled, table
+from detcompile.passes.proof.certificate import Certificate, Entry
+
+__all__ = ["certificate_page"]
+
+CLASSES = {
+    "pointwise": "each element is computed from its own inputs alone",
+    "movement": "bytes are moved, nothing is computed",
+    "order-free": "maxima and integer sums, which no order changes",
+    "template": "the sum is a template of ours, in the order that is given",
+    "attention": "a token's sums run over the keys of its own prefix, in the order that is given",
+    "collective": "values of one row meet across ranks, in the declared tree",
+}
+CLAIM = (
+    "<p>Row <i>t</i> of every value reads row <i>t</i> alone, and no order of a sum depends on the batch: so the"
+    " bits of a row's logits depend on the weights and on that row's own tokens. Every operation of the compiled"
+    " graph is of one of these classes; nothing is refused.</p>"
+)
+
+
+def certificate_page(
+    certificate: Certificate,
+    *,
+    title: str,
+    facts: Mapping[str, str],
+    parts: Mapping[str, str],
+    measured: Mapping[str, Measurement] | None = None,
+) -> str:
+    """HTML of a proof.
+
+    Args:
+        title: the model's name.
+        facts: what the page is about, by name: device, dtype, date, fingerprint.
+        parts: the fingerprint's.
+        measured: what `detcompile verify` found along each axis; None if that was not given.
+    """
+    claims = [(str(count), kind, CLASSES.get(kind, "")) for kind, count in sorted(certificate.counts.items())]
+    sums = "".join(_sum(str(order), order_drawing(order), certificate.entries) for order in certificate.sums)
+    return page(
+        f"Certificate of {title}",
+        fact_table({**facts, "numerics": str(certificate.numerics)}),
+        "<details><summary>the fingerprint's parts</summary>",
+        table("the fingerprint's parts", ("part", "value"), parts.items()),
+        "</details>",
+        CLAIM,
+        table("classes", ("operations", "class", "why the batch cannot matter"), claims),
+        _measured(measured),
+        f"<h2>Sums</h2>{sums}",
+        f"<h2>Operations, by layer</h2>{_layers(certificate.entries)}",
+    )
+
+
+def _measured(measured: Mapping[str, Measurement] | None) -> str:
+    if measured is None:
+        return ""
+    rows = [
+        (axis, str(one.configurations), str(one.unique_logits), str(one.unique_outputs), f"{one.divergence:.3g}")
+        for axis, one in measured.items()
+    ]
+    failed = [axis for axis, one in measured.items() if not one.holds]
+    said = "<p class='good'>The bits were equal along every axis that was measured.</p>"
+    if failed:
+        said = f"<p class='bad'>The bits were not equal along {escape(', '.join(failed))}.</p>"
+    names = ("axis", "configurations", "unique logits", "unique outputs", "max probability divergence")
+    return f"<h2>Measured by detcompile verify</h2>{said}{table('measured axes', names, rows)}"
+
+
+def _sum(order: str, drawing: str, entries: Sequence[Entry]) -> str:
+    own = [entry for entry in entries if entry.order == order]
+    names = ", ".join(sorted({entry.op.removeprefix("detcompile.").removesuffix(".default") for entry in own}))
+    count = sum(entry.count for entry in own)
+    caption = f"<figcaption><b>{escape(order)}</b>: {count} × {escape(names)}</figcaption>"
+    return f"<figure>{caption}{scrolled(drawing, order)}</figure>"
+
+
+def _layers(entries: Sequence[Entry]) -> str:
+    """A fold for each stretch of operations that came from one block of the model."""
+    folds = []
+    for (block, shared), stretch in groupby(entries, key=lambda entry: (_block(entry.layer), entry.layers)):
+        own = list(stretch)
+        sums = sum(bool(entry.order) for entry in own)
+        name = block or "around the layers"
+        rows = [(e.op, e.layer, e.place, e.kind, e.order, e.proof) for e in own]
+        listed = table(name, ("operation", "layer", "source", "class", "order", "proof"), rows, {0: "op"})
+        counted = f"{len(own)} operations, {sums} with sums"
+        counted += f"; the proof of layers {shared}, of one structure" if shared else ""
+        summary = f"<summary><b>{escape(name)}</b> <span class='muted'>{counted}</span></summary>"
+        folds.append(f"<details>{summary}{listed}</details>")
+    return "".join(folds)
+
+
+def _block(layer: str) -> str:
+    """model.layers.3.self_attn.q_proj -> model.layers.3; what is in no numbered block has none."""
+    parts = layer.split(".")
+    numbered = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if numbered is None else ".".join(parts[: numbered + 1])

@@ -1,0 +1,89 @@
+"""Judge answers by their log-probabilities, in several batches: no verdict and no bit of a score follows the batch.
+
+    python examples/judge.py
+
+Two answers to a question make a verdict: the likelier one wins. With plain transformers a score moves with the batch
+that its answer is in; where two answers are close, so does the verdict. The judge is the model that comes with the
+package and knows some Python, the answers are names of Python's builtins: no GPU and no download is needed.
+"""
+
+import builtins
+import itertools
+import random
+
+import torch
+from transformers import PreTrainedModel
+
+import detcompile
+from detcompile import Engine, EngineConfig, SamplingParams
+
+QUESTIONS = (
+    "for x in ",
+    "x = ",
+    'def mean(values):\n    """Return the mean."""\n    return ',
+    "import math\n\n\ndef area(radius: float) -> float:\n    return ",
+)
+ANSWERS = [name for name in dir(builtins) if name.islower() and not name.startswith("_")][:16]
+Row = tuple[list[int], int]  # the tokens of a question and an answer, and where the answer begins
+
+
+@torch.no_grad()
+def plain_scores(model: PreTrainedModel, batch: list[Row]) -> list[float]:
+    """Transformers' own forward over a padded batch."""
+    longest = max(len(tokens) for tokens, _ in batch)
+    input_ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch])
+    mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens, _ in batch])
+    logits = model(input_ids.to(model.device), mask.to(model.device)).logits
+    scores = []
+    for row, (tokens, start) in zip(logits.float().log_softmax(-1), batch):
+        scores.append(sum(row[at - 1, tokens[at]].item() for at in range(start, len(tokens))))
+    return scores
+
+
+def our_scores(engine: Engine, batch: list[Row]) -> list[float]:
+    """The engine reports the log-probabilities of a prompt's tokens."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    outputs = engine.generate([tokens for tokens, _ in batch], params, progress=False)
+    scores = []
+    for output, (_, start) in zip(outputs, batch):
+        scores.append(sum(entry.logprob for entry in output.prompt_logprobs[start:]))
+    return scores
+
+
+def batchings(count: int) -> list[list[list[int]]]:
+    """Ways to score the same rows: one by one, all together, and in batches drawn by chance."""
+    ways = [[[row] for row in range(count)], [list(range(count))]]
+    for size in (3, 8):
+        order = random.Random(size).sample(range(count), count)
+        ways.append([order[at : at + size] for at in range(0, count, size)])
+    return ways
+
+
+def judge(name: str, score, rows: list[Row]) -> tuple[int, int]:
+    """How many scores move with the batch, by their bytes, and how many verdicts."""
+    found: list[dict[int, float]] = []  # by row, for each way
+    for way in batchings(len(rows)):
+        found.append({at: own for batch in way for at, own in zip(batch, score([rows[at] for at in batch]))})
+    scores = sum(len({way[at].hex() for way in found}) > 1 for at in range(len(rows)))
+    questions = [range(at, at + len(ANSWERS)) for at in range(0, len(rows), len(ANSWERS))]
+    pairs = [pair for own in questions for pair in itertools.combinations(own, 2)]
+    verdicts = sum(len({way[a] > way[b] for way in found}) > 1 for a, b in pairs)
+    print(f"--- {name}: {scores} of {len(rows)} scores and {verdicts} of {len(pairs)} verdicts move with the batch")
+    return scores, verdicts
+
+
+def main() -> None:
+    plain = detcompile.load_model("tiny")
+    model = detcompile.compile("tiny")  # or the path of a Hugging Face model, for both
+    rows = []
+    for question, answer in itertools.product(QUESTIONS, ANSWERS):
+        asked, told = model.tokenizer(question)["input_ids"], model.tokenizer(answer)["input_ids"]
+        rows.append((asked + told, len(asked)))
+    engine = model.engine(EngineConfig(num_blocks=128))
+    judge("plain transformers", lambda batch: plain_scores(plain, batch), rows)
+    assert judge("detcompile", lambda batch: our_scores(engine, batch), rows) == (0, 0)
+    print(f"--- equal in every batch; fingerprint {model.fingerprint}")
+
+
+if __name__ == "__main__":
+    main()

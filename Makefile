@@ -16,13 +16,12 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo test test-all eval-test check gpu-test bench census models clean help
+.PHONY: demo test test-all check gpu-test bench census models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, and more cases of what they test"
-	@echo "make eval-test the tests that need lm-evaluation-harness, which it installs (50 packages, 0.6 GB)"
 	@echo "make check     ruff and mypy"
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
 	@echo "make bench     benchmarks, under $(PYTHON) and its own packages; BENCHMARKS='templates model' for some"
@@ -38,9 +37,6 @@ demo: $(VENV)/.stamp-test
 test: CHOSEN := -m "not exhaustive"
 test test-all: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(PYTEST_ARGS)
-
-eval-test: $(VENV)/.stamp-eval
-	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs tests/models/test_lm_eval.py $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	@$(VENV_PYTHON) -m ruff check $(LINTED)
@@ -76,13 +72,9 @@ $(VENV)/.stamp-python:
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-python pyproject.toml constraints.txt
 	@echo "Installing detcompile and its pinned dependencies into $(VENV) (minutes the first time)"
-	@$(PIP_INSTALL) -e '.[test]'
-	@touch $@
-
-$(VENV)/.stamp-eval: $(VENV)/.stamp-test
 	@$(PIP_INSTALL) -e '.[test,eval]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
-	@$(PIP_INSTALL) -e '.[test,dev]'
+	@$(PIP_INSTALL) -e '.[test,eval,dev]'
 	@touch $@

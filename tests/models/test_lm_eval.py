@@ -1,6 +1,6 @@
 """lm-evaluation-harness takes a compiled model as it is, and its figures do not depend on the batch size.
 
-Runs where the extra `eval` is installed: make eval-test.
+It needs the extra `eval`, which `make test` installs.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from detcompile.models.hub import TINY_FOLDER
 from tests.model_cases import compiled
 
-pytest.importorskip("lm_eval", reason="needs the extra `eval` (make eval-test)")
+pytest.importorskip("lm_eval", reason="needs the extra `eval`: pip install -e .[test,eval]")
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -43,3 +43,14 @@ def test_what_it_reports_of_the_model() -> None:
     assert harness.max_length == model.config.max_position_embeddings
     known = harness.get_model_info()
     assert (known["model_num_parameters"], known["model_dtype"]) == (model.num_parameters(), torch.float32)
+
+
+def test_answers_do_not_depend_on_the_batch_size() -> None:
+    model = compiled("tiny", torch.float32)
+    how = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}
+    asked = [Instance("generate_until", {}, (text[:200], how), place) for place, text in enumerate(TEXTS)]
+    answers = [
+        HFLM(pretrained=model, tokenizer=model.tokenizer, batch_size=size).generate_until(asked, disable_tqdm=True)
+        for size in BATCHES
+    ]
+    assert answers[1:] == answers[:1] * 2 and any(answers[0])

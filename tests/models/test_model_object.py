@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, pipeline
 
+import detcompile
 from detcompile import CompiledModel, InvalidInput
 from detcompile.executors.description import ParameterCount
 from tests.bits import assert_bitwise_equal
@@ -157,3 +158,14 @@ def test_a_pipeline_finds_what_it_needs() -> None:
     assert "CompiledModel" in repr(made)
     with pytest.raises(InvalidInput, match=r"to\(\): .*not for meta"):
         pipeline("text-generation", model=ours, tokenizer=ours.tokenizer, device="meta")
+
+
+def test_a_pipeline_generates_alone_as_in_a_batch() -> None:
+    ours, texts = compiled("tiny", torch.float32), ["def mean(values):", "import json\n", "x"]
+    pipe = pipeline("text-generation", model=ours, tokenizer=ours.tokenizer)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    alone = [pipe(text, **how)[0]["generated_text"] for text in texts]
+    assert [output[0]["generated_text"] for output in pipe(texts, batch_size=3, **how)] == alone
+    loaded = detcompile.load_model("tiny", dtype=torch.float32, device="cpu")
+    plain = pipeline("text-generation", model=loaded, tokenizer=ours.tokenizer)
+    assert plain(texts[0], **how)[0]["generated_text"] == alone[0]

@@ -169,6 +169,15 @@ def check_call(
             raise UnsupportedModel(
                 f"{where} passes {name}={type(given).__name__}, which the attention template does not know"
             )
+    _check_shapes(where, query, kwargs)
+    if kwargs.get("sliding_window") and kwargs.get("attention_chunk"):
+        raise UnsupportedModel(f"{where} passes a sliding window and chunks of attention: only one of them is known")
+    if query.shape[1] % key.shape[1]:
+        raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")
+
+
+def _check_shapes(where: str, query: Tensor, kwargs: dict[str, Any]) -> None:
+    """Refuse numbers that are not one for each head, and biases that are not a row for each query."""
     for name in PER_HEAD:
         if kwargs.get(name) is not None and tuple(kwargs[name].shape) != (query.shape[1],):
             raise UnsupportedModel(
@@ -181,7 +190,3 @@ def check_call(
             f"{where} passes relative_bias {tuple(bias.shape)}, which is no row of biases for each of its queries "
             f"{tuple(query.shape[:-1])}"
         )
-    if kwargs.get("sliding_window") and kwargs.get("attention_chunk"):
-        raise UnsupportedModel(f"{where} passes a sliding window and chunks of attention: only one of them is known")
-    if query.shape[1] % key.shape[1]:
-        raise UnsupportedModel(f"{where}: {query.shape[1]} query heads over {key.shape[1]} key heads")

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from detcompile.api import compile, load_model
+from detcompile.api import compile
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.models.checkpoints import load_tokenizer
 from detcompile.models.compiled import CompiledModel, require_causal
@@ -44,13 +44,14 @@ class LLM:
     again gives its answers again; every output carries its seed.
 
     Args:
-        model: a local folder, "tiny", an exported .pt2, a module of transformers, or a compiled model.
+        model: a name, as compile() takes it, an exported .pt2, a module of transformers, or a compiled model.
         tokenizer: a tokenizer of transformers, or the folder of one; None takes the model's own.
         seed: makes the seeds of requests that have none; None draws them afresh.
         options: vLLM's options by their names. Served are ``tensor_parallel_size``, ``dtype``, ``max_model_len``,
             ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``,
-            ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``, ``enforce_eager`` and
-            ``generation_config`` ("auto" or "vllm"); others are taken where they ask for nothing.
+            ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``, ``enforce_eager``,
+            ``revision``, ``hf_token``, ``trust_remote_code`` and ``generation_config`` ("auto" or "vllm"); others are
+            taken where they ask for nothing.
 
     Attributes:
         model: the compiled model.
@@ -193,18 +194,19 @@ class LLM:
 
 
 def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMOptions) -> CompiledModel:
-    path = Path(model) if isinstance(model, (str, Path)) else None
-    if isinstance(model, CompiledModel) or (path is not None and path.suffix == ".pt2"):
-        changed = {"dtype": options.dtype, "max_model_len": options.max_context}
+    if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
+        changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.hub}
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         for name, value in changed.items():
             if value is not None:
                 raise InvalidInput(f"LLM({name}={value}) of a model that is compiled: compile it so")
-        return model if isinstance(model, CompiledModel) else load(str(path))
-    if options.dtype is None:
-        return require_causal(compile(model, tp=options.tp, max_context=options.max_context), "LLM")
-    loaded = load_model(model, dtype=options.dtype) if isinstance(model, (str, Path)) else model.to(options.dtype)
-    return require_causal(compile(loaded, tp=options.tp, max_context=options.max_context), "LLM")
+        return model if isinstance(model, CompiledModel) else load(model)
+    how: dict[str, Any] = {"tp": options.tp, "max_context": options.max_context, **options.hub}
+    if isinstance(model, (str, Path)):
+        how["dtype"] = options.dtype
+    elif options.dtype is not None:
+        model = model.to(options.dtype)
+    return require_causal(compile(model, **how), "LLM")
 
 
 def _tokenizer(given: Any) -> Any:

@@ -26,7 +26,7 @@ DTYPES = {
 ANY = object()
 QUANTIZED = "a checkpoint's own quantisation is read (docs/quantization.md)"
 ONE_ENGINE = "one engine serves one model, over tensor_parallel_size ranks"
-LOCAL = "give a local folder whose code transformers has"
+LOCAL = "a checkpoint is read as transformers reads it"
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "allowed_local_media_path": ("", "prompts are text or tokens"),
     "async_scheduling": (ANY, ""),
@@ -42,7 +42,6 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "enable_expert_parallel": (False, ONE_ENGINE),
     "enable_lora": (False, "merge the adapter into the weights"),
     "hf_overrides": ({}, "change the folder's config, or compile() a module"),
-    "hf_token": (None, LOCAL),
     "kv_cache_dtype": ("auto", "the KV cache has the model's dtype"),
     "kv_cache_memory_bytes": (None, "gpu_memory_utilization or num_gpu_blocks_override size the KV cache"),
     "limit_mm_per_prompt": ({}, "prompts are text or tokens"),
@@ -55,7 +54,6 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, ONE_ENGINE),
     "pooler_config": (None, "the model is a causal LM"),
     "quantization": (None, QUANTIZED),
-    "revision": (None, LOCAL),
     "runner": ("auto", "the model is a causal LM"),
     "scheduling_policy": (ANY, ""),  # by priority, then arrival: of equal priorities it is first come, first served
     "served_model_name": (ANY, ""),
@@ -64,8 +62,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "swap_space": (ANY, ""),
     "task": ("generate", "the model is a causal LM"),
     "tokenizer_mode": ("auto", "pass a tokenizer of transformers"),
-    "tokenizer_revision": (None, LOCAL),
-    "trust_remote_code": (False, LOCAL),
+    "tokenizer_revision": (None, "the tokenizer is of the model's revision; or pass one of transformers"),
 }
 
 
@@ -78,6 +75,7 @@ class LLMOptions(NamedTuple):
         max_context: tokens a sequence may hold; None is the model's.
         engine: settings of the engine.
         config_defaults: whether the model's generation_config gives the default SamplingParams.
+        hub: ``revision``, ``token`` and ``trust_remote_code`` of compile(), those that are given.
     """
 
     tp: int
@@ -85,6 +83,7 @@ class LLMOptions(NamedTuple):
     max_context: int | None
     engine: EngineConfig
     config_defaults: bool
+    hub: Mapping[str, Any]
 
 
 def read_options(given: Mapping[str, Any]) -> LLMOptions:
@@ -103,6 +102,8 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
     if defaults not in ("auto", "vllm"):
         raise InvalidInput(f'generation_config={shown(defaults)} must be "auto" (the model\'s own) or "vllm" (none)')
     engine = _engine_config(rest)
+    hub = {"revision": rest.pop("revision", None), "token": rest.pop("hf_token", None)}
+    hub |= {"trust_remote_code": flag(rest.pop("trust_remote_code", False), "trust_remote_code") or None}
     for name, value in rest.items():
         if name not in NEUTRAL:
             raise InvalidInput(f"LLM has no option {name!r}; docs/engine.md has those that it takes")
@@ -115,6 +116,7 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
         None if context is None else whole_number(context, "max_model_len"),
         engine,
         defaults == "auto",
+        {name: value for name, value in hub.items() if value is not None},
     )
 
 

@@ -15,6 +15,7 @@ from detcompile.offline.llm_outputs import LLMCompletion, LLMOutput
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.sampling.logprobs import token_logprobs
 from tests.model_cases import compiled, without_inductor
+from tests.models.hub_cases import COMMIT, put_snapshot, with_cache
 
 # vLLM's examples/offline_inference/basic/basic.py with the import and the model changed.
 SCRIPT = '''
@@ -207,7 +208,9 @@ def test_options_are_mapped() -> None:
         ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not served"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*one engine"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config.*SpeculationConfig"),
-        ({"trust_remote_code": True}, "trust_remote_code=True"),
+        ({"trust_remote_code": True}, r"trust_remote_code=True\) of a model that is compiled"),
+        ({"revision": "main"}, r"revision=main\) of a model that is compiled"),
+        ({"tokenizer_revision": "main"}, "tokenizer_revision='main'.* is not served"),
         ({"max_modellen": 3}, "no option 'max_modellen'"),
         ({"dtype": "int8"}, "dtype='int8' must be"),
         ({"max_model_len": "4k"}, "max_model_len '4k' is a str"),
@@ -234,6 +237,19 @@ def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None
         assert llm.model.dtype == torch.bfloat16 and llm.model.max_context == 64
         assert llm.get_tokenizer().name_or_path == own and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
         assert "compiled for 64" in str(llm.generate([[5] * 64], GREEDY, use_tqdm=False)[0].error)
+
+
+def test_a_name_on_the_hub_is_loaded_at_its_revision(tmp_path: Path) -> None:
+    folder = Path(detcompile.__file__).parent / "tiny"
+    files = {file.name: file.read_bytes() for file in (folder / "draft").iterdir() if file.is_file()}
+    files |= {file.name: file.read_bytes() for file in folder.glob("tokenizer*")}
+    put_snapshot(tmp_path, "org/name", files, ref="v1")
+    with with_cache(tmp_path, offline=True), without_inductor():
+        with LLM("org/name", revision="v1", dtype="float32", num_gpu_blocks_override=9) as llm:
+            assert llm.model.config._commit_hash == COMMIT and llm.model.name_or_path == "org/name"
+            assert llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
+        with pytest.raises(InvalidInput, match="v2"):
+            LLM("org/name", revision="v2")
 
 
 def test_outputs_have_vllm_s_fields() -> None:

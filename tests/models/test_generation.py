@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -386,7 +387,7 @@ def test_layers_with_states_and_windows_are_watched_with_the_same_tokens(name: s
         ({"do_sample": True, "seed": 1.0}, "seed 1.0 is a float"),
         ({"max_new_tokens": 5000}, "was compiled for"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
 )
 def test_what_cannot_be_served_is_refused_by_name(given: dict, said: str) -> None:
     ids, mask = padded_batch()

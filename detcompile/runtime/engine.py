@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
+from typing import Any, get_args
 
 from rich.progress import track
 
@@ -16,6 +17,7 @@ from detcompile.runtime.metrics import EngineStats
 from detcompile.runtime.pipeline import Pipeline
 from detcompile.runtime.request_book import RequestBook
 from detcompile.runtime.requests.admission import Admission, Prompt
+from detcompile.runtime.requests.copies import OutputKind
 from detcompile.runtime.requests.deliveries import Deliveries, Mailbox, Receiver
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -96,6 +98,8 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         stream_text: bool = False,
+        resume: Mapping[int, SequenceOf[int]] | None = None,
+        output_kind: OutputKind = "cumulative",
     ) -> str:
         """Queue a request; ``step`` serves it. May be called from any thread.
 
@@ -105,6 +109,11 @@ class Engine:
             request_id: the request's id, if the caller names it.
             priority: an integer; lower is served earlier.
             stream_text: keep ``outputs[i].text`` up to date after every token, not only at the end.
+            resume: samples to go on with, by their index, and the tokens that each has drawn before; samples not named
+                are not served. The same prompt, parameters and seed end in the bits of one run. Logprobs are of the
+                tokens drawn here, prompt logprobs come with sample 0.
+            output_kind: "cumulative": ``step`` returns all of an output that got longer; "delta": what is new of it,
+                with text only if ``stream_text``; "final_only": an output that has ended.
 
         Returns:
             The request's id.
@@ -113,7 +122,8 @@ class Engine:
             InvalidInput: a prompt or parameters that cannot be served; nothing is queued then.
             EngineError: the engine has failed before.
         """
-        return self._add(request_id, "request", prompt, params, priority=priority, stream_text=stream_text)
+        how: dict[str, Any] = {"stream_text": stream_text, "resume": resume, "output_kind": output_kind}
+        return self._add(request_id, "request", prompt, params, priority=priority, **how)
 
     def cancel(self, request_id: str) -> None:
         """End a request at its next step, wherever it stands; unknown or finished ones are left alone."""
@@ -203,13 +213,13 @@ class Engine:
         try:
             for prompt, own, urgency in self._admission.asked(prompts, params, priority):
                 try:
-                    to = mailbox.receive
-                    name = self._add(None, "generate", prompt, own, priority=urgency, receiver=to, only_last=True)
+                    to: dict[str, Any] = {"receiver": mailbox.receive, "output_kind": "final_only"}
+                    name = self._add(None, "generate", prompt, own, priority=urgency, **to)
                     results.append(RequestOutput(name, None, [], None, []))
                 except InvalidInput as error:
                     results.append(self._admission.refusal(prompt, error))
             left = {output.request_id for output in results if output.error is None}
-            ended = self._finishing(left, mailbox)
+            ended = self._steps.serve(left, mailbox)
             for output in track(ended, "generating", total=len(left), disable=not progress, transient=True):
                 found[output.request_id] = output
         except BaseException:  # an interrupt, above all: do not go on with what nobody waits for
@@ -252,10 +262,13 @@ class Engine:
         priority: int = 0,
         stream_text: bool = False,
         receiver: Receiver | None = None,
-        only_last: bool = False,
+        resume: Mapping[int, SequenceOf[int]] | None = None,
+        output_kind: OutputKind = "cumulative",
     ) -> str:
         """Queue a request under its own id, or one of its kind that nobody has; its outputs go to ``receiver``."""
         self._steps.require_alive()
+        if output_kind not in get_args(OutputKind):
+            raise InvalidInput(f"output_kind {output_kind!r} must be one of {', '.join(get_args(OutputKind))}")
         request = self._admission.request(
             kind if request_id is None else request_id,
             prompt,
@@ -263,29 +276,18 @@ class Engine:
             arrival=next(self._arrivals),
             priority=priority,
             stream_text=stream_text,
+            resume=resume,
+            with_text=output_kind != "delta" or bool(stream_text),
         )
         for sequence in request.sequences:
             self._scheduler.require_room(sequence)
 
         def check(name: str) -> None:
-            if receiver is not None:
-                self._deliveries.expect(name, receiver, only_last=only_last)
+            if receiver is not None or output_kind != "cumulative":
+                self._deliveries.expect(request.output, name, receiver, output_kind)
             self._steps.require_alive()  # once it is expected: a failure from here on is told to the receiver
 
         return self._book.admit(request, kind if request_id is None else None, check)
-
-    def _finishing(self, names: set[str], mailbox: Mailbox) -> Iterator[RequestOutput]:
-        """Takes turns at steps until these requests have ended, whoever made their outputs."""
-        left = set(names)
-        while True:
-            for output in mailbox.taken():
-                left.discard(output.request_id)
-                yield output
-            if not left:
-                return
-            if mailbox.error is not None:
-                raise mailbox.error
-            self._steps.step(mailbox.place)
 
     def _abandon(self, names: SequenceOf[str]) -> None:
         """Nobody waits for these any more: they end now, and nothing of them is left queued."""

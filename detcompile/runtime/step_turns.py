@@ -1,9 +1,13 @@
 """StepTurns: the steps of an engine, one at a time, whichever threads ask for them; and what a step that fails ends."""
 
+from collections.abc import Iterator
+
 from detcompile.errors import EngineError
 from detcompile.runtime.gc_pauses import GCPauses
 from detcompile.runtime.pipeline import Pipeline
 from detcompile.runtime.request_book import RequestBook
+from detcompile.runtime.requests.deliveries import Mailbox
+from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.turns import Place, Turns, without_interrupts
 
 __all__ = ["StepTurns"]
@@ -51,6 +55,23 @@ class StepTurns:
                     self._pauses.restore()
             finally:
                 self.turns.give()
+
+    def serve(self, names: set[str], mailbox: Mailbox) -> Iterator[RequestOutput]:
+        """Takes turns at steps until these requests have ended, whoever made their outputs.
+
+        Raises:
+            EngineError: a step failed.
+        """
+        left = set(names)
+        while True:
+            for output in mailbox.taken():
+                left.discard(output.request_id)
+                yield output
+            if not left:
+                return
+            if mailbox.error is not None:
+                raise mailbox.error
+            self.step(mailbox.place)
 
     def drop_cancelled(self) -> None:
         """End what was cancelled without a step for the others, and leave nothing of it queued."""

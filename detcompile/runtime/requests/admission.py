@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
 from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt
 from detcompile.runtime.requests.request import Request
+from detcompile.runtime.requests.resumption import resumed_samples
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["Admission", "Prompt"]
@@ -64,8 +66,14 @@ class Admission:
         arrival: int,
         priority: int,
         stream_text: bool,
+        resume: Mapping[int, SequenceOf[int]] | None = None,
+        with_text: bool = True,
     ) -> Request:
         """A request that the model can serve.
+
+        Args:
+            resume: samples to go on with, and the tokens that they have drawn.
+            with_text: whether anybody wants the text; stop strings are found either way.
 
         Raises:
             InvalidInput: what is no prompt, an empty or too long one, ids out of the vocabulary, text without a
@@ -85,18 +93,22 @@ class Admission:
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
         bad_words, forbidden = self._bad_words(params)
-        return Request(
+        own = self._own(params, forbidden)
+        request = Request(
             request_id,
             text,
             token_ids,
-            self._own(params, forbidden),
-            self.tokenizer,
+            own,
+            self.tokenizer if with_text or own.stop else None,
             arrival=arrival,
             priority=urgency,
             max_length=self.max_context,
             stream_text=streams,
             bad_words=bad_words,
+            resume=None if resume is None else resumed_samples(resume, own, len(token_ids), self),
         )
+        request.read_resumed()
+        return request
 
     def asked(
         self,

@@ -3,12 +3,14 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from detcompile.errors import EngineError
-from detcompile.runtime.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.copies import Cursor, OutputKind, copy_of, joined
+from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.turns import Place, Turns
 
-__all__ = ["Deliveries", "Mailbox", "Receiver", "copy_of", "dropped"]
+__all__ = ["Deliveries", "Mailbox", "Receiver", "dropped"]
 
 Receiver = Callable[[RequestOutput | EngineError], None]
 
@@ -43,12 +45,20 @@ class Mailbox:
         return [self._outputs.popleft() for _ in range(len(self._outputs))]
 
 
+class _Route(NamedTuple):
+    """Where the outputs of a request go; None leaves them to ``take``."""
+
+    receiver: Receiver | None
+    kind: OutputKind
+    cursor: Cursor | None  # of deltas
+
+
 class Deliveries:
     """The receivers of an engine's requests, and what has none. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._receivers: dict[str, tuple[Receiver, bool]] = {}
+        self._routes: dict[str, _Route] = {}
         self._kept: dict[str, RequestOutput] = {}
 
     @property
@@ -56,36 +66,40 @@ class Deliveries:
         """Whether ``take`` has anything."""
         return bool(self._kept)
 
-    def expect(self, request_id: str, receiver: Receiver, *, only_last: bool) -> None:
-        """Give the outputs of a request to ``receiver``: all of them, or the one that is finished."""
+    def expect(self, output: RequestOutput, name: str, receiver: Receiver | None, kind: OutputKind) -> None:
+        """Give a request's outputs, of this kind, to ``receiver``; None: keep them for ``take``."""
+        cursor = Cursor([len(sample.token_ids) for sample in output.outputs]) if kind == "delta" else None
         with self._lock:
-            self._receivers[request_id] = receiver, only_last
+            self._routes[name] = _Route(receiver, kind, cursor)
 
     def drop(self, request_id: str) -> None:
         """Nobody waits for a request any more, which somebody did."""
         with self._lock:
-            if request_id in self._receivers:
-                self._receivers[request_id] = dropped, True
+            if request_id in self._routes:
+                self._routes[request_id] = _Route(dropped, "final_only", None)
 
     def give(self, output: RequestOutput) -> bool:
         """Hand on a copy of an output; False if its receiver cannot be reached any more."""
         with self._lock:
-            receiver, only_last = self._receivers.get(output.request_id, (None, False))
-            if receiver is not None and output.finished:
-                del self._receivers[output.request_id]
+            receiver, kind, cursor = self._routes.get(output.request_id, _Route(None, "cumulative", None))
+            if output.finished:
+                self._routes.pop(output.request_id, None)
+        if kind == "final_only" and not output.finished:
+            return True
+        copy = copy_of(output) if cursor is None else cursor.delta(output)
         if receiver is None:
-            copy = copy_of(output)
             with self._lock:
-                self._kept[output.request_id] = copy
-        elif output.finished or not only_last:
-            try:
-                receiver(copy_of(output))
-            except Exception:  # a coroutine's loop that is closed, say: its neighbours go on
-                return False
+                before = self._kept.get(output.request_id)
+                self._kept[output.request_id] = copy if cursor is None or before is None else joined(before, copy)
+            return True
+        try:
+            receiver(copy)
+        except Exception:  # a coroutine's loop that is closed, say: its neighbours go on
+            return False
         return True
 
     def take(self) -> list[RequestOutput]:
-        """Outputs without a receiver, the newest of each request."""
+        """Outputs without a receiver, the newest of each request, or its deltas as one."""
         with self._lock:
             kept, self._kept = self._kept, {}
         return list(kept.values())
@@ -93,51 +107,11 @@ class Deliveries:
     def fail(self, text: str, cause: BaseException) -> None:
         """Tell every receiver that nothing comes any more."""
         with self._lock:
-            receivers, self._receivers = self._receivers, {}
-        for receiver, _ in receivers.values():
+            routes, self._routes = self._routes, {}
+        for receiver in (route.receiver for route in routes.values() if route.receiver is not None):
             error = EngineError(text)  # one each: a traceback grows on it
             error.__cause__ = cause
             try:
                 receiver(error)
             except Exception:
                 continue
-
-
-def copy_of(output: RequestOutput) -> RequestOutput:
-    """An output as it is now, for the caller to keep and to change. Written out: a step makes one a request."""
-    metrics, known = output.metrics, output.prompt_logprobs
-    return RequestOutput(
-        output.request_id,
-        output.prompt,
-        output.prompt_token_ids[:],
-        output.seed,
-        [_copy_of_sample(sample) for sample in output.outputs],
-        output.finished,
-        None if known is None else known[:],
-        output.error,
-        None if metrics is None else _copy_of_metrics(metrics),
-    )
-
-
-def _copy_of_sample(sample: CompletionOutput) -> CompletionOutput:
-    return CompletionOutput(
-        sample.index,
-        sample.text,
-        sample.token_ids[:],
-        None if sample.logprobs is None else sample.logprobs[:],
-        sample.finish_reason,
-        sample.stop_reason,
-    )
-
-
-def _copy_of_metrics(metrics: RequestMetrics) -> RequestMetrics:
-    return RequestMetrics(
-        metrics.arrival,
-        metrics.first_scheduled,
-        metrics.token_times[:],
-        metrics.finished,
-        metrics.num_cached_tokens,
-        metrics.num_preemptions,
-        metrics.num_drafted_tokens,
-        metrics.num_accepted_tokens,
-    )

@@ -5,13 +5,15 @@ string. A token's text depends on its neighbours (a character may take several t
 space), so a window of the last tokens is decoded with and without the new one. The window is short, so a token costs
 the same however long the text is. Decoders with byte fallback (of SentencePiece's vocabularies) make one string of a
 whole run of byte tokens, or, if one byte of the run belongs to no character, a replacement mark of each: the text of a
-run is certain when it ends.
+run is certain when it ends. A decoder that only joins bytes (ByteLevel's) needs no neighbours: behind a whole character
+the window begins anew.
 """
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
@@ -27,13 +29,16 @@ class Detokenizer:
 
     A token that ends a request and shall not be read (an end-of-sequence token, a stop token) is not appended.
 
+    Args:
+        tokenizer: a tokenizer of transformers, or what decodes like one.
+
     Attributes:
         stopped_by: the stop string that ended the request, or None. The text is cut before it, or after it with
             include_stop_str_in_output. Of several, the one that is complete first; then the one that began first.
         num_tokens: tokens that were read; those after the one that completed a stop string are not.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.stopped_by: str | None = None
         self.num_tokens = 0
         self._tokenizer = tokenizer
@@ -43,6 +48,9 @@ class Detokenizer:
         self._known = ""  # that text
         self._held = ""  # text that may begin a stop string
         self._finished = False
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._joins_bytes = isinstance(backend, Tokenizer) and isinstance(backend.decoder, decoders.ByteLevel)
+        self._read = backend.decode if self._joins_bytes else tokenizer.decode
         self._special = frozenset(tokenizer.all_special_ids if params.skip_special_tokens else ())
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -56,7 +64,7 @@ class Detokenizer:
             if token in self._special and not self._decode([token]):
                 continue  # it is not in the text, nor in the way of its neighbours
             self._window.append(token)
-            if not self._is_byte(token):
+            if self._joins_bytes or not self._is_byte(token):
                 released.append(self._match(self._advance(), last=False))
         return "".join(released)
 
@@ -78,7 +86,9 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         skip = self._params.skip_special_tokens
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        if self._joins_bytes:
+            return self._read(token_ids, skip_special_tokens=skip)
+        return self._read(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
     def _is_byte(self, token_id: int) -> bool:
         """Whether a decoder may join it with the bytes that follow."""
@@ -92,14 +102,14 @@ class Detokenizer:
             return self._cut(text)
         new = text[len(self._known) :]
         if new:
-            self._restart(self._num_read, len(self._window))
+            self._restart(len(self._window) if self._joins_bytes else self._num_read, len(self._window))
         return new
 
     def _restart(self, start: int, num_read: int) -> None:
         """Drop the window's first tokens; the text up to ``num_read`` is known."""
         self._window = self._window[start:]
         self._num_read = num_read - start
-        self._known = self._decode(self._window[: self._num_read])
+        self._known = self._decode(self._window[: self._num_read]) if self._num_read else ""
 
     def _cut(self, text: str) -> str:
         """New text up to a token where the window may be parted, so that bytes of no character do not pile up.

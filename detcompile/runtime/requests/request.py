@@ -1,9 +1,11 @@
 """A request inside the engine: its samples' sequences, and the output that they add up to."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from detcompile.errors import DetcompileError, EngineError
+from detcompile.errors import DetcompileError, EngineError, InvalidInput
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
@@ -13,8 +15,18 @@ from detcompile.runtime.requests.sequence import FinishReason, Sequence
 __all__ = ["Request", "undrawable"]
 
 
+@dataclass(eq=False, slots=True)
+class _Sample:
+    """One sample of a request, and its text as far as it was read."""
+
+    sequence: Sequence
+    output: CompletionOutput
+    detokenizer: Detokenizer | None  # None where nobody wants text
+    num_read: int = 0  # tokens whose text is in the output
+
+
 class Request:
-    """One prompt and its n samples.
+    """One prompt and its n samples, or those of them that are resumed.
 
     ``output`` is one object from the first token to the last, updated in place.
 
@@ -22,12 +34,13 @@ class Request:
         prompt: the prompt as text, if it was given as text.
         token_ids: tokens of the prompt.
         params: what the caller asked for; a seed is drawn if it has none.
-        tokenizer: makes the text; None for a model without one.
+        tokenizer: makes the text; None where there is none, or nobody wants text.
         arrival: number of requests that came before.
         priority: urgency; lower is more urgent.
         max_length: tokens that a sequence may hold.
         stream_text: keep the text up to date after every token.
         bad_words: sequences of tokens that no sample may complete.
+        resume: the samples to serve, each with the tokens that it has drawn before; None for all n from their start.
     """
 
     def __init__(
@@ -43,51 +56,66 @@ class Request:
         max_length: int,
         stream_text: bool,
         bad_words: BadWords = NO_WORDS,
+        resume: Mapping[int, list[int]] | None = None,
     ) -> None:
         self.params = params.seeded()
-        self.sequences = [
-            Sequence(list(token_ids), self.params, bad_words, index, priority, arrival, max_length)
-            for index in range(params.n)
-        ]
-        self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
-        with_text = tokenizer is not None
         self._stream_text = stream_text
-        self._detokenizers = [Detokenizer(tokenizer, self.params) for _ in self.sequences] if with_text else None
-        self._num_read = [0] * params.n  # tokens whose text is in the output
-        wants_logprobs = params.logprobs is not None
+        self._samples: dict[int, _Sample] = {}
+        for index, drawn in ({key: [] for key in range(params.n)} if resume is None else resume).items():
+            own = (self.params, bad_words, index, priority, arrival, max_length)
+            self._samples[index] = _Sample(
+                Sequence([*token_ids, *drawn], *own, num_prompt_tokens=len(token_ids)),
+                CompletionOutput(index, token_ids=[*drawn], logprobs=None if params.logprobs is None else []),
+                None if tokenizer is None else Detokenizer(tokenizer, self.params),
+            )
+        self.sequences = [sample.sequence for sample in self._samples.values()]
+        self.held = self.sequences[1:]  # wait for the first, whose prompt they will find in the cache
         self.output = RequestOutput(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=list(token_ids),
             seed=self.params.seed,
-            outputs=[CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(params.n)],
+            outputs=[sample.output for sample in self._samples.values()],
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             metrics=RequestMetrics(time.monotonic()),
         )
 
+    def read_resumed(self) -> None:
+        """Look for stop strings in the tokens that samples were resumed with.
+
+        Raises:
+            InvalidInput: there is one, so that the sample has ended.
+        """
+        for sample in self._samples.values() if self.params.stop else ():
+            self._detokenize(sample)
+            if sample.sequence.finish_reason is not None:
+                index, reason = sample.output.index, sample.sequence.stop_reason
+                raise InvalidInput(f"sample {index} has ended at {reason!r}: resume those that run")
+
     def add_token(self, index: int, token_id: int, logprobs: Logprobs | None) -> None:
         """Sample ``index`` has drawn a token; may finish it."""
-        sequence, output = self.sequences[index], self.output.outputs[index]
+        sample = self._samples[index]
+        sequence, output = sample.sequence, sample.output
         sequence.append(token_id)
         output.token_ids.append(token_id)
         if output.logprobs is not None and logprobs is not None:
             output.logprobs.append(logprobs)
-        if index == 0:
+        if output is self.output.outputs[0]:
             self._metrics.token_times.append(time.monotonic())
         if self.params.stop:
-            self._detokenize(index)
+            self._detokenize(sample)
         if sequence.finish_reason is not None:
-            self._close(index)
+            self._close(sample)
 
     def stream(self) -> list[Sequence]:
         """Bring text that streams up to date, which needs to hold up no step; the samples that this ended."""
         ended: list[Sequence] = []
-        for index, sequence in enumerate(self.sequences if self._stream_text else ()):
-            if sequence.finish_reason is None:
-                self._detokenize(index)
-                if sequence.finish_reason is not None:
-                    self._close(index)
-                    ended.append(sequence)
+        for sample in self._samples.values() if self._stream_text else ():
+            if sample.sequence.finish_reason is None:
+                self._detokenize(sample)
+                if sample.sequence.finish_reason is not None:
+                    self._close(sample)
+                    ended.append(sample.sequence)
         return ended
 
     def add_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
@@ -98,19 +126,22 @@ class Request:
 
     def end(self, index: int, reason: FinishReason, error: DetcompileError | None = None) -> None:
         """End a sample early."""
-        self.sequences[index].finish_reason = reason
+        sample = self._samples[index]
+        sample.sequence.finish_reason = reason
         self.output.error = self.output.error or error
-        self._close(index)
+        self._close(sample)
 
     def fail(self, error: DetcompileError) -> None:
         """End every sample that still runs, as it stands: nothing of it is asked that might raise once more."""
-        output, self._detokenizers = self.output, None
+        output = self.output
         output.error = output.error or error
-        for sequence, sample in zip(self.sequences, output.outputs):
+        for sample in self._samples.values():
+            sample.detokenizer = None
+            sequence, own = sample.sequence, sample.output
             if sequence.finish_reason is None:
                 sequence.finish_reason = "error"
-            if sample.finish_reason is None:
-                sample.finish_reason, sample.stop_reason = sequence.finish_reason, sequence.stop_reason
+            if own.finish_reason is None:
+                own.finish_reason, own.stop_reason = sequence.finish_reason, sequence.stop_reason
         output.finished = True
         if output.metrics is not None:
             output.metrics.finished = time.monotonic()
@@ -120,30 +151,31 @@ class Request:
         assert self.output.metrics is not None
         return self.output.metrics
 
-    def _detokenize(self, index: int, *, last: bool = False) -> None:
+    def _detokenize(self, sample: _Sample, *, last: bool = False) -> None:
         """Text of the tokens that are new, with ``last`` all of it; a token that ended the sample is not read."""
-        if self._detokenizers is None:
+        sequence, output, detokenizer = sample.sequence, sample.output, sample.detokenizer
+        if detokenizer is None:
             return
-        sequence, output, detokenizer = self.sequences[index], self.output.outputs[index], self._detokenizers[index]
         ended = isinstance(sequence.stop_reason, int)
-        new = output.token_ids[self._num_read[index] : len(output.token_ids) - ended]
+        new = output.token_ids[sample.num_read : len(output.token_ids) - ended]
         try:
             output.text += detokenizer.finish(new) if last else detokenizer.append(new)
         except Exception as error:  # some tokenizers raise at ids that they do not know: the others' requests go on
-            self._detokenizers = None
+            for every in self._samples.values():
+                every.detokenizer = None
             sequence.finish_reason = "error"
             self.output.error = self.output.error or EngineError(
                 f"request {self.output.request_id}: the tokenizer cannot read what was generated: {error!r}. Forbid"
                 " the ids that it does not know with logit_bias, or serve without a tokenizer"
             )
             return
-        self._num_read[index] = len(output.token_ids)
+        sample.num_read = len(output.token_ids)
         if detokenizer.stopped_by is not None and sequence.finish_reason in (None, "length"):
             sequence.finish_reason, sequence.stop_reason = "stop", detokenizer.stopped_by
 
-    def _close(self, index: int) -> None:
-        sequence, output = self.sequences[index], self.output.outputs[index]
-        self._detokenize(index, last=True)
+    def _close(self, sample: _Sample) -> None:
+        sequence, output = sample.sequence, sample.output
+        self._detokenize(sample, last=True)
         output.finish_reason, output.stop_reason = sequence.finish_reason, sequence.stop_reason
         if all(s.finish_reason is not None for s in self.sequences):
             self.output.finished = True

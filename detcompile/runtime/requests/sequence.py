@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt and the tokens generated after it.
+    """A prompt and the tokens generated after it, some of which it may begin with.
 
     The first ``num_computed`` tokens have their keys and values in the cache, or in a step that was launched; group g's
     are in the blocks of ``block_tables[g]``. ``num_pending`` (0 or 1) tokens more than ``token_ids`` were drawn on the
@@ -42,13 +42,13 @@ class Sequence:
     last_step: int = -1  # the last step that this sequence had a part in
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it
-    num_prompt_tokens: int = field(init=False)
+    num_prompt_tokens: int = 0  # 0: all tokens that it begins with
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise InvalidInput("a sequence needs at least one token: put the model's BOS token into an empty prompt")
         self.sampling = self.sampling.seeded()
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
 
     @property
     def seed(self) -> int:

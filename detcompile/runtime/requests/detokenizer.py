@@ -48,7 +48,7 @@ class Detokenizer:
         self._known = ""  # that text
         self._held = ""  # text that may begin a stop string
         self._finished = False
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._joins_bytes = isinstance(backend, Tokenizer) and isinstance(backend.decoder, decoders.ByteLevel)
         self._read = backend.decode if self._joins_bytes else tokenizer.decode
         self._special = frozenset(tokenizer.all_special_ids if params.skip_special_tokens else ())

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports from its own layer and from the layers after it. Longest prefix wins.
 LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
+    {"detcompile.serving"},
     {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting", "detcompile.offline"},
     {"detcompile.api", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
@@ -78,6 +79,13 @@ FLOORS = [
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},
         {"runtime.device_memory", "runtime.gc_pauses"},
+    ],
+    [
+        {"serving.app", "serving.server"},
+        {"serving.openai"},
+        {"serving.service"},
+        {"serving.access", "serving.metrics", "serving.responses", "serving.texts"},
+        {"serving.chat_template", "serving.engines", "serving.http_errors"},
     ],
     [
         {"orders.numerics"},

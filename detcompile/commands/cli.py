@@ -1,5 +1,5 @@
-"""The command line: detcompile demo | generate | verify | check | diff | export | doctor | cache | tune-speculation.
-Results go to standard output, progress to standard error."""
+"""The command line: detcompile demo | generate | serve | verify | check | diff | export | doctor | cache |
+tune-speculation. Results go to standard output, progress to standard error."""
 
 import functools
 import importlib
@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": (
         "Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."
     ),
+    "serve": "Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit.",
     "doctor": "Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing.",
     "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",
     "demo": "Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits.",

@@ -94,7 +94,7 @@ class Admission:
             raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
         bad_words, forbidden = self._bad_words(params)
         own = self._own(params, forbidden)
-        request = Request(
+        return Request(
             request_id,
             text,
             token_ids,
@@ -107,8 +107,6 @@ class Admission:
             bad_words=bad_words,
             resume=None if resume is None else resumed_samples(resume, own, len(token_ids), self),
         )
-        request.read_resumed()
-        return request
 
     def asked(
         self,

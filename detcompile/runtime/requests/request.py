@@ -41,6 +41,9 @@ class Request:
         stream_text: keep the text up to date after every token.
         bad_words: sequences of tokens that no sample may complete.
         resume: the samples to serve, each with the tokens that it has drawn before; None for all n from their start.
+
+    Raises:
+        InvalidInput: a sample to resume has ended with a stop string.
     """
 
     def __init__(
@@ -79,13 +82,11 @@ class Request:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             metrics=RequestMetrics(time.monotonic()),
         )
+        if resume is not None:
+            self._read_resumed()
 
-    def read_resumed(self) -> None:
-        """Look for stop strings in the tokens that samples were resumed with.
-
-        Raises:
-            InvalidInput: there is one, so that the sample has ended.
-        """
+    def _read_resumed(self) -> None:
+        """Look for stop strings in the tokens that samples were resumed with: where there is one, it has ended."""
         for sample in self._samples.values() if self.params.stop else ():
             self._detokenize(sample)
             if sample.sequence.finish_reason is not None:

@@ -1,0 +1,101 @@
+"""`detcompile serve`: an OpenAI-compatible server whose answers can be run again."""
+
+import asyncio
+import importlib.util
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from detcompile import __version__
+from detcompile.errors import InvalidInput
+
+__all__ = ["Bounds", "EngineOptions", "Loading", "command"]
+
+NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client")
+missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+if missing:
+    raise InvalidInput(f'{", ".join(missing)} is not installed: pip install "detcompile[serve]"')
+
+import uvicorn  # noqa: E402 - once it is known to be there
+
+from detcompile.serving.access import read_keys  # noqa: E402
+from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
+from detcompile.serving.engines.protocol import EngineSpec  # noqa: E402
+from detcompile.serving.server import is_loopback, listen, serve  # noqa: E402
+from detcompile.serving.service import Service  # noqa: E402
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Options of how much is taken at a time."""
+
+    max_queue: Annotated[int, typer.Option(min=1, help="Samples open at a time; beyond: 429.")] = 512
+    max_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that wait; beyond: 429.")] = 262144
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = MAX_BODY
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.")] = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Options of how the engine process loads MODEL, by the names that EngineSpec has for them."""
+
+    random: Annotated[bool, typer.Option("--random", help="Random weights for the model's config.json.")] = False
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None
+    tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
+    token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of the engine, by the names that EngineConfig has for them."""
+
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at a time.")] = None
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None
+    block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None
+    num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A model folder, an id on the Hub, 'tiny', or an exported .pt2.")],
+    host: Annotated[str, typer.Option(help="Address to bind; one that others reach needs keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="File of keys: name:sha256 a line; for all routes.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys.")] = False,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None,
+    *,
+    bounds: Bounds,
+    loading: Loading,
+    engine: EngineOptions,
+) -> None:
+    """Serve MODEL over OpenAI's API."""
+    digests = [] if api_keys is None else read_keys(api_keys)
+    if not digests and not insecure and not is_loopback(host):
+        raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
+    config = {key: value for key, value in asdict(engine).items() if value is not None}
+    spec = EngineSpec(model=model, config=config, **asdict(loading))
+    template = None if chat_template is None else _read(chat_template)
+    names = {"name": name, "chat_template": template}
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
+        sys.exit(runner.run(_served(spec, (host, port), digests, bounds, names)))
+
+
+async def _served(
+    spec: EngineSpec, address: tuple[str, int], digests: list[bytes], bounds: Bounds, names: dict[str, Any]
+) -> int:
+    with listen(*address) as sock:
+        service = Service(**names, max_queue=bounds.max_queue, max_queued_tokens=bounds.max_queued_tokens)
+        return await serve(service, new_app(service, __version__, digests, bounds.max_body), spec, sock, bounds.drain)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--chat-template {path}: {error}") from error

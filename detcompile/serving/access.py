@@ -1,0 +1,94 @@
+"""Access: one ASGI layer around all routes that asks for API keys; and bodies of a bounded size and of one type."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from detcompile.errors import InvalidInput
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.responses import JSON
+
+__all__ = ["Access", "read_body", "read_keys"]
+
+DIGEST_LETTERS = 64  # of sha256 in hex
+NO_KEY = "no API key, or none that is known: send `Authorization: Bearer KEY`"
+
+
+class Access:
+    """Lets requests through that bring a key; without keys, all.
+
+    Args:
+        digests: sha256 of each key that is known.
+        inside: what they reach.
+    """
+
+    def __init__(self, inside: ASGIApp, digests: Sequence[bytes]) -> None:
+        self._inside = inside
+        self._digests = tuple(digests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer 401."""
+        if scope["type"] != "http" or not self._digests or self._knows(Headers(scope=scope).get("authorization", "")):
+            await self._inside(scope, receive, send)
+            return
+        error = HTTPError(401, NO_KEY)
+        headers = {"content-type": JSON, **error.headers}
+        fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 401, "headers": fields})
+        await send({"type": "http.response.body", "body": error.body})
+
+    def _knows(self, authorization: str) -> bool:
+        """Every known digest is compared, each in a time that says nothing of where it differs."""
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0 and scheme.lower() == "bearer"
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body of a request that sends JSON.
+
+    A page in a browser cannot send this type to another site unasked, which keeps pages from using a server on
+    loopback.
+
+    Raises:
+        HTTPError: another type, or over ``most`` bytes.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON:
+        raise HTTPError(415, f"send the body as `Content-Type: {JSON}`", code="unsupported_media_type")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise HTTPError(413, f"the body is over {most} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def read_keys(path: Path) -> list[bytes]:
+    """The digests of a file of keys: a line ``name:sha256 of the key in hex`` each; # begins a comment.
+
+    Raises:
+        InvalidInput: the file cannot be read, holds a line of another form, or none.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--api-keys {path}: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        name, _, digest = text.rpartition(":")
+        if not name or len(digest) != DIGEST_LETTERS or set(digest.lower()) - set("0123456789abcdef"):
+            raise InvalidInput(f"--api-keys {path}, line {number}: give name:sha256, the digest of the key in hex")
+        found.append(bytes.fromhex(digest))
+    if not found:
+        raise InvalidInput(f"--api-keys {path} holds no key")
+    return found

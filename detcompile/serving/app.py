@@ -1,0 +1,168 @@
+"""The routes: OpenAI's, those for whoever runs the server, and those that say what its answers rest on."""
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from detcompile.errors import DetcompileError
+from detcompile.serving.access import Access, read_body
+from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.openai.chat import chat, prompt_of
+from detcompile.serving.openai.completions import complete
+from detcompile.serving.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode_body,
+)
+from detcompile.serving.responses import JSON
+from detcompile.serving.service import Service
+
+__all__ = ["MAX_BODY", "new_app"]
+
+MAX_BODY = 4 << 20  # bytes of a request's body
+Asked = TypeVar("Asked")
+
+
+def new_app(service: Service, version: str, digests: Sequence[bytes] = (), max_body: int = MAX_BODY) -> ASGIApp:
+    """The application.
+
+    Args:
+        version: detcompile's.
+        digests: sha256 of the API keys; none lets everybody in.
+        max_body: bytes that a request's body may have.
+    """
+    app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
+    _add_posts(app, service, max_body)
+    _add_gets(app, service, version)
+    app.add_exception_handler(HTTPError, _refused)
+    app.add_exception_handler(DetcompileError, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _failed)
+    return Access(app, digests)
+
+
+def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
+    def post(
+        paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]
+    ) -> None:
+        async def route(request: Request) -> Response:
+            return await answer(service, decode_body(await read_body(request, max_body), kind))
+
+        (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+        body = {"required": True, "content": {JSON: {"schema": schema}}}
+        for path in paths:
+            name = path.strip("/").replace("/", "_")
+            app.add_api_route(path, route, methods=["POST"], name=name, openapi_extra={"requestBody": body})
+
+    post(["/v1/completions"], CompletionRequest, complete)
+    post(["/v1/chat/completions"], ChatRequest, chat)
+    post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _tokenize)
+    post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = described()
+        kinds = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest]
+        _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_gets(app: FastAPI, service: Service, version: str) -> None:
+    def get(path: str, answer: Callable[[], Response], *, ready: bool = False) -> None:
+        async def route() -> Response:
+            if ready:
+                service.require_ready()
+            return answer()
+
+        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_"))
+
+    def certificate() -> Response:
+        return Response(service.hello.certificate, media_type=JSON)
+
+    def fingerprint() -> Response:
+        parts = service.hello.fingerprint_parts
+        return _json({"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts})
+
+    def health() -> Response:
+        failure = service.link.failure
+        return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
+
+    get("/health", health)
+    get("/ready", lambda: _json({"status": "ready"}), ready=True)
+    get("/version", lambda: _json({"version": version}))
+    get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
+    get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
+    get("/v1/fingerprint", fingerprint, ready=True)
+    get("/v1/certificate", certificate, ready=True)
+
+    async def model(name: str) -> Response:
+        service.require_ready()
+        service.require_model(name)
+        return _json(_model(service))
+
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], name="v1_model")
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "detcompile",
+        "max_model_len": service.hello.max_context,
+        "fingerprint": service.hello.fingerprint,
+    }
+
+
+async def _tokenize(service: Service, asked: TokenizeRequest) -> Response:
+    service.require_ready()
+    service.require_model(asked.model)
+    if (asked.prompt is None) == (not asked.messages):
+        raise HTTPError(400, "give either prompt or messages", param="prompt")
+    if asked.messages:
+        ids = await prompt_of(service, asked.messages)
+    else:
+        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+    return _json({"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context})
+
+
+async def _detokenize(service: Service, asked: DetokenizeRequest) -> Response:
+    service.require_ready()
+    service.require_model(asked.model)
+    return _json({"prompt": service.texts.decode(asked.tokens, skip_special_tokens=False)})
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content), media_type=JSON)
+
+
+def _answered(error: HTTPError, status: int | None = None) -> Response:
+    return Response(error.body, status or error.status, headers=error.headers, media_type=JSON)
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, (HTTPError, DetcompileError))
+    return _answered(error if isinstance(error, HTTPError) else error_of(error))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {error.detail}"
+    found = HTTPError(error.status_code, said[:400], code="unsupported" if error.status_code == 404 else None)
+    found.headers |= error.headers or {}
+    return _answered(found)
+
+
+async def _failed(_request: Request, _error: Exception) -> Response:
+    return _answered(HTTPError(500, "the server failed at this request; its log says why"))

@@ -1,0 +1,77 @@
+"""ChatTemplate: messages to the text that a model was trained on, by a Jinja template as Hugging Face writes them."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["ChatTemplate"]
+
+RENDER_SECONDS = 2.0
+
+
+class _Generation(Extension):
+    """``{% generation %}``, which marks an assistant's words for training: what is in it is text as any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+class ChatTemplate:
+    """A template in a sandbox, with what templates of the Hub ask for.
+
+    Args:
+        source: the template.
+        special_tokens: tokens that templates name, such as bos_token.
+
+    Raises:
+        InvalidInput: the source is no template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        sandbox.filters["tojson"] = _as_json
+        sandbox.globals["raise_exception"] = _raise
+        sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = sandbox.from_string(source)
+        except TemplateError as error:
+            raise InvalidInput(f"the chat template cannot be read: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            InvalidInput: the template refuses the messages, or takes too long over them.
+        """
+        given = self._special_tokens | variables
+        try:
+            made = asyncio.to_thread(self._template.render, messages=messages, add_generation_prompt=True, **given)
+            return await asyncio.wait_for(made, RENDER_SECONDS)
+        except TimeoutError as error:
+            raise InvalidInput(f"the chat template took over {RENDER_SECONDS:g} s for these messages") from error
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise InvalidInput(f"the chat template cannot take these messages: {error}") from error
+
+
+def _as_json(value: Any, indent: int | None = None, **_options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,97 @@
+"""Answers in the making: what the engine has given for each prompt so far, and a way to wait for more."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from detcompile.errors import DetcompileError, EngineError
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.protocol import Delta, Token
+
+__all__ = ["Answer", "AnswerSample", "progress"]
+
+
+class AnswerSample:
+    """One sample: its tokens, which only grow.
+
+    Attributes:
+        finish_reason: None while it runs.
+    """
+
+    def __init__(self, wants_logprobs: bool) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[Token] | None = [] if wants_logprobs else None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+
+class Answer:
+    """A prompt and the samples drawn for it, as they come. Readers keep their place in ``samples`` themselves.
+
+    Args:
+        params: what was asked, with its seed.
+        changed: set whenever there is news; answers that are read together share one.
+
+    Attributes:
+        error: why there is no more, where it is not the end: InvalidInput for what cannot be served, else EngineError.
+        num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
+    """
+
+    def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, changed: asyncio.Event) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.samples = [AnswerSample(params.logprobs is not None) for _ in range(params.n)]
+        self.prompt_logprobs: list[Token | None] = []
+        self.error: DetcompileError | None = None
+        self.finished = False
+        self.num_cached_tokens = 0
+        self.queued_seconds: float | None = None
+        self.arrival = time.monotonic()
+        self.first_token: float | None = None
+        self.changed = changed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, over all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    def extend(self, delta: Delta) -> None:
+        """Take what is new."""
+        for part in delta.samples:
+            sample = self.samples[part.index]
+            sample.token_ids += part.token_ids
+            if sample.logprobs is not None and part.logprobs is not None:
+                sample.logprobs += part.logprobs
+            sample.finish_reason, sample.stop_reason = part.finish_reason, part.stop_reason
+        self.prompt_logprobs += delta.prompt_logprobs or ()
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.queued_seconds = delta.first_scheduled
+        if delta.error is not None:
+            self.error = EngineError(delta.error)
+        self.finished = delta.finished
+        self.changed.set()
+
+    def fail(self, error: DetcompileError) -> None:
+        """Nothing more comes."""
+        if not self.finished:
+            self.error, self.finished = error, True
+        self.changed.set()
+
+
+async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
+    """Yields whenever any of these answers, which share ``changed``, may have got longer; last when all have ended.
+
+    Raises:
+        DetcompileError: the ``error`` of the first that has one.
+    """
+    while True:
+        finished = all(answer.finished for answer in answers)
+        error = next((answer.error for answer in answers if answer.error is not None), None)
+        if error is not None:
+            raise error
+        yield
+        if finished:
+            return
+        await answers[0].changed.wait()
+        answers[0].changed.clear()

@@ -1,0 +1,256 @@
+"""The engine process: commands of the front in, an engine stepped, tokens out. It ends when the front does.
+
+Run as ``python -m detcompile.serving.engines.engine_process FD``, where FD is its end of a pair of connected sockets.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers.utils import logging as transformers_logging
+
+from detcompile.commands.verification import ModelSpec
+from detcompile.digests import fingerprint
+from detcompile.errors import DetcompileError, EngineError, InvalidInput, UnsupportedModel
+from detcompile.models.compiled import CompiledModel
+from detcompile.orders.numerics import Numerics
+from detcompile.runtime.engine import Engine
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.protocol import (
+    LENGTH,
+    VERSION,
+    Add,
+    Broken,
+    Cancel,
+    Delta,
+    EngineSpec,
+    Heartbeat,
+    Hello,
+    Refused,
+    SampleDelta,
+    Statistics,
+    Token,
+    Tokens,
+    decode_command,
+    frame,
+)
+
+__all__ = ["EngineServer", "hello_of", "main"]
+
+HEARTBEAT_SECONDS = 0.25
+PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # both ways to tokenize are compared by it
+
+
+class Wire:
+    """The engine's end of the socket. ``send`` may be called from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._reader = connection.makefile("rb")
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, report: Any) -> None:
+        """Send a report; a front that is gone ends this process."""
+        data = frame(report)
+        try:
+            with self._sending:
+                self._connection.sendall(data)
+        except OSError:
+            os._exit(0)
+
+    def receive(self) -> Any:
+        """The next command; None once the front is gone."""
+        head = self._reader.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack(head)
+        body = self._reader.read(size)
+        return decode_command(body) if len(body) == size else None
+
+
+class EngineServer:
+    """Serves one engine to one front: the main thread steps, another one reads commands, a third one sends heartbeats.
+
+    Args:
+        engine: serves the requests.
+        wire: connects to the front.
+    """
+
+    def __init__(self, engine: Engine, wire: Wire) -> None:
+        self._engine = engine
+        self._wire = wire
+        self._work = threading.Event()
+        self._statistics = Statistics()
+        self._counted = 0.0  # when the statistics were taken
+
+    def serve(self) -> None:
+        """Step while there is anything to do; returns never, as the end of the front ends the process.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        for run in (self._read, self._beat):
+            threading.Thread(target=run, daemon=True).start()
+        while True:
+            self._work.clear()
+            if self._engine.has_unfinished_requests:
+                deltas = [delta_of(output) for output in self._engine.step()]
+                if deltas:
+                    self._wire.send(Tokens(deltas))
+                if time.monotonic() - self._counted > HEARTBEAT_SECONDS:
+                    self._count()
+            else:
+                self._count()
+                self._work.wait()
+
+    def _count(self) -> None:
+        found = self._engine.stats
+        self._statistics = Statistics(*(getattr(found, name) for name in Statistics.__struct_fields__))
+        self._counted = time.monotonic()
+
+    def _read(self) -> None:
+        while (command := self._wire.receive()) is not None:
+            if isinstance(command, Add):
+                self._add(command)
+            elif isinstance(command, Cancel):
+                self._engine.cancel(command.request_id)
+            self._work.set()
+        os._exit(0)  # the front is gone, and with it whoever waits for an answer
+
+    def _add(self, command: Add) -> None:
+        try:
+            self._engine.add_request(
+                command.prompt,
+                SamplingParams(**command.params),
+                request_id=command.request_id,
+                priority=command.priority,
+                resume=command.resume,
+                output_kind="delta",
+            )
+        except InvalidInput as error:
+            self._wire.send(Refused(command.request_id, str(error)))
+        except EngineError:
+            return  # the thread that steps says so
+
+    def _beat(self) -> None:
+        while True:
+            self._wire.send(Heartbeat(self._statistics))
+            time.sleep(HEARTBEAT_SECONDS)
+
+
+def delta_of(output: RequestOutput) -> Delta:
+    """A delta of the engine as it travels."""
+    known, metrics = output.prompt_logprobs, output.metrics
+    first = None if metrics is None else metrics.first_scheduled
+    return Delta(
+        output.request_id,
+        [_sample(sample) for sample in output.outputs],
+        output.finished,
+        None if known is None else [None if entry is None else _token(entry) for entry in known],
+        None if output.error is None else str(output.error),
+        output.num_cached_tokens,
+        None if metrics is None or first is None else first - metrics.arrival,
+    )
+
+
+def hello_of(model: CompiledModel, config: EngineConfig, num_blocks: int, name: str) -> Hello:
+    """What the front has to know of a model.
+
+    Raises:
+        UnsupportedModel: a tokenizer that only its own code can run.
+    """
+    parts, tokenizer = model.fingerprint_parts, model.tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    special = getattr(tokenizer, "special_tokens_map", None) or {}
+    return Hello(
+        name=name,
+        fingerprint=fingerprint(parts),
+        fingerprint_parts={key: str(part) for key, part in parts.items()},
+        certificate=model.certificate.to_json(),
+        max_context=model.max_context,
+        vocab_size=model.vocab_size,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        tokenizer=None if tokenizer is None else _tokenizer_of(tokenizer),
+        special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
+        special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _tokenizer_of(tokenizer: Any) -> str:
+    """The tokenizer as JSON of the tokenizers library, which the front reads and writes text with."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    name = type(tokenizer).__name__
+    if not isinstance(backend, Tokenizer):
+        raise UnsupportedModel(f"the server needs a tokenizer of the tokenizers library, and {name} is none")
+    alone = Tokenizer.from_str(backend.to_str())
+    alone.no_truncation()
+    alone.no_padding()
+    for added in (True, False):
+        ids = tokenizer(PROBE, add_special_tokens=added, verbose=False)["input_ids"]
+        if alone.encode(PROBE, add_special_tokens=added).ids != ids:
+            raise UnsupportedModel(f"{name} tokenizes by code of its own, which the server does not run")
+        text = tokenizer.decode(ids, skip_special_tokens=added, clean_up_tokenization_spaces=False)
+        if alone.decode(ids, skip_special_tokens=added) != text:
+            raise UnsupportedModel(f"{name} makes text by code of its own, which the server does not run")
+    return alone.to_str()
+
+
+def _sample(sample: CompletionOutput) -> SampleDelta:
+    logprobs = None if sample.logprobs is None else [_token(entry) for entry in sample.logprobs]
+    return SampleDelta(sample.index, sample.token_ids, logprobs, sample.finish_reason, sample.stop_reason)
+
+
+def _token(entry: Logprobs) -> Token:
+    return Token(entry.token_id, entry.logprob, list(entry.top.items()))
+
+
+def _start(spec: EngineSpec) -> tuple[Engine, Hello]:
+    if spec.version != VERSION:
+        raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    model = ModelSpec(
+        spec.model,
+        spec.random,
+        spec.dtype,
+        spec.device,
+        Numerics().tp_sizes if spec.tp_sizes is None else tuple(spec.tp_sizes),
+        spec.revision,
+        spec.token,
+        spec.trust_remote_code,
+    ).compile(spec.tp)
+    config = EngineConfig(**spec.config)
+    engine = model.engine(config)
+    return engine, hello_of(model, config, engine.stats.num_blocks, spec.model)
+
+
+def main() -> None:
+    """Serve until the front is gone; exit 1 where the model cannot be served, or the engine failed."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    wire = Wire(connection)
+    spec = wire.receive()
+    if not isinstance(spec, EngineSpec):
+        return
+    try:
+        engine, hello = _start(spec)
+        wire.send(hello)
+        EngineServer(engine, wire).serve()
+    except DetcompileError as error:
+        wire.send(Broken(type(error).__name__, str(error)))
+        sys.exit(1)
+    except Exception as error:
+        wire.send(Broken(type(error).__name__, f"{type(error).__name__}: {error}"))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What the front and an engine process say to each other: msgpack in frames that begin with their length.
+
+A sample's tokens travel once, as they are drawn. Neither side runs what the other sends: frames hold plain values.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "Add",
+    "Broken",
+    "Cancel",
+    "Delta",
+    "EngineSpec",
+    "Heartbeat",
+    "Hello",
+    "LENGTH",
+    "Refused",
+    "SampleDelta",
+    "Statistics",
+    "Token",
+    "Tokens",
+    "VERSION",
+    "decode_command",
+    "decode_report",
+    "frame",
+]
+
+VERSION = 1
+LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
+
+
+class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
+    """The first frame that the front sends: which model to compile, and the engine's settings."""
+
+    version: int = VERSION
+    model: str
+    random: bool = False
+    dtype: str | None = None
+    device: str | None = None
+    tp: int = 1
+    tp_sizes: list[int] | None = None
+    revision: str | None = None
+    token: str | None = None
+    trust_remote_code: bool = False
+    config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
+
+
+class Add(msgspec.Struct, tag=True, omit_defaults=True):
+    """Serve a request; ``resume`` maps samples to the tokens that they have drawn before."""
+
+    request_id: str
+    prompt: list[int]
+    params: dict[str, Any]
+    priority: int = 0
+    resume: dict[int, list[int]] | None = None
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """End a request."""
+
+    request_id: str
+
+
+class Hello(msgspec.Struct, kw_only=True, tag=True):
+    """The first frame of an engine that is ready: all that the front has to know of its model."""
+
+    name: str
+    fingerprint: str
+    fingerprint_parts: dict[str, str]
+    certificate: str  # one JSON object
+    max_context: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    tokenizer: str | None  # one JSON object, of the tokenizers library; None for a model without one
+    special_ids: list[int]
+    special_tokens: dict[str, str]  # by the names that chat templates have for them
+    chat_template: str | None
+
+
+class Token(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: its token, and the likeliest tokens, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class SampleDelta(msgspec.Struct, array_like=True):
+    """What a sample has drawn since its last delta."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[Token] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What is new of a request."""
+
+    request_id: str
+    samples: list[SampleDelta]
+    finished: bool
+    prompt_logprobs: list[Token | None] | None
+    error: str | None
+    num_cached_tokens: int
+    first_scheduled: float | None  # seconds from its arrival in the engine, once it has ended
+
+
+class Statistics(msgspec.Struct, array_like=True):
+    """Counts of an engine since it started, and its state; as runtime.metrics.EngineStats has them."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class Tokens(msgspec.Struct, tag=True):
+    """What a step has given."""
+
+    deltas: list[Delta]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A request that cannot be served, and why."""
+
+    request_id: str
+    message: str
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    """The engine process lives; sent also while a step runs."""
+
+    statistics: Statistics
+
+
+class Broken(msgspec.Struct, tag=True):
+    """The last frame of an engine that cannot go on; ``kind`` names the exception."""
+
+    kind: str
+    message: str
+
+
+Command = EngineSpec | Add | Cancel
+Report = Hello | Tokens | Refused | Heartbeat | Broken
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def frame(message: Command | Report) -> bytes:
+    """A message as it travels."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_command(body: bytes) -> Command:
+    """A frame that an engine process received, less its length."""
+    return _commands.decode(body)
+
+
+def decode_report(body: bytes) -> Report:
+    """A frame that the front received, less its length."""
+    return _reports.decode(body)

@@ -1,0 +1,67 @@
+"""HTTPError: what a client did wrong, or why it cannot be served now, in OpenAI's form."""
+
+from typing import Any
+
+import msgspec
+
+from detcompile.errors import DetcompileError, InvalidInput, WorkerError
+
+__all__ = ["HTTPError", "error_of"]
+
+TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class HTTPError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: the HTTP status.
+        param: the field of the request that is to blame.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        self.content: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
+        }
+
+    @property
+    def body(self) -> bytes:
+        """The error as JSON."""
+        return msgspec.json.encode(self.content)
+
+
+ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
+CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
+
+
+def error_of(error: DetcompileError, params: frozenset[str] = frozenset()) -> HTTPError:
+    """The answer to a request that this package refused, or failed at.
+
+    Args:
+        params: fields that a message may begin with, and be about.
+    """
+    if isinstance(error, InvalidInput):
+        first = str(error).replace(":", " ").split(" ", 1)[0]
+        return HTTPError(400, str(error), param=first if first in params else None)
+    if isinstance(error, WorkerError):
+        return HTTPError(503, str(error), code="engine_error", retry_after=ENGINE_RETRY_SECONDS)
+    return HTTPError(500, str(error), code="engine_error")

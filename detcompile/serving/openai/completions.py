@@ -1,0 +1,122 @@
+"""POST /v1/completions: prompts as text or token ids, and OpenAI's older shape of logprobs."""
+
+from itertools import accumulate
+from typing import Any
+
+from starlette.responses import Response
+
+from detcompile.errors import InvalidInput
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.protocol import Token
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.parameters import completion_params
+from detcompile.serving.openai.reply import Reply, finite
+from detcompile.serving.openai.schema import CompletionRequest, require_served
+from detcompile.serving.responses import Events, Whole
+from detcompile.serving.service import Service
+from detcompile.serving.texts import Texts
+
+__all__ = ["complete"]
+
+MAX_PROMPTS = 2048
+
+
+async def complete(service: Service, asked: CompletionRequest) -> Response:
+    """Answer a request.
+
+    Raises:
+        HTTPError: it cannot be served. InvalidInput: nor can its text.
+    """
+    service.require_ready()
+    service.require_model(asked.model)
+    require_served(asked)
+    params = completion_params(asked)
+    written = _prompts(asked)
+    special = asked.add_special_tokens is not False
+    prompts = [
+        await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        for prompt in written
+    ]
+    answers = service.submit(prompts, params, asked.priority or 0)
+    echo = [_echoed(service.texts, prompt) for prompt in written] if asked.echo else None
+    reply = _Completion(
+        service,
+        answers,
+        stream_options=asked.stream_options,
+        with_ids=bool(asked.return_token_ids),
+        hidden=asked.max_tokens == 0,
+    )
+    reply.echo = None if echo is None else dict(zip([answer.request_id for answer in answers], echo))
+    headers = {"X-Detcompile-Seed": str(reply.seed)}
+    if asked.stream:
+        return Events(answers, service.release, headers, reply.events())
+    return Whole(answers, service.release, headers, reply.whole)
+
+
+def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a request, one or many, each text or token ids.
+
+    Raises:
+        HTTPError: none, too many, or a list of both tokens and prompts.
+    """
+    prompt = asked.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(part, int) for part in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if not prompt or len(prompt) > MAX_PROMPTS or any(isinstance(part, int) for part in prompt):
+        wanted = f"a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these"
+        raise HTTPError(400, f"prompt must be {wanted}", param="prompt")
+    return prompt  # type: ignore[return-value]
+
+
+def _echoed(texts: Texts, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return texts.decode(prompt, skip_special_tokens=False) if texts.present else ""
+    except OverflowError as error:
+        raise InvalidInput(f"prompt holds a token that is none: {error}") from error
+
+
+class _Completion(Reply):
+    """Choices with text.
+
+    Attributes:
+        echo: text of the prompts, by the ids of their answers, where it is told before their own.
+    """
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+    echo: dict[str, str] | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ends: dict[int, int] = {}  # letters of a choice's tokens so far, by its index
+
+    def _content(
+        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool
+    ) -> dict[str, Any]:
+        known: list[Token | None] = list(logprobs or ())
+        tokens = [entry.token_id for entry in known if entry is not None]
+        if self.echo is not None and first:
+            text = self.echo[answer.request_id] + text
+            known, tokens = [*answer.prompt_logprobs, *known], [*answer.prompt_ids, *tokens]
+        return {"text": text, "logprobs": None if logprobs is None else self._logprobs(index, tokens, known)}
+
+    def _logprobs(self, index: int, tokens: list[int], known: list[Token | None]) -> dict[str, Any]:
+        names = [self.texts.name_of(token) for token in tokens]
+        *offsets, self._ends[index] = accumulate(map(len, names), initial=self._ends.get(index, 0))
+        return {
+            "tokens": names,
+            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in known],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in known],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: Token) -> dict[str, float]:
+        """The likeliest tokens by name, likeliest first, and the token itself; of equal names the likeliest stays."""
+        found: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            found.setdefault(self.texts.name_of(token), finite(logprob))
+        return found

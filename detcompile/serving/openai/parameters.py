@@ -1,0 +1,71 @@
+"""From the fields of a request to SamplingParams, with a seed, so that every answer can be asked for again."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
+
+__all__ = ["MAX_STOPS", "chat_params", "completion_params"]
+
+MAX_STOPS = 64
+FRESH_SEEDS = 1 << 53  # JavaScript's numbers keep so many apart
+NAMES = frozenset(own.name for own in fields(SamplingParams))
+SAME = (  # fields that are parameters of one name and meaning
+    "n", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p",
+    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "allowed_token_ids",
+)  # fmt: skip
+
+
+def completion_params(asked: CompletionRequest) -> SamplingParams:
+    """Parameters of POST /v1/completions. Where no token is asked for, one is drawn, which nobody is shown.
+
+    Raises:
+        HTTPError: a field that is out of range, by its name.
+    """
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise HTTPError(400, "best_of is served where it equals n: no more are drawn than returned", param="best_of")
+    if asked.max_tokens is not None and asked.max_tokens < 0:
+        raise HTTPError(400, f"max_tokens {asked.max_tokens} must be at least 0", param="max_tokens")
+    if asked.max_tokens == 0 and (asked.min_tokens or 0) > 0:
+        raise HTTPError(400, "min_tokens is above max_tokens", param="min_tokens")
+    echoed = asked.logprobs if asked.echo else None
+    length = None if asked.max_tokens is None else max(1, asked.max_tokens)
+    return _params(asked, max_tokens=length, logprobs=asked.logprobs, prompt_logprobs=echoed)
+
+
+def chat_params(asked: ChatRequest) -> SamplingParams:
+    """Parameters of POST /v1/chat/completions; by default the answer has the room that the context leaves.
+
+    Raises:
+        HTTPError: a field that is out of range, by its name.
+    """
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise HTTPError(400, "top_logprobs is served where logprobs is true", param="top_logprobs")
+    length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    return _params(asked, max_tokens=length, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None)
+
+
+def _params(asked: CompletionRequest | ChatRequest, **others: Any) -> SamplingParams:
+    given = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
+    if asked.seed is not None and not -(1 << 63) <= asked.seed < 1 << 64:
+        raise HTTPError(400, f"seed {asked.seed} must be an integer of 64 bits", param="seed")
+    seed = secrets.randbelow(FRESH_SEEDS) if asked.seed is None else asked.seed % (1 << 64)
+    if len(asked.stop or ()) > MAX_STOPS and isinstance(asked.stop, list):
+        raise HTTPError(400, f"stop holds over {MAX_STOPS} strings", param="stop")
+    _require_digits(asked.logit_bias or {})
+    try:
+        return SamplingParams(**given, **others, seed=seed)
+    except InvalidInput as error:
+        raise error_of(error, NAMES) from error
+
+
+def _require_digits(biases: Mapping[str, float]) -> None:
+    wrong = next((key for key in biases if not (key.isascii() and key.isdecimal() and len(key) < 19)), None)
+    if wrong is not None:
+        raise HTTPError(400, f"logit_bias has the key {wrong[:40]!r}: give token ids", param="logit_bias")

@@ -1,0 +1,224 @@
+"""Bodies of OpenAI's requests. Fields that are unknown are ignored; known ones that are not served are refused by name.
+
+Fields beside OpenAI's are vLLM's, by its names and with its meanings.
+"""
+
+import re
+from itertools import accumulate
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from detcompile.serving.http_errors import HTTPError
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Message",
+    "StreamOptions",
+    "TokenizeRequest",
+    "decode_body",
+    "require_served",
+]
+
+MAX_NESTING = 64
+MAX_ELEMENTS = 1_000_000  # values in lists and objects, all together
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+# Fields of OpenAI's and vLLM's requests that mean something which is not served, and values that ask for nothing.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+class _Unserved(msgspec.Struct, kw_only=True):
+    """Fields of UNSERVED."""
+
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    function_call: Any = None
+    functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    logits_processors: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    prompt_embeds: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    store: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    web_search_options: Any = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream has beside its tokens."""
+
+    include_usage: bool = False
+
+
+class _Asked(_Unserved, kw_only=True):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(_Asked, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: int | None = 16
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Any = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(_Asked, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+Body = TypeVar("Body")
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """A request's body.
+
+    Raises:
+        HTTPError: no JSON, nested too deeply, too many values, or a field of another type, which is named.
+    """
+    brackets = STRING.sub(b"", body).translate(None, NOT_BRACKETS)
+    deepest = max(accumulate(STEPS[bracket] for bracket in brackets), default=0)
+    if deepest > MAX_NESTING or body.count(b",") > MAX_ELEMENTS:
+        raise HTTPError(400, f"the body is nested over {MAX_NESTING} deep, or has over {MAX_ELEMENTS} values")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        said, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or _named(said)
+        raise HTTPError(400, f"{param or 'the body'}: {said}", param=param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HTTPError(400, f"the body is no JSON: {error}") from error
+
+
+def require_served(asked: Any) -> None:
+    """Refuse a request that asks for what is not served.
+
+    Raises:
+        HTTPError: the field is named.
+    """
+    for name, idle in UNSERVED.items():
+        value = getattr(asked, name)
+        if value is not None and value not in idle:
+            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
+
+
+def _named(said: str) -> str | None:
+    """The field in backticks that a message is about, as of one that is missing."""
+    found = re.search(r"field `(\w+)`", said)
+    return found[1] if found else None
+
+
+if UNSERVED.keys() != set(_Unserved.__struct_fields__):
+    raise TypeError(f"UNSERVED and its fields differ: {UNSERVED.keys() ^ set(_Unserved.__struct_fields__)}")

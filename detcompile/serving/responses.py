@@ -1,0 +1,130 @@
+"""Answers over HTTP that take a while: JSON in one piece, or events. A client that leaves ends its request."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from detcompile.errors import DetcompileError
+from detcompile.serving.engines.answers import Answer, progress
+from detcompile.serving.http_errors import HTTPError, error_of
+
+__all__ = ["Events", "JSON", "Whole", "event"]
+
+JSON = "application/json"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Any) -> bytes:
+    """A server-sent event of one JSON value."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class _Awaited(Response):
+    """A response whose making stops when the client is gone; what it waited for is released in any case.
+
+    Args:
+        release: called with the answers in the end.
+        headers: fields of the response.
+    """
+
+    def __init__(
+        self, answers: Sequence[Answer], release: Callable[[Sequence[Answer]], None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self._answers = answers
+        self._release = release
+        self._fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, or stop where the client leaves first."""
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            found = await asyncio.gather(sending, leaving, return_exceptions=True)
+            self._release(self._answers)
+        if isinstance(found[0], Exception):
+            raise found[0]
+
+    async def _send(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _begin(self, send: Send, status: int, content_type: str, more: Mapping[str, str]) -> None:
+        own = [(b"content-type", content_type.encode()), *((k.lower().encode(), v.encode()) for k, v in more.items())]
+        await send({"type": "http.response.start", "status": status, "headers": [*own, *self._fields]})
+
+    async def _refuse(self, send: Send, error: HTTPError) -> None:
+        await self._begin(send, error.status, JSON, error.headers)
+        await send({"type": "http.response.body", "body": error.body})
+
+
+class Whole(_Awaited):
+    """The result as JSON, once all answers have ended.
+
+    Args:
+        result: makes it of the answers.
+    """
+
+    def __init__(self, answers: Sequence[Answer], release: Any, headers: Mapping[str, str], result: Any) -> None:
+        super().__init__(answers, release, headers)
+        self._result: Callable[[], Any] = result
+
+    async def _send(self, send: Send) -> None:
+        try:
+            async for _ in progress(self._answers):
+                continue
+            body = msgspec.json.encode(self._result())
+        except DetcompileError as error:
+            await self._refuse(send, error_of(error))
+            return
+        await self._begin(send, 200, JSON, {"Content-Length": str(len(body))})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Events(_Awaited):
+    """Server-sent events as the answers get longer, then [DONE].
+
+    The status waits for the first tokens, so that a request which the engine refuses has a status of its own. A client
+    that reads slowly gets what has come meanwhile in one event.
+
+    Args:
+        events: gives the contents; each is sent before the next is asked for.
+    """
+
+    def __init__(
+        self, answers: Sequence[Answer], release: Any, headers: Mapping[str, str], events: AsyncIterator[bytes]
+    ) -> None:
+        super().__init__(answers, release, headers)
+        self._events = events
+
+    async def _send(self, send: Send) -> None:
+        begun = False
+        try:
+            async for data in self._events:
+                if not begun:
+                    begun = True
+                    await self._begin(send, 200, "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"})
+                await send(_body(data))
+        except DetcompileError as error:
+            refusal = error_of(error)
+            if not begun:
+                await self._refuse(send, refusal)
+                return
+            await send(_body(event(refusal.content)))
+        await send(_body(DONE, last=True))
+
+
+def _body(data: bytes, *, last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not last}
+
+
+async def _left(receive: Callable[[], Awaitable[Message]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,141 @@
+"""The server process: a socket, the engine process, and an orderly end."""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Awaitable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from detcompile.errors import InvalidInput
+from detcompile.serving.engines.protocol import EngineSpec
+from detcompile.serving.service import Service
+
+__all__ = ["ENGINE_LOST", "is_loopback", "listen", "serve"]
+
+ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: whoever watches should start another
+LAST_ANSWERS_SECONDS = 5  # for connections to end once their requests have
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, before the model takes its time to compile.
+
+    Raises:
+        InvalidInput: the address is in use, or not of this machine.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InvalidInput(f"cannot listen on {host}, port {port}: {error}. Give another --host or --port") from error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which drains before it stops.
+
+    Args:
+        on_signal: called in place of uvicorn's own handling.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_signal: "Drain") -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or Ctrl-C."""
+        self._on_signal.signalled(self)
+
+
+class Drain:
+    """The end of a server: the first signal lets what is open finish, the second one ends it.
+
+    Args:
+        seconds: how long the open requests may take.
+    """
+
+    def __init__(self, service: Service, seconds: float) -> None:
+        self._service = service
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+
+    def signalled(self, server: uvicorn.Server) -> None:
+        """A signal has come. Runs in the main thread, between two of its instructions."""
+        if self._service.draining:
+            server.should_exit = server.force_exit = True
+            return
+        self._service.draining = True
+        self._loop.call_soon_threadsafe(self._begin, server)
+
+    def _begin(self, server: uvicorn.Server) -> None:
+        self._task = self._loop.create_task(self._drain(server))
+
+    async def _drain(self, server: uvicorn.Server) -> None:
+        end = self._loop.time() + self._seconds
+        while self._service.open and self._loop.time() < end:
+            await asyncio.sleep(0.05)
+        self._service.release(list(self._service.open.values()))
+        server.should_exit = True
+
+
+async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.socket, drain: float) -> int:
+    """Serve until a signal; returns the exit code: 0 after an orderly end, ENGINE_LOST if the engine was lost.
+
+    The routes answer while the engine starts: /ready says when it serves.
+
+    Raises:
+        DetcompileError: the engine cannot serve this model.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_ANSWERS_SECONDS, lifespan="off"
+    )
+    server = _Server(config, Drain(service, drain))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    starting = asyncio.create_task(service.start(spec))
+    try:
+        await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            hello = starting.result()
+            _say(f"serving {service.name} on {_address(sock)}; fingerprint {hello.fingerprint}")
+            watching = asyncio.create_task(_until_lost(service))
+            await serving
+            watching.cancel()
+        lost = service.link.failure is not None
+    finally:
+        server.should_exit = True
+        await _ended(service.link.stop())
+        starting.cancel()
+        await asyncio.gather(serving, starting, return_exceptions=True)
+    return ENGINE_LOST if lost else os.EX_OK
+
+
+async def _until_lost(service: Service) -> None:
+    while service.link.failure is None:
+        await asyncio.sleep(0.2)
+    _say(f"the engine is lost: {service.link.failure}; every request is answered with 503 from here on")
+
+
+async def _ended(ending: Awaitable[None]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        await ending
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

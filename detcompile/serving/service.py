@@ -1,0 +1,148 @@
+"""Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from itertools import count
+
+from detcompile.errors import DetcompileError, WorkerError
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.chat_template import ChatTemplate
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.engine_link import COMMAND, EngineLink
+from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
+from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.metrics import Metrics
+from detcompile.serving.texts import Texts
+
+__all__ = ["Service"]
+
+MOST_RETRY_SECONDS = 60
+
+
+class Service:
+    """One model behind one engine process.
+
+    Args:
+        name: what clients call the model; None takes the name that it was loaded by.
+        chat_template: replaces the tokenizer's own.
+        max_queue: samples that may be open at a time.
+        max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
+        command: what to run as the engine process.
+
+    Attributes:
+        draining: nothing new is taken, and what is open is finished.
+        open: answers that have not ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str | None = None,
+        chat_template: str | None = None,
+        max_queue: int = 512,
+        max_queued_tokens: int = 262144,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self.link = EngineLink(self._progressed, command)
+        self.metrics = Metrics(self.link, max_queue, max_queued_tokens)
+        self.draining = False
+        self.open: dict[str, Answer] = {}
+        self.created = int(time.time())
+        self._name = name
+        self._given_template = chat_template
+        self._max_queue = max_queue
+        self._max_queued_tokens = max_queued_tokens
+        self._numbers = count()
+
+    async def start(self, spec: EngineSpec) -> Hello:
+        """Start the engine and wait until it serves.
+
+        Raises:
+            DetcompileError: why it cannot.
+        """
+        await self.link.start(spec)
+        hello = await self.link.settled()
+        self.name = self._name or hello.name
+        self.texts = Texts(hello)
+        source = self._given_template if self._given_template is not None else hello.chat_template
+        self.template = None if source is None else ChatTemplate(source, hello.special_tokens)
+        return hello
+
+    @property
+    def hello(self) -> Hello:
+        """What the engine has said of its model; only once it is ready."""
+        assert self.link.hello is not None
+        return self.link.hello
+
+    def require_ready(self) -> None:
+        """Refuse what needs an engine, unless there is one and it takes requests.
+
+        Raises:
+            HTTPError: 503.
+        """
+        if self.link.failure is not None:
+            raise error_of(WorkerError(f"the engine does not serve: {self.link.failure}"))
+        if self.draining or not self.link.ready:
+            what = "is shutting down" if self.draining else "is starting"
+            raise HTTPError(503, f"the server {what}", code="unavailable", retry_after=5)
+
+    def require_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            HTTPError: 404.
+        """
+        if name is not None and name != self.name:
+            raise HTTPError(404, f"there is no model {name[:200]!r} here, but {self.name!r}", param="model",
+                            code="model_not_found")  # fmt: skip
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int) -> list[Answer]:
+        """Have prompts answered; ``release`` them in the end, whatever comes.
+
+        Raises:
+            HTTPError: 429 where too much waits already, 503 without an engine.
+        """
+        self.require_ready()
+        self._require_room(sum(map(len, prompts)), len(prompts) * params.n)
+        changed = asyncio.Event()
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, changed) for prompt in prompts]
+        for answer in answers:
+            self.open[answer.request_id] = answer
+        try:
+            for answer in answers:
+                self.link.add(answer, priority=priority)
+        except DetcompileError as error:
+            self.release(answers)
+            raise error_of(error) from error
+        return answers
+
+    def release(self, answers: Sequence[Answer]) -> None:
+        """Nobody reads these any more; those that have not ended are cancelled."""
+        for answer in answers:
+            if not answer.finished:
+                self.link.cancel(answer)
+                answer.fail(WorkerError("the request was cancelled"))
+            if self.open.pop(answer.request_id, None) is not None:
+                self.metrics.ended(answer)
+
+    def _require_room(self, num_tokens: int, num_samples: int) -> None:
+        """A request larger than the bounds alone is taken where nothing else waits."""
+        num_open = sum(answer.params.n for answer in self.open.values())
+        queued = sum(len(answer.prompt_ids) for answer in self.open.values() if answer.first_token is None)
+        if not self.open or (
+            num_open + num_samples <= self._max_queue and queued + num_tokens <= self._max_queued_tokens
+        ):
+            return
+        self.metrics.refused.inc()
+        wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(queued / self.metrics.prefill_rate())))
+        raise HTTPError(
+            429,
+            f"{num_open} answers are open and {queued} prompt tokens wait, of {self._max_queue} and"
+            f" {self._max_queued_tokens} at most: try again in {wait} s",
+            retry_after=wait,
+        )
+
+    def _progressed(self, answer: Answer, delta: Delta) -> None:
+        self.metrics.progressed(answer, delta)

@@ -1,0 +1,128 @@
+"""Texts: the front's tokenizer. Prompts to token ids, tokens to text and to the bytes that OpenAI's logprobs show."""
+
+import asyncio
+import functools
+import re
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.answers import AnswerSample
+from detcompile.serving.engines.protocol import Hello
+
+__all__ = ["SampleText", "Texts"]
+
+SHORT = 4096  # letters; a longer text is tokenized in a thread, as others wait
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Texts:
+    """Reads and writes text with the engine's tokenizer. What Detokenizer asks of one of transformers is here, too.
+
+    Args:
+        hello: what the engine said of its tokenizer.
+
+    Attributes:
+        present: whether there is a tokenizer; without one prompts are token ids, and answers have no text.
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        self.present = hello.tokenizer is not None
+        self.all_special_ids = hello.special_ids
+        self.backend_tokenizer = None if hello.tokenizer is None else Tokenizer.from_str(hello.tokenizer)
+        joins_bytes = self.present and isinstance(self._backend.decoder, decoders.ByteLevel)
+        self._byte_of = _byte_letters() if joins_bytes else None
+        self._added = {} if self.backend_tokenizer is None else self.backend_tokenizer.get_added_tokens_decoder()
+
+    @property
+    def _backend(self) -> Tokenizer:
+        if self.backend_tokenizer is None:
+            raise InvalidInput("this model has no tokenizer: give token ids, and no text")
+        return self.backend_tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            InvalidInput: there is no tokenizer, or it cannot read the text.
+        """
+        if len(text) > SHORT:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
+        """The text of tokens."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        """A token as it stands in the vocabulary."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, as far as it can be told without its neighbours."""
+        if not self.present:
+            return b""
+        token = self.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if token_id not in self._added:
+            if self._byte_of is not None and all(letter in self._byte_of for letter in token):
+                return bytes(self._byte_of[letter] for letter in token)
+            if match := BYTE_TOKEN.fullmatch(token):
+                return bytes.fromhex(match[1])
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def name_of(self, token_id: int) -> str:
+        """A token as OpenAI's logprobs name it: its text, or its bytes where they are no text of their own."""
+        if not self.present:
+            return f"token_id:{token_id}"
+        found = self.bytes_of(token_id)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidInput("the tokenizer cannot read the text: it holds half of a surrogate pair") from error
+        return ids
+
+
+class SampleText:
+    """The text of one sample as its tokens come, cut at stop strings where the engine cuts them."""
+
+    def __init__(self, texts: Texts, params: SamplingParams, sample: AnswerSample) -> None:
+        self._detokenizer: Any = Detokenizer(texts, params) if texts.present else None
+        self._sample = sample
+        self._finished = False
+        self.num_read = 0  # tokens taken so far
+
+    def take(self) -> tuple[str, slice]:
+        """Text that is new, and which tokens are; the rest of it once the sample has ended."""
+        sample, start = self._sample, self.num_read
+        self.num_read = len(sample.token_ids)
+        read = slice(start, self.num_read)
+        if self._finished or self._detokenizer is None:
+            return "", read
+        ended = sample.finish_reason is not None
+        silent = isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
+        new = sample.token_ids[start : self.num_read - silent]
+        self._finished = ended
+        return self._detokenizer.finish(new) if ended else self._detokenizer.append(new), read
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for: printable ones for themselves, then the rest."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+    assert letters.keys() == set(pre_tokenizers.ByteLevel.alphabet())
+    return letters

@@ -1,0 +1,83 @@
+"""One server of the embedded model for all tests of the session, as a user starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+START_SECONDS = 240
+
+
+class Server(NamedTuple):
+    """A server in a process of its own, and the lines of its standard error."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def started(folder: Path, *options: str) -> Server:
+    """A server of ``tiny`` on a free port, once it is ready."""
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--chat-template", str(template)]
+    own = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
+    environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
+    lines: list[str] = []
+
+    def read() -> None:
+        assert process.stderr is not None
+        lines.extend(iter(process.stderr.readline, ""))
+
+    lines_of = threading.Thread(target=read, daemon=True)
+    lines_of.start()
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        for line in list(lines):
+            if line.startswith("serving tiny on "):
+                return Server(process, line.split()[3].rstrip(";"), lines)
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("".join(lines))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the session's servers find their chat template."""
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path) -> Iterator[Server]:
+    """The server of the session."""
+    found = started(folder)
+    yield found
+    if found.process.poll() is None:
+        assert found.stop() == 0
+    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    """A client of the session's server."""
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client

@@ -1,0 +1,173 @@
+"""The unmodified openai client against the server; one request has one sha256 by every way through it."""
+
+import asyncio
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.conftest import Server, started
+
+PROMPT = "def add(a, b):"
+MESSAGES = [{"role": "user", "content": "Write a function."}]
+PARAMS = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 24, "frequency_penalty": 0.3, "logprobs": 3}
+EXTRA = {"repetition_penalty": 1.1, "return_token_ids": True}
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def sha256(choice: dict) -> str:
+    """The digest of what decides a choice: text, token ids, logprobs to the last bit, and why it ended."""
+    kept = {name: choice[name] for name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def whole(client: openai.OpenAI, **changes) -> list[dict]:
+    asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
+    return [choice.model_dump() for choice in client.completions.create(**asked).choices]
+
+
+def streamed(client: openai.OpenAI, **changes) -> list[dict]:
+    """The choices that the chunks of a stream add up to."""
+    asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
+    found: dict[int, dict] = {}
+    for chunk in client.completions.create(stream=True, **asked):
+        for part in (choice.model_dump() for choice in chunk.choices):
+            known = found.setdefault(part["index"], part | {"text": "", "token_ids": [], "logprobs": None})
+            known["text"] += part["text"]
+            known["token_ids"] += part["token_ids"]
+            known["finish_reason"], known["stop_reason"] = part["finish_reason"], part.get("stop_reason")
+            if part["logprobs"] is not None:
+                before = known["logprobs"] or {name: [] for name in part["logprobs"]}
+                known["logprobs"] = {name: before[name] + part["logprobs"][name] for name in part["logprobs"]}
+    return [found[index] for index in sorted(found)]
+
+
+def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, server: Server, folder: Path) -> None:
+    alone = whole(client)
+    digests = {"whole": sha256(alone[0]), "stream": sha256(streamed(client)[0])}
+    digests["first of n"] = sha256(whole(client, n=3)[0])
+    digests["n streamed"] = sha256(streamed(client, n=3)[0])
+    digests["one of prompts"] = sha256(whole(client, prompt=["other", PROMPT])[1])
+    ids = client.post("/tokenize", body={"prompt": PROMPT}, cast_to=object)["tokens"]
+    digests["token ids"] = sha256(whole(client, prompt=ids)[0])
+
+    def among_others(number: int) -> str:
+        return sha256((streamed if number % 2 else whole)(client, **({} if number % 3 else {"seed": number}))[0])
+
+    with ThreadPoolExecutor(12) as pool:
+        crowd = list(pool.map(among_others, range(24)))
+    digests |= {f"in a crowd {number}": found for number, found in enumerate(crowd) if number % 3}
+    assert len({found for number, found in enumerate(crowd) if number % 3 == 0}) > 1  # other seeds, other answers
+    again = started(folder)
+    try:
+        digests["another server"] = sha256(whole(openai.OpenAI(base_url=f"{again.url}/v1", api_key="none"))[0])
+    finally:
+        assert again.stop() == 0
+    assert set(digests.values()) == {digests["whole"]}, digests
+
+
+def test_the_samples_of_n_differ_and_come_again(client: openai.OpenAI) -> None:
+    first, second = whole(client, n=3), streamed(client, n=3)
+    assert [sha256(choice) for choice in first] == [sha256(choice) for choice in second]
+    assert len({choice["text"] for choice in first}) == 3
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_answer(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(model="tiny", prompt=PROMPT, max_tokens=16)
+    drawn = raw.parse()
+    assert raw.headers["x-detcompile-seed"] == str(drawn.seed) and 0 <= drawn.seed < 1 << 53
+    again = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16, seed=drawn.seed)
+    assert again.choices[0].text == drawn.choices[0].text
+    assert again.system_fingerprint == drawn.system_fingerprint == fingerprint_of(client)
+    negative = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16, seed=-3)
+    assert negative.seed == -3
+
+
+def fingerprint_of(client: openai.OpenAI) -> str:
+    return client.get("/fingerprint", cast_to=object)["fingerprint"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cuts_the_text_where_it_begins(client: openai.OpenAI, stream: bool) -> None:
+    text = whole(client)[0]["text"]
+    stop = text[9:12]
+    choice = (streamed if stream else whole)(client, stop=[stop])[0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
+
+
+def test_echo_gives_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
+    plain = whole(client, n=2)
+    for found in (whole(client, n=2, echo=True), streamed(client, n=2, echo=True)):
+        for choice, own in zip(found, plain):
+            logprobs = choice["logprobs"]
+            num_prompt = len(choice["prompt_token_ids"])
+            assert choice["text"] == PROMPT + own["text"]
+            assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+            assert len(logprobs["tokens"]) == num_prompt + len(own["token_ids"])
+            assert logprobs["token_logprobs"][num_prompt:] == own["logprobs"]["token_logprobs"]
+            assert all(logprob < 0 for logprob in logprobs["token_logprobs"][1:num_prompt])
+    scored = whole(client, echo=True, max_tokens=0)[0]
+    assert scored["text"] == PROMPT and scored["token_ids"] == [] and scored["finish_reason"] == "length"
+    assert scored["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:num_prompt]
+
+
+def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 4, "max_completion_tokens": 12, "logprobs": True}
+    answer = client.chat.completions.create(top_logprobs=2, **asked)
+    choice = answer.choices[0]
+    chunks = list(
+        client.chat.completions.create(stream=True, top_logprobs=2, stream_options={"include_usage": True}, **asked)
+    )
+    deltas = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert deltas[0].delta.role == "assistant" and deltas[0].delta.content == ""
+    assert "".join(part.delta.content or "" for part in deltas) == choice.message.content
+    entries = [entry for part in deltas if part.logprobs for entry in part.logprobs.content]
+    assert entries == choice.logprobs.content and len(entries) == 12 and len(entries[0].top_logprobs) == 2
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace") == choice.message.content
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == chunks[-1].usage.prompt_tokens
+    template = "<user>Write a function.\n<assistant>"
+    same = client.completions.create(
+        model="tiny", prompt=template, seed=4, max_tokens=12, extra_body={"add_special_tokens": False}
+    )
+    assert same.choices[0].text == choice.message.content
+
+
+def test_the_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:
+    expected = whole(client)[0]["text"]
+
+    async def one(own: openai.AsyncOpenAI) -> str:
+        stream = await own.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body=EXTRA, **PARAMS)
+        return "".join([choice.text async for chunk in stream for choice in chunk.choices])
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as own:
+            return await asyncio.gather(*(one(own) for _ in range(16)))
+
+    assert set(asyncio.run(many())) == {expected}
+
+
+def test_models_and_what_answers_rest_on(client: openai.OpenAI, http: httpx.Client) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
+    found = http.get("/v1/fingerprint").json()
+    assert found["fingerprint"] == model.fingerprint and {"weights", "source"} <= found["fingerprint_parts"].keys()
+    assert http.get("/v1/certificate").json()["entries"]
+    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert http.post("/v1/detokenize", json={"tokens": ids}).json() == {"prompt": PROMPT}
+    assert http.get("/health").json() == {"status": "ok"} and http.get("/ready").status_code == 200
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    assert "messages" in schemas["ChatRequest"]["properties"]
+    lines = http.get("/metrics").text.splitlines()
+    assert any(line.startswith("vllm:generation_tokens_total") and not line.endswith(" 0.0") for line in lines)
+    assert f'detcompile:model_info{{fingerprint="{model.fingerprint}"}} 1.0' in lines

@@ -102,7 +102,7 @@ class Service:
         """Have prompts answered; ``release`` them in the end, whatever comes.
 
         Raises:
-            HTTPError: 429 where too much waits already, 503 without an engine.
+            HTTPError: 429 where too much waits already, 400 for what is never taken at once, 503 without an engine.
         """
         self.require_ready()
         self._require_room(sum(map(len, prompts)), len(prompts) * params.n)
@@ -128,12 +128,13 @@ class Service:
                 self.metrics.ended(answer)
 
     def _require_room(self, num_tokens: int, num_samples: int) -> None:
-        """A request larger than the bounds alone is taken where nothing else waits."""
+        """Prompts longer than the bound alone are taken where nothing else is open."""
+        if num_samples > self._max_queue:
+            raise HTTPError(400, f"{num_samples} answers in one request, of {self._max_queue} at most: ask in parts")
         num_open = sum(answer.params.n for answer in self.open.values())
         queued = sum(len(answer.prompt_ids) for answer in self.open.values() if answer.first_token is None)
-        if not self.open or (
-            num_open + num_samples <= self._max_queue and queued + num_tokens <= self._max_queued_tokens
-        ):
+        fits = num_open + num_samples <= self._max_queue and queued + num_tokens <= self._max_queued_tokens
+        if fits or not self.open:
             return
         self.metrics.refused.inc()
         wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(queued / self.metrics.prefill_rate())))

@@ -167,6 +167,7 @@ def hello_of(model: CompiledModel, config: EngineConfig, num_blocks: int, name: 
     """
     parts, tokenizer = model.fingerprint_parts, model.tokenizer
     template = getattr(tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template  # several, by name
     special = getattr(tokenizer, "special_tokens_map", None) or {}
     return Hello(
         name=name,

@@ -1,0 +1,249 @@
+"""Bounds, keys, an engine that dies or hangs, and an orderly end: over a scripted engine, without a model."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from detcompile.errors import InvalidInput, WorkerError
+from detcompile.serving.access import read_keys
+from detcompile.serving.app import new_app
+from detcompile.serving.engines.engine_link import EngineLink
+from detcompile.serving.engines.protocol import EngineSpec
+from detcompile.serving.server import ENGINE_LOST
+from detcompile.serving.service import Service
+
+ROOT = Path(__file__).parents[2]
+ENGINE = [sys.executable, "-m", "tests.serving.scripted_engine"]
+SPEC = EngineSpec(model="scripted")
+LONG = {"prompt": "x", "max_tokens": 2000}
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted engine is found from there."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@contextlib.asynccontextmanager
+async def running(service: Service, digests: list[bytes] | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service whose engine is ready."""
+    app = new_app(service, "test", digests or [])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+        try:
+            await service.start(SPEC)
+            yield client
+        finally:
+            await service.link.stop()
+
+
+async def until_open(service: Service, count: int) -> None:
+    while len(service.open) < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "silent for 1 s")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_or_hangs_is_a_503(number: int, said: str, stream: bool) -> None:
+    async def scenario() -> None:
+        service = Service(command=ENGINE)
+        service.link = EngineLink(service._progressed, ENGINE, silence=1.0)
+        async with running(service) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
+            await until_open(service, 1)
+            await asyncio.sleep(0.3)
+            os.kill(service.link.pid, number)
+            answer = await asyncio.wait_for(asked, 10)
+            if stream:  # it had begun: the error is an event, and the stream ends
+                assert answer.status_code == 200
+                assert said in answer.text and answer.text.endswith("data: [DONE]\n\n")
+            else:
+                assert answer.status_code == 503 and said in answer.json()["error"]["message"]
+            assert not service.open
+            for path in ("/ready", "/health"):
+                assert (await client.get(path)).status_code == 503
+            later = await client.post("/v1/completions", json=LONG)
+            assert later.status_code == 503 and later.headers["retry-after"]
+            assert "detcompile:engine_ready 0.0" in (await client.get("/metrics")).text
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_never_starts_is_told() -> None:
+    async def scenario(command: list[str], said: str) -> None:
+        link = EngineLink(command=command)
+        await link.start(SPEC)
+        with pytest.raises(WorkerError, match=said):
+            await asyncio.wait_for(link.settled(), 20)
+        await link.stop()
+
+    asyncio.run(scenario([sys.executable, "-c", "raise SystemExit(3)"], "exit code 3"))
+    asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "no report"))
+
+
+def test_beyond_the_bounds_there_is_a_429() -> None:
+    async def scenario() -> None:
+        service = Service(command=ENGINE, max_queue=2)
+        async with running(service) as client:
+            first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
+            await until_open(service, 1)
+            assert (await client.post("/v1/completions", json=LONG | {"n": 2})).status_code == 429
+            refused = await client.post("/v1/completions", json=LONG | {"prompt": ["a", "b"]})
+            assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+            assert (await first).status_code == 200 and not service.open
+            assert "detcompile:requests_refused_total 2.0" in (await client.get("/metrics")).text
+
+    asyncio.run(scenario())
+
+
+def test_what_is_cancelled_leaves_the_engine() -> None:
+    async def scenario() -> None:
+        service = Service(command=ENGINE)
+        async with running(service) as client:
+            for stream in (False, True):
+                asked = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
+                await until_open(service, 1)
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+                assert not service.open and not service.link._answers
+            while service.link.statistics.num_running:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    alice, bob = hashlib.sha256(b"secret").hexdigest(), hashlib.sha256(b"other").hexdigest()
+    keys.write_text(f"# ours\nalice:{alice}\nbob:{bob}\n")
+
+    async def scenario() -> None:
+        async with running(Service(command=ENGINE), read_keys(keys)) as client:
+            routes = ["/health", "/ready", "/metrics", "/v1/models", "/v1/fingerprint", "/openapi.json", "/nowhere"]
+            for path in routes:
+                for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+                    refused = await client.get(path, headers=header)
+                    assert refused.status_code == 401, path
+                    assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert (await client.post("/v1/completions", json=LONG)).status_code == 401
+            for key in ("secret", "other"):
+                known = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+                assert known.status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", ["", "alice:secret", "alice", ":" + "0" * 64, "alice:" + "g" * 64])
+def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(InvalidInput, match="--api-keys"):
+        read_keys(tmp_path / "keys")
+    with pytest.raises(InvalidInput, match="--api-keys"):
+        read_keys(tmp_path / "missing")
+
+
+def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
+    async def scenario() -> None:
+        async with running(Service(command=ENGINE)) as client:
+            body = {"prompt": "x", "max_tokens": 10, "return_token_ids": True}
+            whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            assert whole["token_ids"] == list(range(40, 50))
+            assert isinstance(whole["text"], str) and whole["finish_reason"] == "length"
+
+    asyncio.run(scenario())
+
+
+@contextlib.contextmanager
+def scripted_server(drain: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "tests.serving.scripted_server", str(drain)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("serving scripted on "), line
+        yield process, line.split()[3].rstrip(";")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sigterm_finishes_what_is_open_and_takes_nothing_new() -> None:
+    with scripted_server(drain=30) as (process, url), ThreadPoolExecutor() as pool:
+        asked = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 60}, timeout=30)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert httpx.get(f"{url}/ready").status_code == 503 and httpx.get(f"{url}/health").status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
+        answer = asked.result(30)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 60
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_end_is_not_waited_for_any_longer(signals: int) -> None:
+    """One signal: as long as --drain says; two: not at all."""
+    with scripted_server(drain=0.3 if signals == 1 else 60) as (process, url), ThreadPoolExecutor() as pool:
+        pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=30)
+        time.sleep(0.3)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert process.wait(10) == 0
+
+
+def test_a_server_without_its_engine_ends_with_a_code_of_its_own() -> None:
+    with scripted_server(drain=5) as (process, url):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        while httpx.get(f"{url}/health").status_code != 503:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == ENGINE_LOST
+
+
+def test_an_engine_ends_with_its_server() -> None:
+    with scripted_server(drain=5) as (process, _):
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        end = time.monotonic() + 10
+        while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_the_front_imports_no_torch() -> None:
+    code = "import sys, detcompile.commands.serve; print({'torch', 'transformers', 'triton'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'msgspec' else found(name, *a)\n"
+        "sys.argv = ['detcompile', 'serve', 'tiny']\n"
+        "from detcompile.commands.cli import main; main()"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 2 and 'msgspec is not installed: pip install "detcompile[serve]"' in finished.stderr
+
+
+def test_other_machines_need_a_key() -> None:
+    command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--host", "0.0.0.0"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 2 and "add --api-keys FILE, or --insecure" in finished.stderr

@@ -74,7 +74,7 @@ def command(
     loading: Loading,
     engine: EngineOptions,
 ) -> None:
-    """Serve MODEL over OpenAI's API."""
+    """Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit."""
     digests = [] if api_keys is None else read_keys(api_keys)
     if not digests and not insecure and not is_loopback(host):
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")

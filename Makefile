@@ -43,10 +43,10 @@ check: $(VENV)/.stamp-dev docs
 	@$(VENV_PYTHON) -m ruff check $(LINTED)
 	@$(VENV_PYTHON) -m mypy
 
-# The variable has mkdocs-material say nothing of mkdocs 2 (mkdocs.yml is for mkdocs 1).
+# The variable has mkdocs-material say nothing of mkdocs 2 (mkdocs.yml is for mkdocs 1). With --quiet mkdocs would not
+# count the warnings that --strict fails at.
 docs: $(VENV)/.stamp-dev
-	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet
-	@echo "The site is in build/site"
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 # GPU machines bring a torch that matches their driver, so these two take the machine's own Python.
 HAS_TORCH := import importlib.util, sys; importlib.util.find_spec("torch") or sys.exit("this Python has no torch: make PYTHON=...")

@@ -80,6 +80,7 @@ LONG = (
     "tests/passes/rewrites/test_merged_linears.py",
     "tests/models/test_export.py",
     "tests/test_examples.py",
+    "tests/test_docs_code.py",
 )
 
 

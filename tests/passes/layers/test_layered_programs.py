@@ -118,7 +118,10 @@ def _reads(model: Any, theirs: Any) -> None:
         layer.mlp.theirs = [theirs]  # in a list: the layer does not own it
 
 
-@pytest.mark.parametrize("owner", exhaustive_unless(lambda owner: owner == "the model", ["the first layer", "the model"]))
+OWNERS = ["the first layer", "the model"]
+
+
+@pytest.mark.parametrize("owner", exhaustive_unless(lambda owner: owner == "the model", OWNERS))
 def test_a_weight_that_all_layers_read_is_no_layers_own(owner: str):
     def source() -> Any:
         model: Any = random_model("llama", torch.float32, **FIVE)

@@ -45,7 +45,7 @@ TOGETHER = {
         "tests/commands/test_tune_speculation.py",
         "tests/invariance/*",
         "tests/models/test_compiled.py",
-        "tests/models/test_generation.py",
+        "tests/models/test_generation*",
         "tests/models/test_model_object.py",
         "tests/offline/*",
         "tests/passes/proof/test_certificate.py",

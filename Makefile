@@ -16,20 +16,21 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo test test-all check gpu-test bench census models clean help
+.PHONY: demo test test-all check docs gpu-test bench census models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, and more cases of what they test"
-	@echo "make check     ruff and mypy"
+	@echo "make check     ruff, mypy, and the site"
+	@echo "make docs      the site, into build/site"
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
 	@echo "make bench     benchmarks, under $(PYTHON) and its own packages; BENCHMARKS='templates model' for some"
 	@echo "make census    regenerate docs/census.md from the pinned transformers"
 	@echo "make models    examine every architecture (hours on two cores) and regenerate docs/models.md; MODELS_ARGS=-h"
 	@echo "make clean     remove caches and .venv"
 
-demo: $(VENV)/.stamp-test
+demo: $(VENV)/.stamp-run
 	@$(VENV)/bin/detcompile demo
 
 # One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly. Generated code asserts layouts
@@ -38,9 +39,14 @@ test: CHOSEN := -m "not exhaustive"
 test test-all: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(PYTEST_ARGS)
 
-check: $(VENV)/.stamp-dev
+check: $(VENV)/.stamp-dev docs
 	@$(VENV_PYTHON) -m ruff check $(LINTED)
 	@$(VENV_PYTHON) -m mypy
+
+# The variable has mkdocs-material say nothing of mkdocs 2 (mkdocs.yml is for mkdocs 1). With --quiet mkdocs would not
+# count the warnings that --strict fails at.
+docs: $(VENV)/.stamp-dev
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 # GPU machines bring a torch that matches their driver, so these two take the machine's own Python.
 HAS_TORCH := import importlib.util, sys; importlib.util.find_spec("torch") or sys.exit("this Python has no torch: make PYTHON=...")
@@ -70,8 +76,13 @@ $(VENV)/.stamp-python:
 	  { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@touch $@
 
-$(VENV)/.stamp-test: $(VENV)/.stamp-python pyproject.toml constraints.txt
+$(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml constraints.txt
 	@echo "Installing detcompile and its pinned dependencies into $(VENV) (minutes the first time)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-run
+	@echo "Installing what the tests need (0.6 GB: lm-eval is among it)"
 	@$(PIP_INSTALL) -e '.[test,eval]'
 	@touch $@
 

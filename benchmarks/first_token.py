@@ -27,7 +27,7 @@ LOOPS = 20_000_000  # additions of the Python loop that tells how fast a host is
 PROMPT = list(range(3, 43))
 
 
-def measure(num_layers: int, profile: str | None) -> dict[str, Any]:
+def measure(num_layers: int, profile: bool) -> dict[str, Any]:
     """Import, compile, make an engine and draw a token in this process."""
     started = time.perf_counter()
     import torch
@@ -53,7 +53,6 @@ def measure(num_layers: int, profile: str | None) -> dict[str, Any]:
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32).eval()
-    found = {}
     profiler = cProfile.Profile()
     times = [time.perf_counter()]
     import detcompile
@@ -106,10 +105,10 @@ def main() -> int:
     parser.add_argument("--one", action="store_true", help="measure in this process and print one JSON object")
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.layers, "profile" if arguments.profile else None)))
+        print(json.dumps(measure(arguments.layers, arguments.profile)))
         return 0
     here = str(Path(__file__).resolve().parent.parent)
-    rows, tokens = [], set()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         plan = [("empty", here, False), ("full", here, False)]
         plan += [("full, profiled", here, True)] * arguments.profile

@@ -19,6 +19,7 @@ from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
+from detcompile.passes.capture import require_ready
 from detcompile.passes.lowering import lower
 from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_model, has_pooling_head
 from detcompile.passes.modules.positions import position_tables
@@ -109,9 +110,10 @@ def compile_here(
     """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     kind = _kind(model)
-    if kind is not CompiledModel:
+    if kind is not CompiledModel and not isinstance(model, PoolingModel):  # which it is if it was compiled before
         if ranks is not None:
             raise UnsupportedModel(f"{type(model).__name__} has no language-model head: compile it with tp=1")
+        require_ready(model)
         as_pooling_model(model)
     context = _context(model, max_context)
     parameters = ParameterCount.of(model)

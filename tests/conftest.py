@@ -45,7 +45,7 @@ TOGETHER = {
         "tests/commands/test_tune_speculation.py",
         "tests/invariance/*",
         "tests/models/test_compiled.py",
-        "tests/models/test_generation.py",
+        "tests/models/test_generation*",
         "tests/models/test_model_object.py",
         "tests/offline/*",
         "tests/passes/proof/test_certificate.py",
@@ -80,6 +80,7 @@ LONG = (
     "tests/passes/rewrites/test_merged_linears.py",
     "tests/models/test_export.py",
     "tests/test_examples.py",
+    "tests/test_docs_code.py",
 )
 
 

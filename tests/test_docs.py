@@ -1,11 +1,14 @@
 """The pages hold together: links lead somewhere, files that pages name are there, results that are kept are quoted."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+import detcompile
 from detcompile.commands.axes import AXES
+from tools.site_links import copies, in_site, relinked
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -79,3 +82,69 @@ def test_every_result_that_is_kept_is_quoted() -> None:
     quoting = [*PAGES, *(ROOT / "benchmarks").glob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in quoting)
     assert [path.name for path in sorted((ROOT / "benchmarks" / "results").iterdir()) if path.name not in text] == []
+
+
+def variables_of(source: str) -> set[str]:
+    """Variables that a module asks the environment for, or sets where nobody has: strings in capitals. What it gives to
+    other processes (``os.environ | {...}``) is not among them."""
+    tree = ast.parse(source)
+    given = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)]
+    others = {id(inner) for node in given for inner in ast.walk(node)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in others)
+    return {text for text in (str(node.value) for node in strings) if re.fullmatch("[A-Z][A-Z0-9_]+", text)}
+
+
+def test_the_page_of_the_environment_names_what_is_read() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    read = variables_of((ROOT / "detcompile" / "config.py").read_text(encoding="utf-8"))
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == sorted(read)
+    assert {"DETCOMPILE_CACHE", "CXX", "NCCL_NVLS_ENABLE"} < read  # asked for, asked for with a default, set
+
+
+def test_variables_are_found() -> None:
+    source = """
+'''Reads A_B.'''
+here = os.environ.get("AB"), os.environ.setdefault("CD", "1"), {"E_1": "x"}
+there = os.environ | {"TMPDIR": folder}
+"""
+    assert variables_of(source) == {"AB", "CD", "E_1"}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    named = set(re.findall(r"^::: ([\w.]+)$", "\n".join(path.read_text(encoding="utf-8") for path in pages), re.M))
+    assert {f"detcompile.{name}" for name in detcompile.__all__} - named == set()
+
+
+def test_the_site_has_every_page() -> None:
+    """But the pages of the log, which its own page lists."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r"([\w/]+\.md)$", navigation, re.M)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    expected = sorted(page for page in pages if not page.startswith("log/") or page == "log/README.md")
+    assert sorted(name for name in listed if not name.startswith("repository/")) == expected
+    log = (ROOT / "docs" / "log" / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in (ROOT / "docs" / "log").glob("*.md") if path.name not in log] == ["README.md"]
+
+
+def test_files_that_pages_link_to_are_copied_to_the_site(tmp_path: Path) -> None:
+    page = "[b](../b.md#c) [data](../../data/x.json) [how](../../HOW.md#first) [all](../../data) [z](../../z.md)"
+    for name, text in {
+        "docs/guides/a.md": page,
+        "docs/b.md": "# C",
+        "data/x.json": "{}",
+        "HOW.md": "[b](docs/b.md) [code](src/a.py) [web](https://example.org)",
+        "src/a.py": "",
+        "src/unlinked.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = sorted(copies({"guides/a.md": page}, tmp_path))
+    assert found == ["HOW.md", "data/x.json", "src/a.py"]
+    known = {"guides/a.md", "b.md", *map(in_site, found)}
+    assert relinked(page, "guides/a.md", known, tmp_path) == (
+        "[b](../b.md#c) [data](../repository/data/x.json) [how](../repository/HOW.md#first) all [z](../../z.md)"
+    )  # a folder's text alone; what is nowhere stays, and mkdocs refuses it
+    assert relinked((tmp_path / "HOW.md").read_text(), "repository/HOW.md", known, tmp_path) == (
+        "[b](../b.md) [code](src/a.py) [web](https://example.org)"
+    )

@@ -65,7 +65,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "cache", f"{cache.folder or 'nowhere'}: {'cannot be used' if cache.failure else holds}"
     if machine.hub is not None:
         network = "offline" if machine.hub.offline else "online"
-        yield "hub", f"HF_HOME {machine.hub.home}, {network}; detcompile reads local folders and downloads nothing"
+        yield "hub", f"HF_HOME {machine.hub.home}, {network}: models by name come from its cache, or the Hub"
 
 
 def _cpu(machine: Machine) -> str:

@@ -105,9 +105,11 @@ def require_axes(axes: Sequence[str], device_type: str | None = None) -> None:
             raise InvalidInput(f"no axis {axis!r}{where}; there are {', '.join(known)}")
 
 
-def prompts_for(model: CompiledModel, spec: ModelSpec, seed: int) -> list[Tokens]:
+def prompts_for(
+    model: CompiledModel, spec: ModelSpec, seed: int, lengths: Sequence[int] = PROMPT_LENGTHS
+) -> list[Tokens]:
     """Real prompts for the embedded model, random tokens for any other; targets first."""
-    lengths = [min(length, model.max_context - 1) for length in PROMPT_LENGTHS]
+    lengths = [min(length, model.max_context - 1) for length in lengths]
     if spec.name == TINY and not spec.random:
         return [tokens[:length] for tokens, length in zip(embedded_prompts(lengths), lengths, strict=True)]
     rng = random.Random(seed)

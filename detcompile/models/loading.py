@@ -117,8 +117,13 @@ def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
     """The module, as it is, if nothing says how to load it.
 
     Raises:
-        InvalidInput: naming what does.
+        InvalidInput: naming what does; or it is no model of transformers.
     """
+    if not isinstance(module, PreTrainedModel):
+        raise InvalidInput(
+            f"compile() takes a model of transformers, or the name of one, and not a {type(module).__name__}; for any"
+            ' other module there is torch.compile(module, backend="detcompile")'
+        )
     given = [name for name, value in how.items() if value is not None and value is not False]
     if given:
         raise InvalidInput(

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+from transformers.utils import ModelOutput
 
 from detcompile.errors import InvalidInput
 from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.certified import CertifiedModel
-from detcompile.passes.modules.pooling_heads import FIRST, attends_both_ways
+from detcompile.passes.modules.pooling_heads import FIRST, LAST, attends_both_ways
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.dense.step import dense_step, two_way_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
@@ -28,6 +29,38 @@ STEP_TOKENS = 4096  # of prompts that are served together; a longer one goes alo
 class _Pooling(CertifiedModel):
     """What classifiers and embedders share."""
 
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """What the model gives for a padded batch, as the Hugging Face model does.
+
+        Args:
+            input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
+            position_ids: [B, C] or [1, C]; by default counted from the attention mask.
+            return_dict: False gives a tuple; None does as the config says.
+            use_cache: nothing, as a call keeps no cache.
+            **keywords: Hugging Face's that change nothing.
+
+        Returns:
+            Of a classifier a SequenceClassifierOutput, with logits [B, labels] in the model's dtype; of a base model a
+            BaseModelOutput, with last_hidden_state [B, C, H], zeros at padding.
+
+        Raises:
+            InvalidInput: shapes, ids, masks or keywords that cannot be served.
+        """
+        batch = self._batch(input_ids, attention_mask, position_ids, keywords)
+        output = self._output(batch)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    __call__ = forward
+
     def can_generate(self) -> bool:
         """Whether there is a ``generate``: never."""
         return False
@@ -41,17 +74,16 @@ class _Pooling(CertifiedModel):
         num_states = len(batch.lengths) if self.facts.state_shapes else 0
         return self.executor.new_runner(num_blocks, BLOCK_SIZE, False, num_states).run(arrays)
 
-    def _batch(self, given: tuple[Any, ...], keywords: dict[str, Any]) -> UnpaddedBatch:
+    def _output(self, batch: UnpaddedBatch) -> ModelOutput:
+        """What ``forward`` gives."""
+        raise NotImplementedError
+
+    def _batch(self, input_ids: Any, mask: Any, position_ids: Any, keywords: dict[str, Any]) -> UnpaddedBatch:
         types = keywords.pop("token_type_ids", None)
         if types is not None and bool(torch.as_tensor(types).any()):
             raise InvalidInput("token_type_ids other than 0 are not served: pairs need a model that reads them as text")
         require_served(keywords)
-        input_ids, mask, positions = given
-        input_ids, mask, positions = require_tensors(input_ids, mask, positions, None)
-        padding = getattr(self.config.get_text_config(), "pad_token_id", None)
-        if mask is None and padding is not None and input_ids.dim() == 2:
-            mask = _without_trailing(input_ids, padding)
-        return unpad(input_ids, mask, positions)
+        return unpad(*require_tensors(input_ids, mask, position_ids, None))
 
     def _packs(self, prompts: Prompts) -> list[UnpaddedBatch]:
         """The prompts in their order, as batches of steps."""
@@ -85,41 +117,12 @@ class _Pooling(CertifiedModel):
 class CompiledClassifier(_Pooling):
     """A certified classifier or reward model. Made by ``detcompile.compile`` of a model for sequence classification.
 
+    A call without a mask takes padding tokens behind a row's last other token for padding where the head reads the last
+    token, as transformers does.
+
     Args:
         executor: runs its steps.
     """
-
-    @torch.no_grad()
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        return_dict: bool | None = None,
-        use_cache: bool | None = None,
-        **keywords: Any,
-    ) -> SequenceClassifierOutput:
-        """Scores of the rows of a padded batch, as the Hugging Face model gives them.
-
-        Args:
-            input_ids: [B, C] integers; padding on the left, on the right or both, told by attention_mask [B, C].
-                Without a mask, the config's padding tokens behind a row's last other token are padding.
-            position_ids: [B, C] or [1, C]; by default counted from the attention mask.
-            return_dict: False gives a tuple of the logits; None does as the config says.
-            use_cache: nothing, as a call keeps no cache.
-            **keywords: Hugging Face's that change nothing.
-
-        Returns:
-            SequenceClassifierOutput with logits [B, labels] in the model's dtype, one a reward model.
-
-        Raises:
-            InvalidInput: shapes, ids, masks or keywords that cannot be served.
-        """
-        batch = self._batch((input_ids, attention_mask, position_ids), keywords)
-        output: Any = SequenceClassifierOutput(logits=self._run(batch, self._pooled(batch)))
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-
-    __call__ = forward
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> Tensor:
@@ -133,6 +136,16 @@ class CompiledClassifier(_Pooling):
         """
         return torch.cat([self._run(batch, self._pooled(batch)) for batch in self._packs(prompts)])
 
+    def _batch(self, input_ids: Any, mask: Any, position_ids: Any, keywords: dict[str, Any]) -> UnpaddedBatch:
+        padding: Any = getattr(self.config.get_text_config(), "pad_token_id", None)
+        reads_last = padding is not None and self.model.pooled_token == LAST
+        if mask is None and reads_last and isinstance(input_ids, Tensor) and input_ids.dim() == 2:
+            mask = _without_trailing(input_ids, padding)
+        return super()._batch(input_ids, mask, position_ids, keywords)
+
+    def _output(self, batch: UnpaddedBatch) -> ModelOutput:
+        return SequenceClassifierOutput(logits=self._run(batch, self._pooled(batch)))
+
     def _pooled(self, batch: UnpaddedBatch) -> NDArray[np.int64]:
         """[B]: the packed token of each row that the head reads."""
         return _first(batch) if self.model.pooled_token == FIRST else _last(batch)
@@ -144,37 +157,6 @@ class CompiledEmbedder(_Pooling):
     Args:
         executor: runs its steps.
     """
-
-    @torch.no_grad()
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        return_dict: bool | None = None,
-        use_cache: bool | None = None,
-        **keywords: Any,
-    ) -> BaseModelOutput:
-        """Hidden states of a padded batch, as the Hugging Face model gives them.
-
-        Args:
-            input_ids, attention_mask, position_ids: [B, C], as for a classifier's call.
-            return_dict: False gives a tuple of the states; None does as the config says.
-            use_cache: nothing, as a call keeps no cache.
-            **keywords: Hugging Face's that change nothing.
-
-        Returns:
-            BaseModelOutput with last_hidden_state [B, C, H] in the model's dtype, zeros at padding.
-
-        Raises:
-            InvalidInput: shapes, ids, masks or keywords that cannot be served.
-        """
-        batch = self._batch((input_ids, attention_mask, position_ids), keywords)
-        states = repad(self._run(batch, np.arange(len(batch.token_ids))), batch.mask)
-        output: Any = BaseModelOutput(last_hidden_state=states)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-
-    __call__ = forward
 
     @torch.no_grad()
     def embed(
@@ -209,6 +191,10 @@ class CompiledEmbedder(_Pooling):
             return embeddings
         with float_mode(embeddings.device):
             return embeddings / torch.ops.detcompile.row_sum(embeddings * embeddings).sqrt()[:, None]
+
+
+    def _output(self, batch: UnpaddedBatch) -> ModelOutput:
+        return BaseModelOutput(last_hidden_state=repad(self._run(batch, np.arange(len(batch.token_ids))), batch.mask))
 
 
 def _means(states: Tensor, lengths: NDArray[np.int64]) -> Tensor:

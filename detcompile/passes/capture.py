@@ -35,7 +35,8 @@ from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.modules.step_carrier import carry_step
 from detcompile.step import KVGroup, StepInputs, kv_groups
 
-__all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention"]
+__all__ = ["DenseForward", "PackedForward", "StatesForward", "freeze_rope", "observe_attention", "probe_attention",
+           "require_ready"]  # fmt: skip
 
 CAUSAL_MASK, SLIDING_MASK = "create_causal_mask", "create_sliding_window_causal_mask"
 PADDING_MASK = "create_recurrent_attention_mask"  # for layers with a state; of a packed step it is None
@@ -137,7 +138,7 @@ def probe_attention(
     Raises:
         UnsupportedModel: it takes none from outside, or a call means something unknown.
     """
-    _require_ready(model)
+    require_ready(model)
     replace_modules(model)
     register_attention(kv_chunk, ())  # before the model is told to use it
     ours = adapt(model) or replace_attention(model)
@@ -153,6 +154,18 @@ def probe_attention(
             f"{type(model).__name__} asks for no causal mask unless it is given one: its own attention sees both ways"
         )
     return calls, groups
+
+
+def require_ready(model: PreTrainedModel) -> None:
+    """Fail unless a model may be run and traced.
+
+    Raises:
+        UnsupportedModel: it is in training mode, or has an encoder of its own.
+    """
+    if model.training:
+        raise UnsupportedModel(f"{type(model).__name__} is in training mode: call model.eval() before compiling it")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{type(model).__name__} has an encoder; only decoder-only causal LMs are compiled")
 
 
 def observe_attention(
@@ -192,13 +205,6 @@ def _observe(
     groups = kv_groups([call.window for call in calls], [call.shape for call in calls])
     register_attention(kv_chunk, groups, place)
     return tuple(calls), groups, masks
-
-
-def _require_ready(model: PreTrainedModel) -> None:
-    if model.training:
-        raise UnsupportedModel(f"{type(model).__name__} is in training mode: call model.eval() before compiling it")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{type(model).__name__} has an encoder; only decoder-only causal LMs are compiled")
 
 
 def _use_attention(model: PreTrainedModel) -> None:

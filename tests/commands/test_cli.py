@@ -36,13 +36,14 @@ MODEL = "tiny-draft"  # as "tiny", and sooner compiled
 
 
 PROMPTS = ["def mean(values):", "import json", "class Point:"]
+KEEPING = os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "1"}  # of processes that share a program
 SAMPLED = ("--device", "cpu", "--max-tokens", "24", "--temperature", "0.9", "--top-p", "0.95")
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "detcompile.commands.cli", *arguments],
-        env=os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "1"},
+        env=KEEPING,
         input=stdin,
         capture_output=True,
         text=True,
@@ -98,13 +99,18 @@ def answered() -> subprocess.CompletedProcess[str]:
         return run_here("generate", MODEL, *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
 
 
-def test_verify_prints_one_json_object_and_every_axis_holds() -> None:
+QUICK_AXES = ("padding", "decode")  # tests/invariance measures the others
+
+
+@pytest.mark.parametrize("axes", [QUICK_AXES, pytest.param((), id="all", marks=EXHAUSTIVE)])
+def test_verify_prints_one_json_object_and_every_axis_holds(axes: tuple[str, ...]) -> None:
+    chosen = ("--axes", ",".join(axes)) if axes else ()
     with mock.patch.object(ModelSpec, "compile", compiled_here):
-        done = run_here("verify", MODEL, "--json", "--configurations", "3", "--device", "cpu")
+        done = run_here("verify", MODEL, "--json", "--configurations", "3", "--device", "cpu", *chosen)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["fingerprint"]) == 64
-    assert set(found["axes"]) == FULL_AXES
+    assert set(found["axes"]) == set(axes or FULL_AXES)
     for axis, measured in found["axes"].items():
         assert measured["configurations"] >= 4, axis
         assert measured["unique_logits"] == measured["unique_outputs"] == 1, axis
@@ -231,7 +237,9 @@ def test_diff_finds_the_same_answers_in_another_run(
 def test_generate_streams_a_prompt_into_a_terminal() -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "detcompile.commands.cli", "generate", MODEL, PROMPTS[0], *SAMPLED, "--ignore-eos"]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, env=KEEPING, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, text=True
+    )
     os.close(theirs)
     pieces = []
     while True:

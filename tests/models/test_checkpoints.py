@@ -152,7 +152,8 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(folder: Path, m
 def test_a_checkpoint_of_the_bare_model_has_no_head(tmp_path: Path) -> None:
     random_model("llama", torch.float32, num_hidden_layers=1).model.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=r"lacks weights of LlamaForCausalLM: lm_head\.weight;"):
-        load_checkpoint(tmp_path, None)
+        load_checkpoint(tmp_path, None, task="generate")
+    assert load_checkpoint(tmp_path, None).base_model_prefix == "model"  # it is the bare model by itself
 
 
 def test_a_tied_head_may_be_absent_and_its_embedding_may_not(tmp_path: Path) -> None:

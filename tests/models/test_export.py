@@ -27,6 +27,7 @@ from detcompile.executors import archived
 from detcompile.parallel import TensorParallel
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
+from tests.exhaustive import exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, random_model
 
 COUNTS = (1, 7, 64)
@@ -130,7 +131,7 @@ def test_the_comparison_sees_one_bit_of_one_weight(
     assert not equal["prefill 7"] and not equal["decode 7"]
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", exhaustive_unless(lambda damaged: damaged, [False, True]))
 def test_the_axis_of_verify_loads_it_elsewhere(
     models: dict[str, CompiledModel],
     archives: dict[str, Path],

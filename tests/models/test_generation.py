@@ -1,73 +1,39 @@
 """generate() is Hugging Face's: the same greedy tokens under its arguments, what it shows and what it returns."""
 
-import functools
 import hashlib
-import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, TextIteratorStreamer, TextStreamer
+from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer, TextStreamer
 from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import detcompile
-from detcompile import CompiledModel, InvalidInput, SamplingParams
-from detcompile.errors import EngineError
+from detcompile import SamplingParams
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
-from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
-
-PAD = 0
-LENGTHS = (9, 5, 12)
-QUICK = ("qwen3", "gpt2", "gemma3_text")
-OTHERS = ("llama", "mistral", "granite", "gpt_neox", "opt", "olmo2", "bloom")
-
-
-@functools.cache
-def plain_model(name: str) -> PreTrainedModel:
-    return random_model(name, torch.float32)
-
-
-@functools.cache
-def model_of(name: str) -> CompiledModel:
-    if name == "qwen3":
-        return compiled(name, torch.float32)
-    return certified(random_model(name, torch.float32), max_context=256)
-
-
-@functools.cache
-def tokenizer() -> Any:
-    """The embedded model's, whose first ids are bytes: so of every id that these models draw."""
-    return detcompile.compile("tiny").tokenizer
+from tests.model_cases import VOCAB_SIZE
+from tests.models.generation_cases import (
+    LENGTHS,
+    OTHERS,
+    PAD,
+    QUICK,
+    Recorder,
+    model_of,
+    new_tokens,
+    padded_batch,
+    plain_model,
+    tokenizer,
+)
 
 
 @pytest.fixture(params=exhaustive_unless(lambda name: name in QUICK, [*QUICK, *OTHERS]))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def padded_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
-    columns = torch.arange(max(lengths))
-    mask = (columns >= max(lengths) - torch.tensor(lengths)[:, None]).long()
-    return torch.where(mask == 1, ids, PAD), mask
-
-
-@functools.cache
-def new_tokens(name: str) -> tuple[tuple[int, ...], ...]:
-    """What each row is answered greedily: arguments are chosen so that they change it."""
-    ids, mask = padded_batch()
-    found = plain_model(name).generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=PAD)
-    return tuple(map(tuple, found[:, ids.shape[1] :].tolist()))
 
 
 def words_of(rows: tuple[tuple[int, ...], ...]) -> list[list[int]]:
@@ -125,17 +91,6 @@ def test_a_penalty_counts_a_row_s_own_tokens(name: str) -> None:
 
 
 # What the caller sees meanwhile
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.seen: list[list[Any]] = []
-
-    def put(self, value: Tensor) -> None:
-        self.seen.append(value.tolist())
-
-    def end(self) -> None:
-        self.seen.append(["end"])
 
 
 class After(StoppingCriteria):
@@ -292,66 +247,6 @@ def test_a_row_gets_what_an_engine_draws_with_its_seed() -> None:
 
 # Any combination
 
-ROWS = st.integers(1, 3)
-TOKEN = st.integers(1, VOCAB_SIZE - 1)
-CHOICES: dict[str, st.SearchStrategy] = {
-    "eos_token_id": st.lists(TOKEN, min_size=1, max_size=30),
-    "min_new_tokens": st.integers(1, 8),
-    "min_length": st.integers(1, 20),
-    "max_length": st.integers(10, 22),
-    "max_new_tokens": st.integers(1, 12),
-    "repetition_penalty": st.sampled_from([0.8, 1.4]),
-    "bad_words_ids": st.lists(st.lists(TOKEN, min_size=1, max_size=2), min_size=1, max_size=40),
-    "suppress_tokens": st.lists(TOKEN, min_size=1, max_size=60),
-    "stop_strings": st.lists(st.integers(40, 110).map(chr), min_size=1, max_size=4),
-    "use_cache": st.booleans(),
-    "top_k": st.none() | st.just(5),
-    "temperature": st.none() | st.just(0.5),
-    "num_beams": st.just(1),
-    "return_dict_in_generate": st.booleans(),
-    "output_scores": st.booleans(),
-}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=60)
-@given(data=st.data(), rows=ROWS, seed=st.integers(0, 99))
-def test_any_arguments_give_hugging_face_s_greedy_tokens(data: st.DataObject, rows: int, seed: int) -> None:
-    names = data.draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=6, unique=True))
-    arguments = {name: data.draw(CHOICES[name], label=name) for name in names} | {"do_sample": False}
-    arguments |= {"pad_token_id": PAD, "tokenizer": tokenizer()}
-    ids = padded_batch((9,) * rows, seed)[0]
-    streamers = Recorder(), Recorder()
-    streams = data.draw(st.booleans(), label="streams")
-    found, expected = (
-        model.generate(ids, **arguments, **({"streamer": streamer} if streams else {}))
-        for model, streamer in zip((model_of("qwen3"), plain_model("qwen3")), streamers)
-    )
-    if arguments.get("return_dict_in_generate"):
-        assert (found.scores is None) == (expected.scores is None)
-        found, expected = found.sequences, expected.sequences
-    assert torch.equal(found, expected)
-    assert streamers[0].seen == streamers[1].seen
-
-
-@settings(max_examples=25)
-@given(data=st.data(), seed=st.integers(0, 99), lengths=st.lists(st.integers(2, 20), min_size=1, max_size=4))
-def test_a_row_is_alone_in_any_batch_and_watched_or_not(data: st.DataObject, seed: int, lengths: list[int]) -> None:
-    names = {"eos_token_id", "min_new_tokens", "repetition_penalty", "bad_words_ids", "suppress_tokens"}
-    chosen = data.draw(st.lists(st.sampled_from(sorted(names)), max_size=4, unique=True))
-    arguments = {name: data.draw(CHOICES[name], label=name) for name in chosen}
-    arguments |= {"max_new_tokens": 9, "pad_token_id": PAD, "do_sample": data.draw(st.booleans(), label="do_sample")}
-    ids, mask = padded_batch(tuple(lengths), seed)
-    model = model_of("qwen3")
-    seeds = [seed_of_row(seed, row) for row in range(len(lengths))]
-    together = model.generate(ids, mask, seed=seed, **arguments)
-    watched = model.generate(ids, mask, seed=seed, streamer=Recorder(), **arguments)
-    assert torch.equal(together, watched)
-    for row, length in enumerate(lengths):
-        alone = model.generate(ids[row : row + 1, -length:], seed=seeds[row], **arguments)[0, length:]
-        own = together[row, ids.shape[1] :]
-        assert torch.equal(own[: len(alone)], alone) and (own[len(alone) :] == PAD).all()
-
 
 @pytest.mark.parametrize(
     "name", exhaustive_unless(lambda name: name == "lfm2", ["lfm2", "mamba2", "qwen3_next", "granite_swa"])
@@ -367,75 +262,3 @@ def test_layers_with_states_and_windows_are_watched_with_the_same_tokens(name: s
 
 
 # What cannot be served
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"num_beams": 4}, "num_beams = 4 is not served"),
-        ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not served.*SpeculationConfig"),
-        ({"output_attentions": True}, "output_attentions = True is not served"),
-        ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor = .* is not served"),
-        ({"max_new_token": 3}, r"not used by the model: \['max_new_token'\]"),
-        ({"stop_strings": "a"}, "this model has no tokenizer: pass tokenizer="),
-        ({"stop_strings": "a", "tokenizer": object()}, "stop_strings with a object"),
-        ({"do_sample": True, "temperature": -1.0}, "temperature -1.0 must be"),
-        ({"eos_token_id": VOCAB_SIZE}, "stop_token_ids holds token"),
-        ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids holds token"),
-        ({"do_sample": True, "seed": -1}, "seed -1 must be in"),
-        ({"do_sample": True, "seed": [1, 2]}, "2 different seeds for 3 rows"),
-        ({"do_sample": True, "seed": 1.0}, "seed 1.0 is a float"),
-        ({"max_new_tokens": 5000}, "was compiled for"),
-    ],
-    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
-)
-def test_what_cannot_be_served_is_refused_by_name(given: dict, said: str) -> None:
-    ids, mask = padded_batch()
-    with pytest.raises(InvalidInput, match=said):
-        model_of("qwen3").generate(ids, mask, **given)
-
-
-def test_arguments_that_ask_for_nothing_are_taken() -> None:
-    ids, mask = padded_batch()
-    model = model_of("qwen3")
-    nothing = dict.fromkeys(
-        ["assistant_model", "assistant_tokenizer", "streamer", "stopping_criteria", "prefix_allowed_tokens_fn"]
-        + ["past_key_values", "token_type_ids", "unknown", "generation_config", "tokenizer", "position_ids"]
-    )
-    nothing |= {"logits_processor": logits_process.LogitsProcessorList(), "num_beams": 1, "synced_gpus": False}
-    nothing |= {"cache_implementation": "static", "output_attentions": False, "trust_remote_code": False}
-    assert torch.equal(model.generate(ids, mask, max_new_tokens=4, **nothing), model.generate(ids, mask, max_length=16))
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda m, ids, mask: m.generate(), "needs input_ids"),
-        (lambda m, ids, mask: m.generate(ids, inputs=ids), "needs input_ids"),
-        (lambda m, ids, mask: m.generate(ids.tolist()), "input_ids is a list"),
-        (lambda m, ids, mask: m.generate(ids, GenerationConfig()), "attention_mask is a GenerationConfig"),
-    ],
-    ids=["nothing", "twice", "a list", "a config by place"],
-)
-def test_inputs_that_are_none_are_refused(call: Callable, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        call(model_of("qwen3"), *padded_batch())
-
-
-@pytest.mark.parametrize("watched", [{}, {"streamer": Recorder()}])
-def test_rows_without_a_token_to_draw_are_an_error(watched: dict) -> None:
-    with pytest.raises(EngineError, match="nothing is left to draw"):
-        model_of("qwen3").generate(*padded_batch(), suppress_tokens=list(range(VOCAB_SIZE)), **watched)
-
-
-def test_the_model_s_own_tokenizer_reads_stop_strings() -> None:
-    model = detcompile.compile("tiny")
-    ids = torch.tensor([model.tokenizer("def mean(values):")["input_ids"]])
-    free = model.generate(ids, max_new_tokens=30)
-    text = model.tokenizer.decode(free[0, ids.shape[1] :])
-    stop = text[len(text) // 2 :][:3]
-    found = model.generate(ids, max_new_tokens=30, stop_strings=[stop])
-    assert torch.equal(found, model.generate(ids, max_new_tokens=30, stop_strings=[stop], tokenizer=model.tokenizer))
-    ended = StopStringCriteria(model.tokenizer, [stop])
-    assert ended(found, None).all() and not ended(found[:, :-1], None).any()
-    assert torch.equal(free[:, : found.shape[1]], found)

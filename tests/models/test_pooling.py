@@ -161,6 +161,14 @@ def test_padding_behind_a_row_is_known_without_a_mask() -> None:
     assert_bitwise_equal(model(ids, return_dict=False)[0], model(ids).logits)
 
 
+def test_an_encoders_padding_tokens_are_tokens_without_a_mask() -> None:
+    """As transformers has it: its own encoders attend to them."""
+    ids, _ = padded(draw_rows([9, 30]), PAD)
+    with torch.no_grad():
+        expected = random_model("bert classifier")(input_ids=ids).logits
+    torch.testing.assert_close(compiled("bert classifier")(ids).logits, expected, atol=2e-5, rtol=2e-5)
+
+
 def test_transformers_pipeline_runs_on_it() -> None:
     class Tokenizer:
         """As many tokens as a text has characters."""
@@ -233,10 +241,31 @@ def test_heads_and_masks_that_are_not_known_are_refused() -> None:
             module.is_causal = False  # and its masks say otherwise
     with pytest.raises(UnsupportedModel, match="create_causal_mask"):
         detcompile.compile(decoder)
+    encoder = random_model("bert classifier")
+    encoder.bert.encoder.layer[1].attention.self.is_causal = True
+    with pytest.raises(UnsupportedModel, match="create_bidirectional_mask"):
+        detcompile.compile(encoder)
     other = random_model("qwen2 classifier")
     other.__class__ = type("Scaled", (type(other),), {"forward": lambda self, **given: _scaled(self, given)})
     with pytest.raises(UnsupportedModel, match="Scaled gives something else"):
         as_pooling_model(other)
+
+
+def test_what_cannot_be_compiled_is_refused_by_an_error_of_ours() -> None:
+    model = random_model("bert classifier")
+    with pytest.raises(UnsupportedModel, match="training mode"):
+        detcompile.compile(model.train())
+    with without_inductor():
+        detcompile.compile(model.eval())
+    with pytest.raises(InvalidInput, match="given to compile\\(\\) before"):
+        detcompile.compile(model)
+    sizes = {"d_model": 48, "d_ff": 80, "num_layers": 1, "num_heads": 4, "d_kv": 12, "vocab_size": VOCAB_SIZE}
+    with pytest.raises(UnsupportedModel, match="has an encoder"):
+        detcompile.compile(BASE.from_config(AutoConfig.for_model("t5", **sizes)).eval())
+    with pytest.raises(InvalidInput, match="not a Linear"):
+        detcompile.compile(nn.Linear(3, 3))
+    with pytest.raises(InvalidInput, match="not a CompiledClassifier"):
+        detcompile.compile(compiled("bert classifier"))
 
 
 def _scaled(model: Any, given: dict[str, Any]) -> tuple[Tensor]:

@@ -117,8 +117,9 @@ def served_logits(model: CompiledModel) -> dict[str, Tensor]:
     logits = {"batch": model(ids).logits, "row": model(ids[:1, :5]).logits}
     for axis, length in [*STEPS, *([("cuda_graphs", 33)] if model.device.type == "cuda" else [])]:
         logits[axis] = score(model, configuration_for(axis, length, 3))
-    logits["tokens"] = model.generate(ids[:, :9], max_new_tokens=5)
-    logits["drawn tokens"] = model.generate(ids[:, :9], max_new_tokens=5, do_sample=True, seed=[1, 2])
+    prompts = {"input_ids": ids[:, :9], "attention_mask": torch.ones_like(ids[:, :9])}
+    logits["tokens"] = model.generate(**prompts, max_new_tokens=5)
+    logits["drawn tokens"] = model.generate(**prompts, max_new_tokens=5, do_sample=True, seed=[1, 2])
     logits["drafted tokens"] = _drafted(model)
     return {name: values.cpu() for name, values in logits.items()}
 

@@ -220,7 +220,7 @@ def _assert_drawn_from(logits: Tensor, completion: CompletionOutput, params: Sam
         places = range(len(prompt), len(prompt) + count)
         expected = sample(
             logits,
-            [params] * count,
+            [replace(params, logprobs=None)] * count,
             places,
             sample_indices=[completion.index] * count,
             num_prompt_tokens=[len(prompt)] * count,

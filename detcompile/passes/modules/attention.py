@@ -145,7 +145,7 @@ def check_call(
     value: Tensor,
     mask: Any,
     kwargs: dict[str, Any],
-    both_ways: bool = False,
+    both_ways: bool,
 ) -> None:
     """Refuse an attention call whose meaning the template does not have.
 
@@ -161,8 +161,9 @@ def check_call(
         raise StepDropped(f"{where} drops the model's keyword arguments, so that the step inputs do not reach it")
     if kwargs.get("dropout"):
         raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}: call model.eval()")
-    if not (both_ways or (kwargs.get("is_causal", True) and getattr(module, "is_causal", True))):
-        raise UnsupportedModel(f"{where} is not causal")
+    said = {kwargs.get("is_causal"), getattr(module, "is_causal", None)} - {None}
+    if both_ways in said:
+        raise UnsupportedModel(f"{where} is {'causal in an encoder' if both_ways else 'not causal'}")
     known = HARMLESS | {STEP_KWARG, "dropout", "is_causal", *UNDERSTOOD}
     for name, given in kwargs.items():
         if name not in known and given is not None and given is not False:

@@ -76,7 +76,7 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
     """Give a module the forward of a PoolingModel; it stays the same object, and its parameters keep their names.
 
     Raises:
-        UnsupportedModel: it has a head that is not known, or its own forward gives something else.
+        UnsupportedModel: its own forward needs more than token ids, or gives something else.
     """
     own, name = type(model), type(model).__name__
     pooled = _pooled_token(model)
@@ -86,10 +86,13 @@ def as_pooling_model(model: PreTrainedModel) -> PreTrainedModel:
     vocab_size = model.get_input_embeddings().weight.shape[0]
     ids = torch.tensor([[index for index in range(vocab_size) if index != padding][:NUM_COMPARED]], device=device)
     with torch.no_grad():
-        expected = model(input_ids=ids)[0]
-        model.__class__ = type(name, (PoolingModel, own), {"__module__": own.__module__})
-        model.pooled_token = pooled
-        found = _whole(model, ids)
+        try:
+            expected = model(input_ids=ids)[0]
+            model.__class__ = type(name, (PoolingModel, own), {"__module__": own.__module__})
+            model.pooled_token = pooled
+            found = _whole(model, ids)
+        except Exception as error:  # models raise what they like
+            raise UnsupportedModel(f"{name} does not run on token ids alone: {error}") from error
     if torch.equal(found, expected):
         return model
     raise UnsupportedModel(

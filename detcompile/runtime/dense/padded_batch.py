@@ -156,10 +156,19 @@ def inferred_mask(input_ids: Tensor, pad_token_id: int | None, eos_token_ids: Se
     """The attention mask of a batch that came without one, as Hugging Face infers it: padding is the pad token.
 
     None, all ones, where there is no pad token or it also ends rows, and so may be a token.
+
+    Raises:
+        InvalidInput: a pad token stands between two others.
     """
     if pad_token_id is None or pad_token_id in eos_token_ids:
         return None
-    return (input_ids != pad_token_id).long()
+    mask = (input_ids != pad_token_id).long()
+    if bool(((mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0) & (mask == 0)).any()):
+        raise InvalidInput(
+            f"input_ids hold the pad token {pad_token_id} between two others, and no attention_mask says whether it is"
+            " padding there: pass attention_mask, of ones if it is a token"
+        )
+    return mask
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""What generate() cannot serve it refuses by name; what asks for nothing it takes."""
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+import detcompile
+from detcompile import InvalidInput
+from detcompile.errors import EngineError
+from tests.model_cases import VOCAB_SIZE
+from tests.models.generation_cases import Recorder, model_of, padded_batch
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_beams": 4}, "num_beams = 4 is not served"),
+        ({"assistant_model": SimpleNamespace()}, "assistant_model = .* is not served.*SpeculationConfig"),
+        ({"output_attentions": True}, "output_attentions = True is not served"),
+        ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor = .* is not served"),
+        ({"max_new_token": 3}, r"not used by the model: \['max_new_token'\]"),
+        ({"stop_strings": "a"}, "this model has no tokenizer: pass tokenizer="),
+        ({"stop_strings": "a", "tokenizer": object()}, "stop_strings with a object"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature -1.0 must be"),
+        ({"eos_token_id": VOCAB_SIZE}, "stop_token_ids holds token"),
+        ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids holds token"),
+        ({"do_sample": True, "seed": -1}, "seed -1 must be in"),
+        ({"do_sample": True, "seed": [1, 2]}, "2 different seeds for 3 rows"),
+        ({"do_sample": True, "seed": 1.0}, "seed 1.0 is a float"),
+        ({"max_new_tokens": 5000}, "was compiled for"),
+    ],
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
+)
+def test_what_cannot_be_served_is_refused_by_name(given: dict, said: str) -> None:
+    ids, mask = padded_batch()
+    with pytest.raises(InvalidInput, match=said):
+        model_of("qwen3").generate(ids, mask, **given)
+
+
+def test_arguments_that_ask_for_nothing_are_taken() -> None:
+    ids, mask = padded_batch()
+    model = model_of("qwen3")
+    nothing = dict.fromkeys(
+        ["assistant_model", "assistant_tokenizer", "streamer", "stopping_criteria", "prefix_allowed_tokens_fn"]
+        + ["past_key_values", "token_type_ids", "unknown", "generation_config", "tokenizer", "position_ids"]
+    )
+    nothing |= {"logits_processor": logits_process.LogitsProcessorList(), "num_beams": 1, "synced_gpus": False}
+    nothing |= {"cache_implementation": "static", "output_attentions": False, "trust_remote_code": False}
+    assert torch.equal(model.generate(ids, mask, max_new_tokens=4, **nothing), model.generate(ids, mask, max_length=16))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, ids, mask: m.generate(), "needs input_ids"),
+        (lambda m, ids, mask: m.generate(ids, inputs=ids), "needs input_ids"),
+        (lambda m, ids, mask: m.generate(ids.tolist()), "input_ids is a list"),
+        (lambda m, ids, mask: m.generate(ids, GenerationConfig()), "attention_mask is a GenerationConfig"),
+    ],
+    ids=["nothing", "twice", "a list", "a config by place"],
+)
+def test_inputs_that_are_none_are_refused(call: Callable, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        call(model_of("qwen3"), *padded_batch())
+
+
+@pytest.mark.parametrize("watched", [{}, {"streamer": Recorder()}])
+def test_rows_without_a_token_to_draw_are_an_error(watched: dict) -> None:
+    with pytest.raises(EngineError, match="nothing is left to draw"):
+        model_of("qwen3").generate(*padded_batch(), suppress_tokens=list(range(VOCAB_SIZE)), **watched)
+
+
+def test_the_model_s_own_tokenizer_reads_stop_strings() -> None:
+    model = detcompile.compile("tiny")
+    ids = torch.tensor([model.tokenizer("def mean(values):")["input_ids"]])
+    free = model.generate(ids, max_new_tokens=30)
+    text = model.tokenizer.decode(free[0, ids.shape[1] :])
+    stop = text[len(text) // 2 :][:3]
+    found = model.generate(ids, max_new_tokens=30, stop_strings=[stop])
+    assert torch.equal(found, model.generate(ids, max_new_tokens=30, stop_strings=[stop], tokenizer=model.tokenizer))
+    ended = StopStringCriteria(model.tokenizer, [stop])
+    assert ended(found, None).all() and not ended(found[:, :-1], None).any()
+    assert torch.equal(free[:, : found.shape[1]], found)

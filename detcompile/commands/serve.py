@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -46,9 +46,14 @@ class Loading:
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1
+    tp_sizes: Annotated[str | None, typer.Option(help="Declared tensor-parallel sizes; default: 1,2,4,8.")] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class EngineOptions:
 def command(
     model: Annotated[str, typer.Argument(help="A model folder, an id on the Hub, 'tiny', or an exported .pt2.")],
     host: Annotated[str, typer.Option(help="Address to bind; one that others reach needs keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="File of keys: name:sha256 a line; for all routes.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys.")] = False,
@@ -79,7 +84,7 @@ def command(
     if not digests and not insecure and not is_loopback(host):
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
-    spec = EngineSpec(model=model, config=config, **asdict(loading))
+    spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
     template = None if chat_template is None else _read(chat_template)
     names = {"name": name, "chat_template": template}
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
@@ -92,6 +97,13 @@ async def _served(
     with listen(*address) as sock:
         service = Service(**names, max_queue=bounds.max_queue, max_queued_tokens=bounds.max_queued_tokens)
         return await serve(service, new_app(service, __version__, digests, bounds.max_body), spec, sock, bounds.drain)
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise InvalidInput(f"--tp-sizes {text!r}: give comma-separated integers, such as 1,2,4,8") from error
 
 
 def _read(path: Path) -> str:

@@ -15,6 +15,7 @@ from detcompile.models.checkpoints import load_tokenizer
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.models.remote import RemoteModel
+from detcompile.offline.default_params import configured_params
 from detcompile.offline.llm_options import LLMOptions, read_options
 from detcompile.offline.llm_outputs import LLMOutput, llm_output
 from detcompile.runtime.dense.padded_batch import seed_of_row
@@ -24,16 +25,6 @@ from detcompile.runtime.requests.prompts import Prompt, prompts_of
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["LLM"]
-
-# Names of a generation_config that vLLM takes default SamplingParams from, and theirs.
-CONFIGURED = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
 
 
 class LLM:
@@ -75,7 +66,7 @@ class LLM:
         self._given = isinstance(model, CompiledModel)
         self.model = _compiled(model, read)
         self._tokenizer = self.model.tokenizer if tokenizer is None else _tokenizer(tokenizer)
-        self._defaults = _default_params(self.model) if read.config_defaults else SamplingParams()
+        self._defaults = SamplingParams(**configured_params(self.model) if read.config_defaults else {})
         self.engine: Engine | None = self.model.engine(read.engine, tokenizer=self._tokenizer)
 
     def generate(
@@ -216,12 +207,6 @@ def _tokenizer(given: Any) -> Any:
     if found is None:
         raise InvalidInput(f"tokenizer={str(given)!r}: no folder with a tokenizer; give one, or a tokenizer itself")
     return found
-
-
-def _default_params(model: CompiledModel) -> SamplingParams:
-    config = getattr(model.model, "generation_config", None)
-    found = {ours: getattr(config, theirs, None) for theirs, ours in CONFIGURED.items()}
-    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
 
 def _are_params(params: Any) -> bool:

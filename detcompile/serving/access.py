@@ -16,6 +16,7 @@ from detcompile.serving.responses import JSON
 __all__ = ["Access", "read_body", "read_keys"]
 
 DIGEST_LETTERS = 64  # of sha256 in hex
+NO_LETTERS = hashlib.sha256(b"").hexdigest()
 NO_KEY = "no API key, or none that is known: send `Authorization: Bearer KEY`"
 
 
@@ -45,7 +46,7 @@ class Access:
     def _knows(self, authorization: str) -> bool:
         """Every known digest is compared, each in a time that says nothing of where it differs."""
         scheme, _, key = authorization.partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0 and scheme.lower() == "bearer"
 
 
@@ -88,6 +89,8 @@ def read_keys(path: Path) -> list[bytes]:
         name, _, digest = text.rpartition(":")
         if not name or len(digest) != DIGEST_LETTERS or set(digest.lower()) - set("0123456789abcdef"):
             raise InvalidInput(f"--api-keys {path}, line {number}: give name:sha256, the digest of the key in hex")
+        if digest.lower() == NO_LETTERS:
+            raise InvalidInput(f"--api-keys {path}, line {number}: this is the digest of an empty key: give it letters")
         found.append(bytes.fromhex(digest))
     if not found:
         raise InvalidInput(f"--api-keys {path} holds no key")

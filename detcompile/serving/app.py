@@ -1,5 +1,6 @@
 """The routes: OpenAI's, those for whoever runs the server, and those that say what its answers rest on."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from detcompile.serving.service import Service
 __all__ = ["MAX_BODY", "new_app"]
 
 MAX_BODY = 4 << 20  # bytes of a request's body
+SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
 
 
@@ -50,11 +52,12 @@ def new_app(service: Service, version: str, digests: Sequence[bytes] = (), max_b
 
 
 def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
-    def post(
-        paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]
-    ) -> None:
+    def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
         async def route(request: Request) -> Response:
-            return await answer(service, decode_body(await read_body(request, max_body), kind))
+            body = await read_body(request, max_body)
+            if len(body) > SHORT_BODY:
+                return await answer(service, await asyncio.to_thread(decode_body, body, kind))
+            return await answer(service, decode_body(body, kind))
 
         (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         body = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -92,7 +95,8 @@ def _add_gets(app: FastAPI, service: Service, version: str) -> None:
 
     def fingerprint() -> Response:
         parts = service.hello.fingerprint_parts
-        return _json({"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts})
+        own = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
+        return _json(own | {"default_sampling_params": service.hello.default_params})
 
     def health() -> Response:
         failure = service.link.failure

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +17,7 @@ from detcompile.errors import InvalidInput
 __all__ = ["ChatTemplate"]
 
 RENDER_SECONDS = 2.0
+THREADS = 4
 
 
 class _Generation(Extension):
@@ -34,13 +36,12 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        special_tokens: tokens that templates name, such as bos_token.
 
     Raises:
         InvalidInput: the source is no template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str) -> None:
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -51,17 +52,20 @@ class ChatTemplate:
             self._template = sandbox.from_string(source)
         except TemplateError as error:
             raise InvalidInput(f"the chat template cannot be read: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self._threads = ThreadPoolExecutor(THREADS, "chat-template")  # long prompts wait to be tokenized in others
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
+        Args:
+            variables: what else the template may name, such as bos_token.
+
         Raises:
             InvalidInput: the template refuses the messages, or takes too long over them.
         """
-        given = self._special_tokens | variables
+        given = {**variables, "messages": messages, "add_generation_prompt": True}
         try:
-            made = asyncio.to_thread(self._template.render, messages=messages, add_generation_prompt=True, **given)
+            made = asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, given)
             return await asyncio.wait_for(made, RENDER_SECONDS)
         except TimeoutError as error:
             raise InvalidInput(f"the chat template took over {RENDER_SECONDS:g} s for these messages") from error

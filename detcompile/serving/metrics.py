@@ -30,7 +30,7 @@ class Metrics:
         self._link = link
         own = self.registry
         self.refused = Counter("detcompile:requests_refused", "Requests refused with 429.", registry=own)
-        self._cancelled = Counter("detcompile:requests_cancelled", "Requests whose client left.", registry=own)
+        self._cancelled = Counter("detcompile:requests_cancelled", "Requests cancelled, as nobody waits.", registry=own)
         Gauge("detcompile:max_queue", "Samples that may be open.", registry=own).set(max_queue)
         Gauge("detcompile:max_queued_tokens", "Prompt tokens that may wait.", registry=own).set(max_queued_tokens)
         self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.", registry=own)
@@ -42,16 +42,15 @@ class Metrics:
         self._queued = Histogram("vllm:request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
         self.registry.register(_EngineCounts(link))
         self._newest: dict[str, float] = {}  # when an answer's last tokens came
-        self._started = time.monotonic()
 
     def text(self) -> bytes:
         """All of it, in Prometheus' text form."""
         return generate_latest(self.registry)
 
     def prefill_rate(self) -> float:
-        """Prompt tokens a second since the engine's first step, or 1000 where none were computed."""
-        counted = self._link.statistics.num_prefill_tokens
-        return counted / max(1e-3, time.monotonic() - self._started) if counted else 1000.0
+        """Prompt tokens a second of the engine's steps so far, or 1000 where none were computed."""
+        counted = self._link.statistics
+        return counted.num_prefill_tokens / max(1e-3, counted.busy_seconds) if counted.num_prefill_tokens else 1000.0
 
     def progressed(self, answer: Answer, delta: Delta) -> None:
         """An answer has new tokens."""
@@ -67,12 +66,13 @@ class Metrics:
             if sample.finish_reason is not None:
                 self._ended.labels(sample.finish_reason).inc()
 
-    def ended(self, answer: Answer) -> None:
-        """An answer is released."""
+    def ended(self, answer: Answer, *, cancelled: bool) -> None:
+        """An answer is released; ``cancelled``: before its end."""
         self._newest.pop(answer.request_id, None)
         self._prompt.inc(len(answer.prompt_ids))
-        if answer.error is not None:
+        if cancelled:
             self._cancelled.inc()
+        if answer.error is not None:
             return
         self._whole.observe(time.monotonic() - answer.arrival)
         if answer.queued_seconds is not None:

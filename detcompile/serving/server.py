@@ -20,6 +20,7 @@ __all__ = ["ENGINE_LOST", "is_loopback", "listen", "serve"]
 
 ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: whoever watches should start another
 LAST_ANSWERS_SECONDS = 5  # for connections to end once their requests have
+LOST_SECONDS = 10.0  # of answering 503 without an engine, so that those who ask learn it, before the server ends
 
 
 def is_loopback(host: str) -> bool:
@@ -91,7 +92,7 @@ class Drain:
 
 
 async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.socket, drain: float) -> int:
-    """Serve until a signal; returns the exit code: 0 after an orderly end, ENGINE_LOST if the engine was lost.
+    """Serve until a signal, or until the engine is lost; returns the exit code: 0, or ENGINE_LOST then.
 
     The routes answer while the engine starts: /ready says when it serves.
 
@@ -99,7 +100,12 @@ async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.s
         DetcompileError: the engine cannot serve this model.
     """
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_ANSWERS_SECONDS, lifespan="off"
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
+        lifespan="off",
+        ws="none",
     )
     server = _Server(config, Drain(service, drain))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -109,7 +115,7 @@ async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.s
         if starting.done():
             hello = starting.result()
             _say(f"serving {service.name} on {_address(sock)}; fingerprint {hello.fingerprint}")
-            watching = asyncio.create_task(_until_lost(service))
+            watching = asyncio.create_task(_end_when_lost(service, server))
             await serving
             watching.cancel()
         lost = service.link.failure is not None
@@ -121,10 +127,12 @@ async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.s
     return ENGINE_LOST if lost else os.EX_OK
 
 
-async def _until_lost(service: Service) -> None:
+async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
     while service.link.failure is None:
         await asyncio.sleep(0.2)
-    _say(f"the engine is lost: {service.link.failure}; every request is answered with 503 from here on")
+    _say(f"the engine is lost: {service.link.failure}; requests get 503, and the server ends in {LOST_SECONDS:g} s")
+    await asyncio.sleep(LOST_SECONDS)
+    server.should_exit = True
 
 
 async def _ended(ending: Awaitable[None]) -> None:

@@ -31,6 +31,9 @@ class Service:
         max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
         command: what to run as the engine process.
 
+    Raises:
+        InvalidInput: a chat template that is none.
+
     Attributes:
         draining: nothing new is taken, and what is open is finished.
         open: answers that have not ended.
@@ -51,7 +54,8 @@ class Service:
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
         self._name = name
-        self._given_template = chat_template
+        self._given_template = None if chat_template is None else ChatTemplate(chat_template)
+        self._serves = False
         self._max_queue = max_queue
         self._max_queued_tokens = max_queued_tokens
         self._numbers = count()
@@ -66,8 +70,9 @@ class Service:
         hello = await self.link.settled()
         self.name = self._name or hello.name
         self.texts = Texts(hello)
-        source = self._given_template if self._given_template is not None else hello.chat_template
-        self.template = None if source is None else ChatTemplate(source, hello.special_tokens)
+        own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
+        self.template = self._given_template or own
+        self._serves = True
         return hello
 
     @property
@@ -84,7 +89,7 @@ class Service:
         """
         if self.link.failure is not None:
             raise error_of(WorkerError(f"the engine does not serve: {self.link.failure}"))
-        if self.draining or not self.link.ready:
+        if self.draining or not self._serves:
             what = "is shutting down" if self.draining else "is starting"
             raise HTTPError(503, f"the server {what}", code="unavailable", retry_after=5)
 
@@ -105,7 +110,7 @@ class Service:
             HTTPError: 429 where too much waits already, 400 for what is never taken at once, 503 without an engine.
         """
         self.require_ready()
-        self._require_room(sum(map(len, prompts)), len(prompts) * params.n)
+        self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
         changed = asyncio.Event()
         answers = [Answer(f"{next(self._numbers)}", prompt, params, changed) for prompt in prompts]
         for answer in answers:
@@ -121,14 +126,19 @@ class Service:
     def release(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these any more; those that have not ended are cancelled."""
         for answer in answers:
-            if not answer.finished:
+            cancelled = not answer.finished
+            if cancelled:
                 self.link.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
             if self.open.pop(answer.request_id, None) is not None:
-                self.metrics.ended(answer)
+                self.metrics.ended(answer, cancelled=cancelled)
 
-    def _require_room(self, num_tokens: int, num_samples: int) -> None:
-        """Prompts longer than the bound alone are taken where nothing else is open."""
+    def require_room(self, num_tokens: int, num_samples: int) -> None:
+        """Refuse what is beyond the bounds. Prompts longer than the bound alone are taken where nothing else is open.
+
+        Raises:
+            HTTPError: 429, or 400 where it never fits.
+        """
         if num_samples > self._max_queue:
             raise HTTPError(400, f"{num_samples} answers in one request, of {self._max_queue} at most: ask in parts")
         num_open = sum(answer.params.n for answer in self.open.values())

@@ -43,6 +43,7 @@ PARAMETERS = tuple(own.name for own in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
+LOOKS = 8  # for a heartbeat, in that time
 
 
 class EngineLink:
@@ -77,7 +78,7 @@ class EngineLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._heard = 0.0
+        self._heard = False  # since the last look
 
     @property
     def ready(self) -> bool:
@@ -151,11 +152,11 @@ class EngineLink:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1.0)
             self._fail(WorkerError(f"the engine process ended ({_ending(self._process.returncode)})"))
-        except ValueError as error:  # msgspec's: no frame of this protocol
-            self._fail(WorkerError(f"the engine process sent what is no report: {error}"))
+        except Exception as error:  # no frame of this protocol, above all
+            self._fail(WorkerError(f"the engine process sent what is no report: {error!r}"))
 
     def _take(self, report: Hello | Tokens | Refused | Heartbeat | Broken) -> None:
-        self._heard = asyncio.get_running_loop().time()
+        self._heard = True
         if isinstance(report, Tokens):
             for delta in report.deltas:
                 answer = self._answers.get(delta.request_id)
@@ -178,10 +179,16 @@ class EngineLink:
             self._fail(_error_of(report))
 
     async def _watch(self) -> None:
-        """A process that is stopped, or whose threads do not run, closes no socket."""
+        """A process that is stopped, or whose threads do not run, closes no socket.
+
+        Looks are counted and not seconds: where this process stood still, what has come meanwhile is read first.
+        """
+        silent = 0
         while self.failure is None:
-            await asyncio.sleep(self._silence / 8)
-            if self.ready and asyncio.get_running_loop().time() - self._heard > self._silence:
+            await asyncio.sleep(self._silence / LOOKS)
+            silent = 0 if self._heard or not self.ready else silent + 1
+            self._heard = False
+            if silent >= LOOKS:
                 self._fail(WorkerError(f"the engine process was silent for {self._silence:g} s and was ended"))
 
     def _fail(self, error: DetcompileError) -> None:

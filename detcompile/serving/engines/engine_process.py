@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 from detcompile.commands.verification import ModelSpec
 from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput, UnsupportedModel
-from detcompile.models.compiled import CompiledModel
+from detcompile.models.compiled import CompiledModel, require_causal
+from detcompile.offline.default_params import configured_params
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
@@ -44,6 +45,7 @@ from detcompile.serving.engines.protocol import (
 __all__ = ["EngineServer", "hello_of", "main"]
 
 HEARTBEAT_SECONDS = 0.25
+COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
 PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # both ways to tokenize are compared by it
 
 
@@ -88,6 +90,7 @@ class EngineServer:
         self._work = threading.Event()
         self._statistics = Statistics()
         self._counted = 0.0  # when the statistics were taken
+        self._busy_seconds = 0.0
 
     def serve(self) -> None:
         """Step while there is anything to do; returns never, as the end of the front ends the process.
@@ -100,7 +103,9 @@ class EngineServer:
         while True:
             self._work.clear()
             if self._engine.has_unfinished_requests:
+                start = time.monotonic()
                 deltas = [delta_of(output) for output in self._engine.step()]
+                self._busy_seconds += time.monotonic() - start
                 if deltas:
                     self._wire.send(Tokens(deltas))
                 if time.monotonic() - self._counted > HEARTBEAT_SECONDS:
@@ -111,16 +116,21 @@ class EngineServer:
 
     def _count(self) -> None:
         found = self._engine.stats
-        self._statistics = Statistics(*(getattr(found, name) for name in Statistics.__struct_fields__))
+        counts = {name: getattr(found, name) for name in COUNTS}
+        self._statistics = Statistics(busy_seconds=self._busy_seconds, **counts)
         self._counted = time.monotonic()
 
     def _read(self) -> None:
-        while (command := self._wire.receive()) is not None:
-            if isinstance(command, Add):
-                self._add(command)
-            elif isinstance(command, Cancel):
-                self._engine.cancel(command.request_id)
-            self._work.set()
+        try:
+            while (command := self._wire.receive()) is not None:
+                if isinstance(command, Add):
+                    self._add(command)
+                elif isinstance(command, Cancel):
+                    self._engine.cancel(command.request_id)
+                self._work.set()
+        except Exception as error:  # no frame of this protocol: without this thread nothing would be served
+            self._wire.send(Broken(type(error).__name__, f"the front sent what is no command: {error!r}"))
+            os._exit(1)
         os._exit(0)  # the front is gone, and with it whoever waits for an answer
 
     def _add(self, command: Add) -> None:
@@ -137,6 +147,9 @@ class EngineServer:
             self._wire.send(Refused(command.request_id, str(error)))
         except EngineError:
             return  # the thread that steps says so
+        except Exception as error:  # of this request alone: the thread goes on to read the others'
+            said = f"request {command.request_id} cannot be taken: {error!r}"
+            self._wire.send(Tokens([Delta(command.request_id, [], True, None, said, 0, None)]))
 
     def _beat(self) -> None:
         while True:
@@ -159,8 +172,13 @@ def delta_of(output: RequestOutput) -> Delta:
     )
 
 
-def hello_of(model: CompiledModel, config: EngineConfig, num_blocks: int, name: str) -> Hello:
+def hello_of(
+    model: CompiledModel, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]
+) -> Hello:
     """What the front has to know of a model.
+
+    Args:
+        defaults: what requests are drawn with that say nothing, by the names of SamplingParams.
 
     Raises:
         UnsupportedModel: a tokenizer that only its own code can run.
@@ -178,6 +196,7 @@ def hello_of(model: CompiledModel, config: EngineConfig, num_blocks: int, name: 
         vocab_size=model.vocab_size,
         num_blocks=num_blocks,
         block_size=config.block_size,
+        default_params=defaults,
         tokenizer=None if tokenizer is None else _tokenizer_of(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
@@ -216,9 +235,10 @@ def _token(entry: Logprobs) -> Token:
 def _start(spec: EngineSpec) -> tuple[Engine, Hello]:
     if spec.version != VERSION:
         raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
+    config = EngineConfig(**spec.config)  # refused before the model takes its time
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model = ModelSpec(
+    loaded = ModelSpec(
         spec.model,
         spec.random,
         spec.dtype,
@@ -227,10 +247,11 @@ def _start(spec: EngineSpec) -> tuple[Engine, Hello]:
         spec.revision,
         spec.token,
         spec.trust_remote_code,
-    ).compile(spec.tp)
-    config = EngineConfig(**spec.config)
+    )
+    model = require_causal(loaded.compile(spec.tp), "detcompile serve")
     engine = model.engine(config)
-    return engine, hello_of(model, config, engine.stats.num_blocks, spec.model)
+    defaults = configured_params(model) if spec.generation_config == "auto" else {}
+    return engine, hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
 
 
 def main() -> None:

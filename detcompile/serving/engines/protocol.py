@@ -4,7 +4,7 @@ A sample's tokens travel once, as they are drawn. Neither side runs what the oth
 """
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,6 +46,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     token: str | None = None
     trust_remote_code: bool = False
     config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
+    generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):
@@ -75,6 +76,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     vocab_size: int
     num_blocks: int
     block_size: int
+    default_params: dict[str, Any]  # of SamplingParams, where a request says nothing
     tokenizer: str | None  # one JSON object, of the tokenizers library; None for a model without one
     special_ids: list[int]
     special_tokens: dict[str, str]  # by the names that chat templates have for them
@@ -112,7 +114,11 @@ class Delta(msgspec.Struct, array_like=True):
 
 
 class Statistics(msgspec.Struct, array_like=True):
-    """Counts of an engine since it started, and its state; as runtime.metrics.EngineStats has them."""
+    """Counts of an engine since it started, and its state; as runtime.metrics.EngineStats has them.
+
+    Attributes:
+        busy_seconds: time that the engine process has spent in steps.
+    """
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -124,6 +130,7 @@ class Statistics(msgspec.Struct, array_like=True):
     num_free_blocks: int = 0
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
+    busy_seconds: float = 0.0
 
 
 class Tokens(msgspec.Struct, tag=True):

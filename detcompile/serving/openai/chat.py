@@ -25,11 +25,10 @@ async def chat(service: Service, asked: ChatRequest) -> Response:
     service.require_ready()
     service.require_model(asked.model)
     require_served(asked)
-    params = chat_params(asked)
+    params = chat_params(asked, service.hello.default_params)
+    service.require_room(0, params.n)
     answers = service.submit([await prompt_of(service, asked.messages)], params, asked.priority or 0)
-    reply = _Chat(
-        service, answers, stream_options=asked.stream_options, with_ids=bool(asked.return_token_ids)
-    )
+    reply = _Chat(service, answers, stream_options=asked.stream_options, with_ids=bool(asked.return_token_ids))
     headers = {"X-Detcompile-Seed": str(reply.seed)}
     if asked.stream:
         return Events(answers, service.release, headers, reply.events())
@@ -45,7 +44,8 @@ async def prompt_of(service: Service, messages: list[Message]) -> list[int]:
     if service.template is None:
         said = f"{service.name} has no chat template: use /v1/completions, or start the server with --chat-template"
         raise HTTPError(400, said, param="messages", code="no_chat_template")
-    text = await service.template.render([_plain(message, place) for place, message in enumerate(messages)])
+    plain = [_plain(message, place) for place, message in enumerate(messages)]
+    text = await service.template.render(plain, **service.hello.special_tokens)
     return await service.texts.encode(text, add_special_tokens=False)
 
 

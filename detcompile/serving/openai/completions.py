@@ -30,15 +30,16 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
     service.require_ready()
     service.require_model(asked.model)
     require_served(asked)
-    params = completion_params(asked)
+    params = completion_params(asked, service.hello.default_params)
     written = _prompts(asked)
+    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
     special = asked.add_special_tokens is not False
     prompts = [
         await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         for prompt in written
     ]
-    answers = service.submit(prompts, params, asked.priority or 0)
     echo = [_echoed(service.texts, prompt) for prompt in written] if asked.echo else None
+    answers = service.submit(prompts, params, asked.priority or 0)
     reply = _Completion(
         service,
         answers,

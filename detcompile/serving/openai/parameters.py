@@ -22,8 +22,11 @@ SAME = (  # fields that are parameters of one name and meaning
 )  # fmt: skip
 
 
-def completion_params(asked: CompletionRequest) -> SamplingParams:
+def completion_params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """Parameters of POST /v1/completions. Where no token is asked for, one is drawn, which nobody is shown.
+
+    Args:
+        defaults: fields where the request says nothing; of its max_tokens, what no request exceeds.
 
     Raises:
         HTTPError: a field that is out of range, by its name.
@@ -36,33 +39,47 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
         raise HTTPError(400, "min_tokens is above max_tokens", param="min_tokens")
     echoed = asked.logprobs if asked.echo else None
     length = None if asked.max_tokens is None else max(1, asked.max_tokens)
-    return _params(asked, max_tokens=length, logprobs=asked.logprobs, prompt_logprobs=echoed)
+    return _params(asked, defaults, length, logprobs=asked.logprobs, prompt_logprobs=echoed)
 
 
-def chat_params(asked: ChatRequest) -> SamplingParams:
+def chat_params(asked: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """Parameters of POST /v1/chat/completions; by default the answer has the room that the context leaves.
+
+    Args:
+        defaults: fields where the request says nothing; of its max_tokens, what no request exceeds.
 
     Raises:
         HTTPError: a field that is out of range, by its name.
     """
+    if asked.echo:
+        raise HTTPError(400, "echo is served by /v1/completions alone", param="echo")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise HTTPError(400, "top_logprobs is served where logprobs is true", param="top_logprobs")
     length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    return _params(asked, max_tokens=length, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None)
+    return _params(asked, defaults, length, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None)
 
 
-def _params(asked: CompletionRequest | ChatRequest, **others: Any) -> SamplingParams:
+def _params(
+    asked: CompletionRequest | ChatRequest, defaults: Mapping[str, Any], length: int | None, **others: Any
+) -> SamplingParams:
     given = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
-    if asked.seed is not None and not -(1 << 63) <= asked.seed < 1 << 64:
-        raise HTTPError(400, f"seed {asked.seed} must be an integer of 64 bits", param="seed")
-    seed = secrets.randbelow(FRESH_SEEDS) if asked.seed is None else asked.seed % (1 << 64)
+    lengths = [most for most in (length, defaults.get("max_tokens")) if most is not None]
+    own = {"max_tokens": min(lengths, default=None), "seed": _seed(asked)}
     if len(asked.stop or ()) > MAX_STOPS and isinstance(asked.stop, list):
         raise HTTPError(400, f"stop holds over {MAX_STOPS} strings", param="stop")
     _require_digits(asked.logit_bias or {})
     try:
-        return SamplingParams(**given, **others, seed=seed)
+        return SamplingParams(**{**defaults, **given, **others, **own})
     except InvalidInput as error:
         raise error_of(error, NAMES) from error
+
+
+def _seed(asked: CompletionRequest | ChatRequest) -> int:
+    if asked.seed is None:
+        return secrets.randbelow(FRESH_SEEDS)
+    if not -(1 << 63) <= asked.seed < 1 << 64:
+        raise HTTPError(400, f"seed {asked.seed} must be an integer of 64 bits", param="seed")
+    return asked.seed % (1 << 64)
 
 
 def _require_digits(biases: Mapping[str, float]) -> None:

@@ -84,7 +84,8 @@ class Reply:
                 before = texts[index].num_read
                 text, read = texts[index].take()
                 over[index] = sample.finish_reason is not None
-                if over[index] or text or before == 0 or (sample.logprobs is not None and read.start < read.stop):
+                tokens_show = self._with_ids or sample.logprobs is not None
+                if over[index] or text or before == 0 or (tokens_show and read.start < read.stop):
                     parts.append(self._chunk([self._choice(index, answer, sample, text, read)]))
             if parts:
                 yield b"".join(parts)

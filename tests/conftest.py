@@ -39,6 +39,7 @@ settings.load_profile("ci")
 # Files that need the same models share a worker, and with it `tests.model_cases.compiled`; so do those that need the
 # CPU library of every instruction set, which two workers would build at once.
 TOGETHER = {
+    "server": ("tests/serving/*",),
     "models": (
         "tests/architectures/*",
         "tests/commands/test_certificate_page.py",

@@ -34,11 +34,12 @@ class Server(NamedTuple):
         return self.process.wait(60)
 
 
-def started(folder: Path, *options: str) -> Server:
-    """A server of ``tiny`` on a free port, once it is ready."""
+def started(folder: Path, *options: str, model: str = "tiny") -> Server:
+    """A server of ``model``, called tiny, on a free port, once it is ready."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--chat-template", str(template)]
+    command = [sys.executable, "-m", "detcompile", "serve", model, "--name", "tiny", "--port", "0"]
+    command += ["--chat-template", str(template)]
     own = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
     environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)

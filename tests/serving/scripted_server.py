@@ -3,17 +3,18 @@
 import asyncio
 import sys
 
+from detcompile.serving import server
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.protocol import EngineSpec
-from detcompile.serving.server import listen, serve
 from detcompile.serving.service import Service
 
 
 async def main() -> int:
     service = Service(command=[sys.executable, "-m", "tests.serving.scripted_engine"])
-    with listen("127.0.0.1", 0) as sock:
+    server.LOST_SECONDS = 0.5
+    with server.listen("127.0.0.1", 0) as sock:
         app = new_app(service, "test")
-        return await serve(service, app, EngineSpec(model="scripted"), sock, float(sys.argv[1]))
+        return await server.serve(service, app, EngineSpec(model="scripted"), sock, float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from detcompile.errors import InvalidInput, WorkerError
 from detcompile.serving.access import read_keys
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.engine_link import EngineLink
-from detcompile.serving.engines.protocol import EngineSpec
+from detcompile.serving.engines.protocol import EngineSpec, Hello
 from detcompile.serving.server import ENGINE_LOST
 from detcompile.serving.service import Service
 
@@ -94,6 +94,57 @@ def test_an_engine_that_never_starts_is_told() -> None:
     asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "no report"))
 
 
+def test_a_pause_of_both_processes_is_no_silence() -> None:
+    """As of a container that is paused and goes on."""
+
+    async def scenario() -> None:
+        link = EngineLink(command=ENGINE, silence=0.8)
+        await link.start(SPEC)
+        await link.settled()
+        for _ in range(2):
+            os.kill(link.pid, signal.SIGSTOP)
+            time.sleep(1.2)
+            os.kill(link.pid, signal.SIGCONT)
+            await asyncio.sleep(0.3)
+            assert link.failure is None
+        await link.stop()
+
+    asyncio.run(scenario())
+
+
+def test_requests_wait_for_the_whole_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has said hello, and the front has not looked at its tokenizer yet."""
+
+    async def scenario() -> None:
+        service, gate = Service(command=ENGINE), asyncio.Event()
+        settled = service.link.settled
+
+        async def late() -> Hello:
+            hello = await settled()
+            await gate.wait()
+            return hello
+
+        monkeypatch.setattr(service.link, "settled", late)
+        app = new_app(service, "test")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            starting = asyncio.create_task(service.start(SPEC))
+            while not service.link.ready:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.post("/v1/completions", json=LONG)).status_code == 503
+            gate.set()
+            await starting
+            assert (await client.get("/ready")).status_code == 200
+            await service.link.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_template_that_is_none_is_refused_before_the_engine_starts() -> None:
+    with pytest.raises(InvalidInput, match="chat template cannot be read"):
+        Service(chat_template="{% if %}")
+
+
 def test_beyond_the_bounds_there_is_a_429() -> None:
     async def scenario() -> None:
         service = Service(command=ENGINE, max_queue=2)
@@ -148,7 +199,20 @@ def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("text", ["", "alice:secret", "alice", ":" + "0" * 64, "alice:" + "g" * 64])
+def test_a_key_is_the_bytes_that_were_sent() -> None:
+    async def scenario() -> None:
+        async with running(Service(command=ENGINE), [hashlib.sha256("clé".encode()).digest()]) as client:
+            for key, status in (("clé", 200), ("cle", 401)):
+                header = [(b"authorization", f"Bearer {key}".encode())]
+                assert (await client.get("/health", headers=header)).status_code == status
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "alice:secret", "alice", ":" + "0" * 64, "alice:" + "g" * 64, "alice:" + hashlib.sha256(b"").hexdigest()],
+)
 def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(InvalidInput, match="--api-keys"):
@@ -213,7 +277,6 @@ def test_a_server_without_its_engine_ends_with_a_code_of_its_own() -> None:
         os.kill(int(children[0]), signal.SIGKILL)
         while httpx.get(f"{url}/health").status_code != 503:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
         assert process.wait(10) == ENGINE_LOST
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import httpx
 import openai
 import pytest
 
+from detcompile.models.hub import TINY_FOLDER
 from tests.serving.conftest import Server, started
 
 PROMPT = "def add(a, b):"
 MESSAGES = [{"role": "user", "content": "Write a function."}]
 PARAMS = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 24, "frequency_penalty": 0.3, "logprobs": 3}
 EXTRA = {"repetition_penalty": 1.1, "return_token_ids": True}
+CONFIGURED = ("temperature", "top_p", "repetition_penalty")  # of these, what a generation_config may have
 
 
 @pytest.fixture
@@ -66,12 +69,27 @@ def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, server: 
         crowd = list(pool.map(among_others, range(24)))
     digests |= {f"in a crowd {number}": found for number, found in enumerate(crowd) if number % 3}
     assert len({found for number, found in enumerate(crowd) if number % 3 == 0}) > 1  # other seeds, other answers
-    again = started(folder)
+    again = started(folder, model=str(with_defaults(folder / "model", PARAMS | EXTRA)))
     try:
-        digests["another server"] = sha256(whole(openai.OpenAI(base_url=f"{again.url}/v1", api_key="none"))[0])
+        own = openai.OpenAI(base_url=f"{again.url}/v1", api_key="none")
+        digests["another server"] = sha256(whole(own)[0])
+        few = {name: value for name, value in PARAMS.items() if name not in CONFIGURED}
+        asked = {"model": "tiny", "prompt": PROMPT, "extra_body": {"return_token_ids": True}, **few}
+        digests["by its defaults"] = sha256(own.completions.create(**asked).choices[0].model_dump())
+        defaults = own.get("/fingerprint", cast_to=object)["default_sampling_params"]
+        assert defaults == {name: (PARAMS | EXTRA)[name] for name in CONFIGURED}
     finally:
         assert again.stop() == 0
     assert set(digests.values()) == {digests["whole"]}, digests
+
+
+def with_defaults(folder: Path, params: dict) -> Path:
+    """The embedded model, with a generation_config that has these parameters as defaults."""
+    shutil.copytree(TINY_FOLDER, folder, ignore=shutil.ignore_patterns("draft", "medusa"))
+    config = json.loads((folder / "generation_config.json").read_text())
+    config |= {"do_sample": True} | {name: params[name] for name in CONFIGURED}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_the_samples_of_n_differ_and_come_again(client: openai.OpenAI) -> None:

@@ -49,6 +49,9 @@ def canary(http: httpx.Client) -> str:
         ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"echo": True}, 400, "echo"),
+        ("/v1/completions", GOOD | {"prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ("/v1/completions", GOOD | {"length_penalty": 2.0}, 400, "length_penalty"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -79,13 +82,17 @@ def test_what_cannot_be_served_is_named(http: httpx.Client, path: str, body: dic
         (b'{"prompt": "x", "temperature": 1e999}', "application/json", 400),
         (b'{"prompt": "x", "user": ' + b"[" * 100 + b"]" * 100 + b"}", "application/json", 400),
         (b'{"prompt": [' + b"1," * 1_100_000 + b"1]}", "application/json", 400),
+        (b'{"prompt": [' + b"[]" * 1_500_000 + b"]}", "application/json", 400),
+        (b'{"prompt": "' + b'\\"' * 1_500_000, "application/json", 400),
         (b'{"prompt": "' + b"x" * (5 << 20) + b'"}', "application/json", 413),
         (b'{"prompt": "x"}', "text/plain", 415),
     ],
 )
 def test_bodies_that_are_none(http: httpx.Client, body: bytes, kind: str, status: int) -> None:
+    start = time.monotonic()
     answer = http.post("/v1/completions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == status and answer.json()["error"]["message"]
+    assert time.monotonic() - start < 10  # reading it takes a time that grows with its length alone
 
 
 JSON = st.recursive(

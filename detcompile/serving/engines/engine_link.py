@@ -181,7 +181,7 @@ class EngineLink:
     async def _watch(self) -> None:
         """A process that is stopped, or whose threads do not run, closes no socket.
 
-        Looks are counted and not seconds: where this process stood still, what has come meanwhile is read first.
+        Looks are counted and not seconds: a machine that was paused, and both processes with it, hangs not.
         """
         silent = 0
         while self.failure is None:

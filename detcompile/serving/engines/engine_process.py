@@ -121,6 +121,7 @@ class EngineServer:
         self._counted = time.monotonic()
 
     def _read(self) -> None:
+        code = 0
         try:
             while (command := self._wire.receive()) is not None:
                 if isinstance(command, Add):
@@ -130,8 +131,8 @@ class EngineServer:
                 self._work.set()
         except Exception as error:  # no frame of this protocol: without this thread nothing would be served
             self._wire.send(Broken(type(error).__name__, f"the front sent what is no command: {error!r}"))
-            os._exit(1)
-        os._exit(0)  # the front is gone, and with it whoever waits for an answer
+            code = 1
+        os._exit(code)  # the front is gone, and with it whoever waits for an answer
 
     def _add(self, command: Add) -> None:
         try:

@@ -1,0 +1,69 @@
+"""The engine's end of the socket: what is wrong with one request, or with a frame, leaves nobody waiting."""
+
+import os
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from detcompile.serving.engines.engine_process import EngineServer, Wire
+from detcompile.serving.engines.protocol import LENGTH, Add, Broken, Refused, Tokens, decode_report, frame
+
+
+class Engine:
+    """Takes requests without stop strings."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add_request(self, prompt: list[int], params: Any, *, request_id: str, **how: Any) -> None:
+        if params.stop:
+            raise RuntimeError("a fault at this request")
+        self.names.append(request_id)
+
+
+def reading(engine: Engine, *frames: bytes) -> tuple[socket.socket, threading.Thread]:
+    """The front's end, with frames sent through it, and the thread that reads them."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    for data in frames:
+        ours.sendall(data)
+    thread = threading.Thread(target=EngineServer(engine, Wire(theirs))._read, daemon=True)
+    thread.start()
+    return ours, thread
+
+
+def received(front: socket.socket) -> Any:
+    (size,) = LENGTH.unpack(front.recv(LENGTH.size, socket.MSG_WAITALL))
+    return decode_report(front.recv(size, socket.MSG_WAITALL))
+
+
+def test_a_fault_at_one_request_is_its_answer_and_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    engine = Engine()
+    bad, refused, good = Add("1", [1], {"stop": ["a"]}), Add("2", [1], {"n": 0}), Add("3", [1], {})
+    front, thread = reading(engine, frame(bad), frame(refused), frame(good))
+    report = received(front)
+    assert isinstance(report, Tokens) and report.deltas[0].finished
+    assert report.deltas[0].request_id == "1" and "a fault at this request" in report.deltas[0].error
+    report = received(front)
+    assert isinstance(report, Refused) and report.request_id == "2" and "n 0 must be" in report.message
+    front.shutdown(socket.SHUT_WR)
+    thread.join(20)
+    assert engine.names == ["3"] and ended.is_set()
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", frame(Refused("1", "no command"))[LENGTH.size :]], ids=["empty", "no msgpack", "a report"]
+)
+def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    front, thread = reading(Engine(), LENGTH.pack(len(body)) + body)
+    report = received(front)
+    thread.join(20)
+    assert isinstance(report, Broken) and "no command" in report.message and codes == [1]

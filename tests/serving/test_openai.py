@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from detcompile.models.hub import TINY_FOLDER
-from tests.serving.conftest import Server, started
+from tests.serving.conftest import ROOT, Server, started
 
 PROMPT = "def add(a, b):"
 MESSAGES = [{"role": "user", "content": "Write a function."}]
@@ -159,6 +160,13 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
         model="tiny", prompt=template, seed=4, max_tokens=12, extra_body={"add_special_tokens": False}
     )
     assert same.choices[0].text == choice.message.content
+
+
+def test_the_example_of_the_manual_runs(server: Server) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    assert "http://127.0.0.1:8000" in code
+    exec(code.replace("http://127.0.0.1:8000", server.url), {})
 
 
 def test_the_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:

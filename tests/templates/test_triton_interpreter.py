@@ -1,11 +1,14 @@
 """The Triton tests that need no GPU, in Triton's CPU interpreter: processes of their own, see triton_interpreter.py."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from detcompile.config import cache_directory
 
 HERE = Path(__file__).parent
 
@@ -23,6 +26,8 @@ def test_no_file_is_left_out() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_in_the_interpreter(family: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    if (known := cache_directory() / "cpu").exists():  # else the CPU's kernels are compiled once more
+        shutil.copytree(known, tmp_path / "cpu")
     environment = os.environ | {"TRITON_INTERPRET": "1", "DETCOMPILE_CACHE": str(tmp_path)}
     tests = [str(path) for folder in FAMILIES[family] for path in sorted((HERE / folder).glob("test_*gpu.py"))]
     chosen = ["-m", pytestconfig.getoption("markexpr")]

@@ -1,6 +1,8 @@
 """One server of the embedded model for all tests of the session, as a user starts it."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +18,12 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+from detcompile.models.hub import TINY_FOLDER
+
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 START_SECONDS = 240
+DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_config
 
 
 class Server(NamedTuple):
@@ -34,11 +39,21 @@ class Server(NamedTuple):
         return self.process.wait(60)
 
 
-def started(folder: Path, *options: str, model: str = "tiny") -> Server:
-    """A server of ``model``, called tiny, on a free port, once it is ready."""
+def model_of(folder: Path) -> Path:
+    """The embedded model, with a generation_config that has DEFAULTS."""
+    model = folder / "model"
+    if not model.exists():
+        shutil.copytree(TINY_FOLDER, model, ignore=shutil.ignore_patterns("draft", "medusa"))
+        config = json.loads((model / "generation_config.json").read_text())
+        (model / "generation_config.json").write_text(json.dumps(config | {"do_sample": True} | DEFAULTS))
+    return model
+
+
+def started(folder: Path, *options: str) -> Server:
+    """A server of the embedded model on a free port, called tiny, once it is ready."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    command = [sys.executable, "-m", "detcompile", "serve", model, "--name", "tiny", "--port", "0"]
+    command = [sys.executable, "-m", "detcompile", "serve", str(model_of(folder)), "--name", "tiny", "--port", "0"]
     command += ["--chat-template", str(template)]
     own = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
     environment = os.environ | own | {"PYTHONPATH": str(ROOT)}

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,14 +11,12 @@ import httpx
 import openai
 import pytest
 
-from detcompile.models.hub import TINY_FOLDER
-from tests.serving.conftest import ROOT, Server, started
+from tests.serving.conftest import DEFAULTS, ROOT, Server, started
 
 PROMPT = "def add(a, b):"
 MESSAGES = [{"role": "user", "content": "Write a function."}]
-PARAMS = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 24, "frequency_penalty": 0.3, "logprobs": 3}
+PARAMS = {**DEFAULTS, "seed": 11, "max_tokens": 24, "frequency_penalty": 0.3, "logprobs": 3}
 EXTRA = {"repetition_penalty": 1.1, "return_token_ids": True}
-CONFIGURED = ("temperature", "top_p", "repetition_penalty")  # of these, what a generation_config may have
 
 
 @pytest.fixture
@@ -70,27 +67,18 @@ def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, server: 
         crowd = list(pool.map(among_others, range(24)))
     digests |= {f"in a crowd {number}": found for number, found in enumerate(crowd) if number % 3}
     assert len({found for number, found in enumerate(crowd) if number % 3 == 0}) > 1  # other seeds, other answers
-    again = started(folder, model=str(with_defaults(folder / "model", PARAMS | EXTRA)))
+    few = {name: value for name, value in PARAMS.items() if name not in DEFAULTS}
+    asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **few}
+    digests["by the model's defaults"] = sha256(client.completions.create(**asked).choices[0].model_dump())
+    again = started(folder, "--generation-config", "vllm")
     try:
         own = openai.OpenAI(base_url=f"{again.url}/v1", api_key="none")
         digests["another server"] = sha256(whole(own)[0])
-        few = {name: value for name, value in PARAMS.items() if name not in CONFIGURED}
-        asked = {"model": "tiny", "prompt": PROMPT, "extra_body": {"return_token_ids": True}, **few}
-        digests["by its defaults"] = sha256(own.completions.create(**asked).choices[0].model_dump())
-        defaults = own.get("/fingerprint", cast_to=object)["default_sampling_params"]
-        assert defaults == {name: (PARAMS | EXTRA)[name] for name in CONFIGURED}
+        assert sha256(own.completions.create(**asked).choices[0].model_dump()) != digests["whole"]
+        assert own.get("/fingerprint", cast_to=object)["default_sampling_params"] == {}
     finally:
         assert again.stop() == 0
     assert set(digests.values()) == {digests["whole"]}, digests
-
-
-def with_defaults(folder: Path, params: dict) -> Path:
-    """The embedded model, with a generation_config that has these parameters as defaults."""
-    shutil.copytree(TINY_FOLDER, folder, ignore=shutil.ignore_patterns("draft", "medusa"))
-    config = json.loads((folder / "generation_config.json").read_text())
-    config |= {"do_sample": True} | {name: params[name] for name in CONFIGURED}
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_the_samples_of_n_differ_and_come_again(client: openai.OpenAI) -> None:
@@ -187,6 +175,7 @@ def test_models_and_what_answers_rest_on(client: openai.OpenAI, http: httpx.Clie
     (model,) = client.models.list().data
     assert model.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     found = http.get("/v1/fingerprint").json()
+    assert found["default_sampling_params"] == DEFAULTS
     assert found["fingerprint"] == model.fingerprint and {"weights", "source"} <= found["fingerprint_parts"].keys()
     assert http.get("/v1/certificate").json()["entries"]
     ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -24,6 +26,19 @@ for module in pkgutil.walk_packages(detcompile.__path__, "detcompile."):
     importlib.import_module(module.name)
 print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if getattr(module, "__file__", None)}))
 """
+
+
+def test_the_extra_of_the_tests_brings_the_server_and_its_client():
+    """Without them tests/serving is left out, and nobody would notice."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"detcompile[serve]", "openai"} <= set(extras["test"])
+    named = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in extras["serve"]}
+    assert set(commands_serve_needs()) <= named
+
+
+def commands_serve_needs() -> list[str]:
+    source = (ROOT / "detcompile" / "commands" / "serve.py").read_text()
+    return re.findall(r'"(\w+)"', source.split("NEEDED = (")[1].split(")")[0])
 
 
 def _python(program: str) -> subprocess.CompletedProcess[str]:

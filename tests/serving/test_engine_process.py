@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec")
-
 from detcompile.serving.engines.engine_process import EngineServer, Wire
 from detcompile.serving.engines.protocol import LENGTH, Add, Broken, Refused, Tokens, decode_report, frame
 

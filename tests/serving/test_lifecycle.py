@@ -15,8 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-pytest.importorskip("uvicorn")
-
 from detcompile.errors import InvalidInput, WorkerError
 from detcompile.serving.access import read_keys
 from detcompile.serving.app import new_app

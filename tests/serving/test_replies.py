@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn")
-
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import EngineLink

@@ -3,10 +3,12 @@
 A rule takes (node, context) and returns the state of the node's value; it raises Refusal with the reason otherwise.
 """
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 from torch import fx
 
 from detcompile.passes.graphs import FUNCTIONALIZED, shape_of, sympy_size
@@ -100,13 +102,25 @@ def of_experts(node: fx.Node, ctx: Context) -> Rows:
 
 
 def row_by_row(node: fx.Node, ctx: Context) -> Rows:
-    """Each row, along the last dimension, gives a row."""
+    """Each row, along the last dimension, gives a row; its weights may hold features of the dimensions before too."""
     value = ctx.rows(node.args[0])
     require_feature(value, -1, "a row reduction")
     for weight in node.args[1:3]:
         if isinstance(weight, fx.Node):
             require_weight(ctx.rows(weight), "the weight of a norm")
+            _require_features_of(weight, value, shape_of(node.args[0]))
     return value
+
+
+def _require_features_of(weight: fx.Node, value: Rows, sizes: tuple[sympy.Expr, ...]) -> None:
+    """The last dimensions of a value, as many as make the weight's elements, hold features and no rows."""
+    extent, covered, dim = math.prod(shape_of(weight)), sizes[-1], -1
+    while covered != extent:
+        dim -= 1
+        if -dim > len(sizes):
+            raise Refusal(f"the weight of a norm has {extent} elements, which are no last dimensions of {list(sizes)}")
+        require_feature(value, dim, f"a norm's weight of {extent} elements")
+        covered *= sizes[dim]
 
 
 def row_reduced(node: fx.Node, ctx: Context) -> Rows | tuple[Rows, ...]:

@@ -112,6 +112,12 @@ def normed_over_rows(p: Planter) -> fx.Node:
     return unflat(p, p.add(aten.permute.default, p.add(ours.rms_norm.default, turned, None, 1e-5, False), [1, 0]))
 
 
+def weighed_by_place(p: Planter) -> fx.Node:
+    """A weight that holds features of several rows: which of them a row takes hangs on where it stands."""
+    weight = p.add(aten.full.default, [3 * p.features], 0.5)
+    return unflat(p, p.add(ours.rms_norm.default, flat(p), weight, 1e-5, False))
+
+
 def summed_over_rows(p: Planter) -> fx.Node:
     return p.add(ours.row_sum.default, p.add(aten.permute.default, flat(p), [1, 0]), torch.float32)
 
@@ -286,6 +292,7 @@ ANYWHERE: dict[str, Plant] = {
     "tree_undeclared": undeclared_tree,
     "weights_of_rows": token_experts,
     "template_norm_over_rows": normed_over_rows,
+    "template_norm_weighed_by_place": weighed_by_place,
     "template_sum_over_rows": summed_over_rows,
     "template_softmax_over_rows": softmax_over_rows,
     "random_numbers": whole(aten.rand_like.default),

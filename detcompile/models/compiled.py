@@ -207,7 +207,8 @@ class CompiledModel(CertifiedModel):
             stopping_criteria, streamer: Hugging Face's; they see every column of the batch as it comes.
             num_return_sequences: rows of the answer for each prompt, where they are sampled.
             seed: one int, of which each row's is made (``runtime.dense.padded_batch.seed_of_row``; row 0 takes it as
-                it is); or different ones, one a row; None draws fresh ones.
+                it is); or different ones, one a row; None has torch's generator draw them, as ``torch.manual_seed``
+                set it.
             return_dict_in_generate, output_scores, output_logits: give a GenerationOutput, with what each token was
                 drawn from, and with the model's own logits; zeros of rows that had ended.
             use_cache: changes nothing.

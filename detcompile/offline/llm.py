@@ -1,6 +1,7 @@
 """LLM: vLLM's class of offline inference, as a thin layer over compile() and an engine."""
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from detcompile.api import compile
 from detcompile.errors import EngineError, InvalidInput
+from detcompile.models.certified import CertifiedModel
 from detcompile.models.checkpoints import load_tokenizer
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
@@ -25,6 +27,9 @@ from detcompile.runtime.requests.prompts import Prompt, prompts_of
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["LLM"]
+
+# What compile() calls the options that are decided by then.
+COMPILES_BY = {"max_model_len": "max_context", "tensor_parallel_size": "tp", "hf_token": "token"}
 
 
 class LLM:
@@ -101,6 +106,12 @@ class LLM:
             params = [params] * count
         seeded = [self._seeded(own) for own in params] if _are_params(params) else params
         outputs = engine.generate(prompts, seeded, progress=bool(use_tqdm), priority=priority)
+        refused = [output.error for output in outputs if output.error is not None]
+        if refused:
+            warnings.warn(
+                f"{len(refused)} of {len(outputs)} prompts have no answer but an error; the first: {refused[0]}",
+                stacklevel=2,
+            )
         return [llm_output(output, self._tokenizer) for output in outputs]
 
     def chat(
@@ -166,6 +177,9 @@ class LLM:
         if engine is not None and not self._given and isinstance(self.model, RemoteModel):
             self.model.close()
 
+    def __repr__(self) -> str:
+        return f"LLM({self.model!r}{'' if self.engine is not None else ', closed'})"
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -185,12 +199,16 @@ class LLM:
 
 
 def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMOptions) -> CompiledModel:
+    if isinstance(model, CertifiedModel):
+        require_causal(model, "LLM")
     if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
         changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.hub}
+        changed.pop("trust_remote_code", None)  # there is no code to run any more
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
         for name, value in changed.items():
             if value is not None:
-                raise InvalidInput(f"LLM({name}={value}) of a model that is compiled: compile it so")
+                own = COMPILES_BY.get(name, name)
+                raise InvalidInput(f"LLM({name}={value}) of a model that is compiled before: pass {own} to compile()")
         return model if isinstance(model, CompiledModel) else load(model)
     how: dict[str, Any] = {"tp": options.tp, "max_context": options.max_context, **options.hub}
     if isinstance(model, (str, Path)):

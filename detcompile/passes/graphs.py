@@ -3,6 +3,7 @@
 What rewrites and proofs share. Neither knows the other.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 # What calls an operation that writes into its arguments, which are results of this one then.
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 TORCH = str(Path(torch.__file__).parent)
+OWN_CODE = re.compile(r"in forward_[0-9a-f]+$")  # as tracing.with_own_code names a forward
 
 
 def sympy_size(size: int | torch.SymInt) -> sympy.Expr:
@@ -104,4 +106,5 @@ def _frames(node: fx.Node) -> list[str]:
 
 def _shown(frame: str) -> str:
     file, line, where = frame.removeprefix("File ").split(", ")[:3]
+    where = OWN_CODE.sub("in forward", where)
     return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')} {where}"

@@ -231,6 +231,19 @@ def test_one_seed_serves_all_rows_and_each_repeats_alone(stepwise: bool) -> None
     assert torch.equal(again.sequences, fresh[0].sequences)
 
 
+def test_seeds_that_are_not_given_are_drawn_by_torch() -> None:
+    model, ids = model_of("qwen3"), padded_batch(LENGTHS)[0]
+    arguments = {"do_sample": True, "max_new_tokens": 4, "return_dict_in_generate": True, "attention_mask": ids * 0 + 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        found = [model.generate(ids, **arguments) for _ in range(2)]
+        torch.manual_seed(3)
+        again = [model.generate(ids, **arguments) for _ in range(2)]
+    assert len({seed for output in found for seed in output.seeds}) == 2 * len(LENGTHS)
+    for output, repeated in zip(found, again, strict=True):
+        assert output.seeds == repeated.seeds and torch.equal(output.sequences, repeated.sequences)
+
+
 def test_seeds_are_the_documented_hash() -> None:
     assert seed_of_row(7, 0) == 7
     assert seed_of_row(7, 1) == int.from_bytes(hashlib.sha256(b"7/1").digest()[:8], "little") == 6801174921074823891

@@ -61,13 +61,24 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
         (lambda m, ids, mask: m.generate(), "needs input_ids"),
         (lambda m, ids, mask: m.generate(ids, inputs=ids), "needs input_ids"),
         (lambda m, ids, mask: m.generate(ids.tolist()), "input_ids is a list"),
+        (lambda m, ids, mask: m.generate(ids.to("meta"), mask), "meta device"),
         (lambda m, ids, mask: m.generate(ids, GenerationConfig()), "attention_mask is a GenerationConfig"),
     ],
-    ids=["nothing", "twice", "a list", "a config by place"],
+    ids=["nothing", "twice", "a list", "no values", "a config by place"],
 )
 def test_inputs_that_are_none_are_refused(call: Callable, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         call(model_of("qwen3"), *padded_batch())
+
+
+def test_two_lengths_of_one_call_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers does; a length that only a config has is no contradiction."""
+    model, (ids, mask) = model_of("qwen3"), padded_batch()
+    with caplog.at_level("WARNING", "detcompile"):
+        model.generate(ids, mask, max_new_tokens=2, generation_config=GenerationConfig(max_length=20))
+        assert "max_new_tokens takes precedence" not in caplog.text
+        model.generate(ids, mask, max_new_tokens=2, max_length=20)
+        assert "max_new_tokens takes precedence" in caplog.text
 
 
 @pytest.mark.parametrize("watched", [{}, {"streamer": Recorder()}])

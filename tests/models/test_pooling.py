@@ -220,6 +220,7 @@ def test_new_weights_move_scores_and_the_fingerprint() -> None:
         (lambda m: m.score([[5] * (MAX_CONTEXT + 1)]), "max_context"),
         (lambda m: compiled("xlm-roberta base").embed([[5]], pooling="max"), "pooling='max'"),
         (lambda m: detcompile.export(m, "m.pt2"), "CompiledClassifier"),
+        (detcompile.LLM, "LLM takes causal LMs, and .* is a CompiledClassifier"),
         (lambda m: detcompile.compile("tiny", task="rank"), "task='rank'"),
     ],
 )

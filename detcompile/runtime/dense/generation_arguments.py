@@ -120,7 +120,7 @@ def read_arguments(
     _refuse_unserved(given, configs)
     settings = {name: _setting(name, given, configs) for name in DEFAULTS}
     do_sample = bool(settings["do_sample"]) and flag(settings["do_sample"], "do_sample")
-    most = _max_new_tokens(settings, num_columns, getattr(model, "config", None))
+    most = _max_new_tokens(settings, given, num_columns, getattr(model, "config", None))
     eos = token_ids(settings["eos_token_id"], "eos_token_id")
     if "eos_token_id" not in given and num_logits is not None:
         eos = tuple(token for token in eos if 0 <= token < num_logits)
@@ -179,11 +179,11 @@ def _refuse_unserved(given: Mapping[str, Any], configs: tuple[Any, Any]) -> None
             )
 
 
-def _max_new_tokens(settings: Mapping[str, Any], num_columns: int, config: Any) -> int:
+def _max_new_tokens(settings: Mapping[str, Any], given: Mapping[str, Any], num_columns: int, config: Any) -> int:
     """``max_new_tokens`` goes before ``max_length``, wherever they stand, as in GenerationMixin."""
     longest = settings["max_length"]
     if settings["max_new_tokens"] is not None:
-        if longest is not None:
+        if given.get("max_length") is not None:
             logger.warning("both max_new_tokens and max_length are set: max_new_tokens takes precedence")
         return _whole(settings["max_new_tokens"], "max_new_tokens", 1)
     if longest is None:

@@ -4,7 +4,6 @@ Legend: B rows and C columns of a padded batch, R rows of logits, V vocabulary s
 """
 
 import hashlib
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,6 +55,8 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
     Raises:
         InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
     """
+    if input_ids.is_meta:
+        raise InvalidInput("input_ids are on the meta device, which holds no values: pass ids of a real device")
     integers = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype is torch.bool)
     if input_ids.dim() != 2 or input_ids.numel() == 0 or not integers:
         raise InvalidInput(
@@ -172,13 +173,13 @@ def inferred_mask(input_ids: Tensor, pad_token_id: int | None, eos_token_ids: Se
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    """A seed for each row of a batch: fresh ones for None, ``seed_of_row`` for one, or those of a list.
+    """A seed for each row of a batch: drawn by torch for None, by ``seed_of_row`` of one, or those of a list.
 
     Raises:
         InvalidInput: a list of not as many different seeds as rows, or a seed out of range.
     """
     if seed is None:
-        return [secrets.randbits(64) for _ in range(rows)]
+        return torch.empty(rows, dtype=torch.int64).random_().tolist()
     if isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0:
         seeds = token_list(seed, "seed")
     else:

@@ -23,11 +23,11 @@ def test_an_entry_has_no_default() -> None:
 
 
 def test_an_operation_without_an_entry_is_an_error_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = [*torch._C._dispatch_get_all_op_names(), "detcompile::grouped_rms_norm", "strangers::own"]
+    registered = [*torch._C._dispatch_get_all_op_names(), "detcompile::nobodys_own_sum", "strangers::own"]
     monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", lambda: registered)
     spec = importlib.util.spec_from_file_location("imported_again", template_table.__file__)
     assert spec is not None and spec.loader is not None
-    with pytest.raises(ImportError, match="detcompile::grouped_rms_norm have no entry"):
+    with pytest.raises(ImportError, match="detcompile::nobodys_own_sum have no entry"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
@@ -35,9 +35,9 @@ def test_an_operation_without_an_entry_is_an_error_at_import(monkeypatch: pytest
 def grouped_norm() -> Iterator[object]:
     """An operation of our namespace that sums each of four groups of a row, registered behind the table's back."""
     library = torch.library.Library("detcompile", "FRAGMENT")
-    library.define("grouped_rms_norm(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("grouped_rms_norm", lambda x: x.clone(), "CompositeExplicitAutograd")
-    yield torch.ops.detcompile.grouped_rms_norm.default
+    library.define("nobodys_own_sum(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("nobodys_own_sum", lambda x: x.clone(), "CompositeExplicitAutograd")
+    yield torch.ops.detcompile.nobodys_own_sum.default
     library._destroy()
 
 
@@ -49,4 +49,4 @@ def test_a_stranger_in_our_namespace_is_refused_by_name(grouped_norm) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
         torch.compile(forward, backend=Backend(Numerics(), certify_only=True))(torch.randn(3, 8))
     found = cause(refused.value)
-    assert isinstance(found, UncertifiedOp) and "grouped_rms_norm" in found.offenders[0]
+    assert isinstance(found, UncertifiedOp) and "nobodys_own_sum" in found.offenders[0]

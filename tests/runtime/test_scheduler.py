@@ -123,8 +123,11 @@ def is_decode(sequence, start):
 
 
 def split(plan):
-    """Sequences that decode, and the entries of the others."""
-    decodes = [e.sequence for e in plan.entries if is_decode(e.sequence, e.start)]
+    """Sequences that decode, and the entries of the others.
+
+    One that starts again, having lost its blocks, is among the others, also where the cache has all but its last token.
+    """
+    decodes = [e.sequence for e in plan.entries if is_decode(e.sequence, e.start) and e.sequence not in plan.admitted]
     return decodes, [e for e in plan.entries if e.sequence not in decodes]
 
 

@@ -209,7 +209,7 @@ def test_options_are_mapped() -> None:
         ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not served"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*one engine"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config.*SpeculationConfig"),
-        ({"trust_remote_code": True}, r"trust_remote_code=True\) of a model that is compiled"),
+        ({"max_model_len": 64}, r"max_model_len=64\) of a model that is compiled before: pass max_context to compile"),
         ({"revision": "main"}, r"revision=main\) of a model that is compiled"),
         ({"tokenizer_revision": "main"}, "tokenizer_revision='main'.* is not served"),
         ({"max_modellen": 3}, "no option 'max_modellen'"),
@@ -237,7 +237,11 @@ def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None
     with without_inductor(), LLM(str(folder), **options) as llm:
         assert llm.model.dtype == torch.bfloat16 and llm.model.max_context == 64
         assert llm.get_tokenizer().name_or_path == own and llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
-        assert "compiled for 64" in str(llm.generate([[5] * 64], GREEDY, use_tqdm=False)[0].error)
+        with pytest.warns(UserWarning, match="compiled for 64"):
+            assert "compiled for 64" in str(llm.generate([[5] * 64], GREEDY, use_tqdm=False)[0].error)
+        assert repr(llm) == f"LLM({llm.model!r})"
+        there = options | {"dtype": "auto", "max_model_len": None}
+        assert repr(LLM(llm.model, trust_remote_code=True, **there)) == repr(llm)
 
 
 def test_a_name_on_the_hub_is_loaded_at_its_revision(tmp_path: Path) -> None:

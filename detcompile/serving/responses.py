@@ -1,6 +1,7 @@
 """Answers over HTTP that take a while: JSON in one piece, or events. A client that leaves ends its request."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def event(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-class _Awaited(Response):
+class _Awaited(Response, ABC):
     """A response whose making stops when the client is gone; what it waited for is released in any case.
 
     Args:
@@ -53,8 +54,9 @@ class _Awaited(Response):
         if isinstance(found[0], Exception):
             raise found[0]
 
+    @abstractmethod
     async def _send(self, send: Send) -> None:
-        raise NotImplementedError
+        """Send all of it."""
 
     async def _begin(self, send: Send, status: int, content_type: str, more: Mapping[str, str]) -> None:
         own = [(b"content-type", content_type.encode()), *((k.lower().encode(), v.encode()) for k, v in more.items())]

@@ -27,6 +27,13 @@ collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["te
 DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_config
 
 
+@pytest.fixture
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted engine is found from there."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 class Server(NamedTuple):
     """A server in a process of its own, and the lines of its standard error."""
 

@@ -1,14 +1,13 @@
-"""Bounds, keys, an engine that dies or hangs, and an orderly end: over a scripted engine, without a model."""
+"""Bounds, an engine that dies or hangs, and an orderly end: over a scripted engine, without a model."""
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,36 +15,15 @@ import httpx
 import pytest
 
 from detcompile.errors import InvalidInput, WorkerError
-from detcompile.serving.access import read_keys
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.engine_link import EngineLink
-from detcompile.serving.engines.protocol import EngineSpec, Hello
+from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.server import ENGINE_LOST
 from detcompile.serving.service import Service
+from tests.serving.scripted_service import ENGINE, SPEC, running
 
-ROOT = Path(__file__).parents[2]
-ENGINE = [sys.executable, "-m", "tests.serving.scripted_engine"]
-SPEC = EngineSpec(model="scripted")
+pytestmark = pytest.mark.usefixtures("in_the_root")
 LONG = {"prompt": "x", "max_tokens": 2000}
-
-
-@pytest.fixture(autouse=True)
-def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted engine is found from there."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-@contextlib.asynccontextmanager
-async def running(service: Service, digests: list[bytes] | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a service whose engine is ready."""
-    app = new_app(service, "test", digests or [])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
-        try:
-            await service.start(SPEC)
-            yield client
-        finally:
-            await service.link.stop()
 
 
 async def until_open(service: Service, count: int) -> None:
@@ -176,49 +154,6 @@ def test_what_is_cancelled_leaves_the_engine() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    alice, bob = hashlib.sha256(b"secret").hexdigest(), hashlib.sha256(b"other").hexdigest()
-    keys.write_text(f"# ours\nalice:{alice}\nbob:{bob}\n")
-
-    async def scenario() -> None:
-        async with running(Service(command=ENGINE), read_keys(keys)) as client:
-            routes = ["/health", "/ready", "/metrics", "/v1/models", "/v1/fingerprint", "/openapi.json", "/nowhere"]
-            for path in routes:
-                for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
-                    refused = await client.get(path, headers=header)
-                    assert refused.status_code == 401, path
-                    assert refused.json()["error"]["code"] == "invalid_api_key"
-            assert (await client.post("/v1/completions", json=LONG)).status_code == 401
-            for key in ("secret", "other"):
-                known = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
-                assert known.status_code == 200
-
-    asyncio.run(scenario())
-
-
-def test_a_key_is_the_bytes_that_were_sent() -> None:
-    async def scenario() -> None:
-        async with running(Service(command=ENGINE), [hashlib.sha256("clé".encode()).digest()]) as client:
-            for key, status in (("clé", 200), ("cle", 401)):
-                header = [(b"authorization", f"Bearer {key}".encode())]
-                assert (await client.get("/health", headers=header)).status_code == status
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "alice:secret", "alice", ":" + "0" * 64, "alice:" + "g" * 64, "alice:" + hashlib.sha256(b"").hexdigest()],
-)
-def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "keys").write_text(text)
-    with pytest.raises(InvalidInput, match="--api-keys"):
-        read_keys(tmp_path / "keys")
-    with pytest.raises(InvalidInput, match="--api-keys"):
-        read_keys(tmp_path / "missing")
-
-
 def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
     async def scenario() -> None:
         async with running(Service(command=ENGINE)) as client:
@@ -302,9 +237,3 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 2 and 'msgspec is not installed: pip install "detcompile[serve]"' in finished.stderr
-
-
-def test_other_machines_need_a_key() -> None:
-    command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--host", "0.0.0.0"]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    assert finished.returncode == 2 and "add --api-keys FILE, or --insecure" in finished.stderr

@@ -179,7 +179,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         InvalidInput: a list of not as many different seeds as rows, or a seed out of range.
     """
     if seed is None:
-        return torch.empty(rows, dtype=torch.int64).random_().tolist()
+        return torch.empty(rows, dtype=torch.int64, device="cpu").random_().tolist()
     if isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0:
         seeds = token_list(seed, "seed")
     else:

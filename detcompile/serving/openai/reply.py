@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ __all__ = ["Reply", "as_int64", "finite"]
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has none
 
 
-class Reply:
+class Reply(ABC):
     """The choices of a request: n for each of its prompts, in the order of the prompts. Subclasses shape them.
 
     Args:
@@ -115,11 +116,11 @@ class Reply:
         """What a stream says of a choice before its first token."""
         return []
 
+    @abstractmethod
     def _content(
         self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool
     ) -> dict[str, Any]:
         """The fields of a choice that hold its text and logprobs."""
-        raise NotImplementedError
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = {"object": self.chunk_kind, **self._head, "choices": choices}

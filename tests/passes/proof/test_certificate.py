@@ -175,7 +175,10 @@ def test_the_certificate_prints_and_gives_json() -> None:
 
 
 def test_every_sum_of_a_model_is_pinned() -> None:
-    orders = certified(random_model("llama", torch.float32, num_hidden_layers=1)).certificate.orders
+    certificate = certified(random_model("llama", torch.float32, num_hidden_layers=1)).certificate
+    orders = certificate.orders
+    assert any(entry.place.endswith(" in forward") for entry in certificate.entries)
+    assert not any("forward_" in entry.place for entry in certificate.entries), "a name that only Dynamo needs"
     assert "Blocked(80, 128)" in " ".join(orders) or any(order.startswith("Blocked(80") for order in orders)
     assert any(order.startswith("Tree(176") for order in orders)
     assert any(order.startswith("Row(80") for order in orders)

@@ -1,0 +1,30 @@
+"""A service over the scripted engine, without a model, and a client of it."""
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+
+from detcompile.serving.app import new_app
+from detcompile.serving.engines.protocol import EngineSpec
+from detcompile.serving.service import Service
+
+__all__ = ["ENGINE", "ROOT", "SPEC", "running"]
+
+ROOT = Path(__file__).parents[2]
+ENGINE = [sys.executable, "-m", "tests.serving.scripted_engine"]  # found from ROOT: see conftest.in_the_root
+SPEC = EngineSpec(model="scripted")
+
+
+@contextlib.asynccontextmanager
+async def running(service: Service, digests: list[bytes] | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service whose engine is ready."""
+    app = new_app(service, "test", digests or [])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+        try:
+            await service.start(SPEC)
+            yield client
+        finally:
+            await service.link.stop()

@@ -89,7 +89,7 @@ FLOORS = [
     ],
     [
         {"orders.numerics"},
-        {"orders.matmul_orders", "orders.row_orders", "orders.token_orders"},
+        {"orders.gradient_orders", "orders.matmul_orders", "orders.row_orders", "orders.token_orders"},
         {"orders.float32", "orders.sum_order"},
     ],
 ]

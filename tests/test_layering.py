@@ -49,6 +49,7 @@ FLOORS = [
     [{"templates.cpp_dispatch"}, {"templates.ops"}],
     [
         {"templates.ops"},
+        {"templates.training"},
         {"templates.attention", "templates.collectives", "templates.experts", "templates.quantized"},
         {"templates.matmul", "templates.recurrences", "templates.rows", "templates.tokens"},
         {"templates.cpu", "templates.device"},

@@ -230,8 +230,8 @@ def token_product_order(numerics: Numerics, dtype: torch.dtype, isa: str = "") -
     """How the gradient of a matrix sums over tokens; a leaf of fewer tokens is shorter, and otherwise the same.
 
     Args:
-        dtype: of the rows and of their gradients.
-        isa: as ``matmul_order`` takes it.
+        dtype: dtype of the rows and of their gradients.
+        isa: the CPU's instruction set, as in ``matmul_order``.
     """
     leaf = matmul_order(numerics.token_leaf, dtype, (), isa)
     return Exact(leaf, numerics.token_leaf, numerics.token_grid)

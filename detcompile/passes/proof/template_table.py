@@ -14,7 +14,15 @@ import torch
 from torch import fx
 
 from detcompile.orders import Sequential
-from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order, state_order
+from detcompile.orders.numerics import (
+    Numerics,
+    kv_order,
+    matmul_order,
+    row_order,
+    state_order,
+    token_product_order,
+    token_row_order,
+)
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import FUNCTIONALIZED, arguments_of, operation_of, shape_of
 from detcompile.passes.proof.collective_rules import (
@@ -23,6 +31,7 @@ from detcompile.passes.proof.collective_rules import (
     matmul_all_reduce,
     tree_all_reduce,
 )
+from detcompile.passes.proof.gradient_rules import gradient, packed_attention
 from detcompile.passes.proof.indexing_rules import embedding
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import Refusal, Rule
@@ -111,6 +120,25 @@ def order_of_partial(node: fx.Node, numerics: Numerics) -> SumOrder:
     return _shared(given["x"], given["radices"], given["tp"], trees, numerics)
 
 
+def order_of_tokens(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The gradient of a matrix: over tokens, in leaves of the declared length on the declared grid."""
+    value = _on_declared_grid(node, numerics)["g"].meta["val"]
+    return token_product_order(numerics, value.dtype, isa_of(value.device))
+
+
+def order_of_token_rows(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The gradient of what each token scales or looks up: over tokens, on the declared grid."""
+    _on_declared_grid(node, numerics)
+    return token_row_order(numerics)
+
+
+def _on_declared_grid(node: fx.Node, numerics: Numerics) -> Mapping[str, Any]:
+    given = arguments_of(node)
+    if given["grid"] != numerics.token_grid:
+        raise Refusal(f"a sum over tokens on the grid 2^{given['grid']}, declared is 2^{numerics.token_grid}")
+    return given
+
+
 def _shared(
     x: fx.Node, radices: Sequence[int], tp: int, trees: Sequence[Sequence[int]], numerics: Numerics
 ) -> SumOrder:
@@ -163,6 +191,8 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.logsumexp.default: Template("template", rows=row_reduced, order=order_of_row),
     ours.matmul.default: Template("template", rows=matmul, order=order_of_product),
     ours.matmul_all_reduce.default: Template("collective", rows=matmul_all_reduce, order=order_of_ranks),
+    ours.packed_attention.default: Template("attention", rows=packed_attention, order=order_of_attention),
+    ours.packed_attention_backward.default: Template("attention", rows=gradient, order=order_of_attention),
     ours.paged_attention.default: Template("attention", rows=paged_attention, order=order_of_attention),
     ours.rms_norm.default: Template("template", rows=row_by_row, order=order_of_row),
     ours.rope_cache.default: Template("template", rows=rope_cache, order=order_of_head_norm),
@@ -172,6 +202,9 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.sharded_embedding.default: Template("collective", rows=embedding, order=sums_nothing),
     ours.silu_mul.default: Template("template", rows=pointwise, order=sums_nothing),
     ours.softmax.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.token_matmul.default: Template("template", rows=gradient, order=order_of_tokens),
+    ours.token_scatter.default: Template("template", rows=gradient, order=order_of_token_rows),
+    ours.token_sum.default: Template("template", rows=gradient, order=order_of_token_rows),
     ours.tree_all_reduce.default: Template("collective", rows=tree_all_reduce, order=sums_nothing),
     ours.wkv.default: Template("recurrence", rows=packed_recurrence(AVERAGE), order=sums_nothing),
 }

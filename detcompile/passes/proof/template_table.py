@@ -73,9 +73,10 @@ def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
 def order_of_row(node: fx.Node, numerics: Numerics) -> SumOrder:
     """A reduction of rows: over the last dimension, whole or in the declared leaves."""
     given = arguments_of(node)
-    value = given["x"].meta["val"]
+    (rows,) = (given[name] for name in ("x", "y", "logits") if name in given)
+    value = rows.meta["val"]
     radices = _declared(given.get("radices") or (), numerics)
-    return row_order(_static(shape_of(given["x"])[-1]), value.device.type, radices, value.dtype)
+    return row_order(_static(shape_of(rows)[-1]), value.device.type, radices, value.dtype)
 
 
 def order_of_head_norm(node: fx.Node, numerics: Numerics) -> SumOrder | None:
@@ -185,6 +186,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.expert_matmul.default: Template("template", rows=expert_matmul, order=order_of_product),
     ours.expert_matmul_partial.default: Template("collective", rows=expert_matmul_partial, order=order_of_partial),
     ours.gated_matmul.default: Template("template", rows=gated_matmul, order=order_of_product),
+    ours.layer_norm_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.layer_norm.default: Template("template", rows=row_by_row, order=order_of_row),
     ours.linear_recurrence.default: Template("recurrence", rows=packed_recurrence(SCAN), order=order_of_state),
     ours.log_softmax.default: Template("template", rows=row_by_row, order=order_of_row),
@@ -194,6 +196,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.packed_attention.default: Template("attention", rows=packed_attention, order=order_of_attention),
     ours.packed_attention_backward.default: Template("attention", rows=gradient, order=order_of_attention),
     ours.paged_attention.default: Template("attention", rows=paged_attention, order=order_of_attention),
+    ours.rms_norm_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.rms_norm.default: Template("template", rows=row_by_row, order=order_of_row),
     ours.rope_cache.default: Template("template", rows=rope_cache, order=order_of_head_norm),
     ours.row_sum.default: Template("template", rows=row_reduced, order=order_of_row),
@@ -201,7 +204,10 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.running_max.default: Template("recurrence", rows=packed_recurrence(GREATEST), order=sums_nothing),
     ours.sharded_embedding.default: Template("collective", rows=embedding, order=sums_nothing),
     ours.silu_mul.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.softmax_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.softmax.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.token_logprobs_backward.default: Template("template", rows=gradient, order=order_of_row),
+    ours.token_logprobs.default: Template("template", rows=gradient, order=order_of_row),
     ours.token_matmul.default: Template("template", rows=gradient, order=order_of_tokens),
     ours.token_scatter.default: Template("template", rows=gradient, order=order_of_token_rows),
     ours.token_sum.default: Template("template", rows=gradient, order=order_of_token_rows),

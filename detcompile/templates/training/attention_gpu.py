@@ -99,7 +99,7 @@ def packed_attention_backward_cuda(
         dq, dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (q, k, v))
         return dq, dk, dv, lse.new_zeros(lse.shape if rule.sinks is not None else (0, q.shape[1]))
     delta = row_sum_cuda(g.float() * out.float())
-    operands = (g, q, k, v, lse, delta)
+    operands = (g, q, k, v, lse.t().contiguous(), delta.t().contiguous())
     of_queries, of_keys = (
         ATTENTION_GRADIENTS.schedule(gradient_problem(q, k, v, rule, of_keys=keys), q.device) for keys in (False, True)
     )
@@ -116,7 +116,7 @@ def packed_attention_backward_cuda(
 def query_gradient(
     schedule: GradientTiles, operands: Sequence[Tensor], cu_seqlens: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """dq [T, H, D] of operands g, q, k, v, lse and delta, under one schedule; zeros for padding."""
+    """dq [T, H, D] of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
     q = operands[1]
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     grid = (_tiles(len(q), len(cu_seqlens) - 1, schedule.block_m), q.shape[1])
@@ -127,7 +127,7 @@ def query_gradient(
 def key_gradients(
     schedule: GradientTiles, operands: Sequence[Tensor], cu_seqlens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv like k and v of operands g, q, k, v, lse and delta, under one schedule; zeros for padding."""
+    """dk and dv of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
     _, q, k, v, *_ = operands
     dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (k, v))
     shared = q.shape[1] > k.shape[1]
@@ -145,11 +145,11 @@ def _launch(
     slopes = lse if rule.alibi_slopes is None else rule.alibi_slopes.contiguous()
     c, pre_scale, cap, window = _numbers(rule)
     launcher(kernel)[grid](
-        *operands, cu_seqlens, slopes, *results, c, pre_scale, cap, rule.scale, window, len(cu_seqlens) - 1,
-        q.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], G=q.shape[1] // k.shape[1], D=q.shape[2],
-        DV=v.shape[2], DP=padded(q.shape[2]), DVP=padded(v.shape[2]), BM=schedule.block_m, BN=schedule.block_n,
-        **_flags(gradient_problem(q, k, v, rule, of_keys=of_keys)), num_warps=schedule.warps,
-        num_stages=schedule.stages, enable_fp_fusion=False,
+        *operands, cu_seqlens, slopes, *results, c, pre_scale, cap, rule.scale, window, len(q),
+        len(cu_seqlens) - 1, q.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        G=q.shape[1] // k.shape[1], D=q.shape[2], DV=v.shape[2], DP=padded(q.shape[2]), DVP=padded(v.shape[2]),
+        BM=schedule.block_m, BN=schedule.block_n, **_flags(gradient_problem(q, k, v, rule, of_keys=of_keys)),
+        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -197,8 +197,8 @@ def probe_bits(problem: GradientProblem, device: torch.device) -> Callable[[Grad
         2.0 ** -torch.linspace(1, 8, problem.heads, device=device) if problem.alibi else None,
         97 if problem.chunked else 0,
     )  # fmt: skip
-    lse = attention_lse(q, k, cu_seqlens, rule)
-    delta = heavy_tailed(T, problem.heads, generator=generator, spread=0.5)
+    lse = attention_lse(q, k, cu_seqlens, rule).t().contiguous()
+    delta = heavy_tailed(problem.heads, T, generator=generator, spread=0.5)
     operands = (g, q, k, v, lse, delta)
 
     def bits(schedule: GradientTiles) -> bytes:

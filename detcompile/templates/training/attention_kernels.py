@@ -61,7 +61,9 @@ def _weights(
 @triton.jit
 def _rows(ptr, row, stride, column, row_ok, WIDTH: tl.constexpr):
     """[rows, columns], zeros past the last row or column."""
-    ok = row_ok[:, None] & (column < WIDTH)[None, :]
+    ok = row_ok[:, None]
+    if column.shape[0] != WIDTH:
+        ok = ok & (column < WIDTH)[None, :]
     return tl.load(ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=ok, other=0.0)
 
 
@@ -143,16 +145,16 @@ def _dq_block(
     return dq + part
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["T", "S"])
 def dq_kernel(
-    g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, cu_ptr, slopes_ptr, dq_ptr, c, pre_scale, cap, scale, window, S, H,
-    q_token, q_head, k_token, k_head, v_token, v_head,
+    g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, cu_ptr, slopes_ptr, dq_ptr, c, pre_scale, cap, scale, window, T, S,
+    H, q_token, q_head, k_token, k_head, v_token, v_head,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of BM queries, which divides 128; axis 1: heads. g [T, H, DV], dq [T, H, D], and lse and delta
-    [T, H] are contiguous."""
+    [H, T] are contiguous."""
     sequence, start, length, first = _tile_of(cu_ptr, S, BM)
     if (sequence == S) | (first >= length):
         return
@@ -161,9 +163,9 @@ def dq_kernel(
     ok, token = pos < length, start.to(tl.int64)
     q = _rows(q_ptr + head * q_head + token * q_token, pos, q_token, d, ok, D)
     g = _rows(g_ptr + (token * H + head) * DV, pos, H * DV, dv, ok, DV)
-    of_row = (token + pos) * H + head
-    lse = tl.load(lse_ptr + of_row, mask=ok, other=0.0)
-    delta = tl.load(delta_ptr + of_row, mask=ok, other=0.0)
+    of_head = head.to(tl.int64) * T + token
+    lse = tl.load(lse_ptr + of_head + pos, mask=ok, other=0.0)
+    delta = tl.load(delta_ptr + of_head + pos, mask=ok, other=0.0)
     k_ptr += (head // G) * k_head + token * k_token
     v_ptr += (head // G) * v_head + token * v_token
     slope = 0.0
@@ -185,7 +187,7 @@ def dq_kernel(
                 dq, q, g, lse, delta, own - back, pos, length, window, c, pre_scale, cap, slope, k_ptr,
                 v_ptr, k_token, v_token, D, DV, DP, DVP, BN, NEEDS_SCORES, CAPPED, ALIBI, WINDOWED, CHUNKED, False,
             )  # fmt: skip
-    out = dq_ptr + of_row[:, None] * D + d[None, :]
+    out = dq_ptr + ((token + pos) * H + head)[:, None] * D + d[None, :]
     tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
 
 
@@ -202,8 +204,8 @@ def _dkdv_block(
     ok = pos < length
     q = _rows(q_ptr, pos, q_token, d, ok, D)
     g = _rows(g_ptr, pos, H * DV, dv, ok, DV)
-    lse = tl.load(lse_ptr + pos.to(tl.int64) * H, mask=ok, other=0.0)
-    delta = tl.load(delta_ptr + pos.to(tl.int64) * H, mask=ok, other=0.0)
+    lse = tl.load(lse_ptr + pos, mask=ok, other=0.0)
+    delta = tl.load(delta_ptr + pos, mask=ok, other=0.0)
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
     dp = tl.dot(v, tl.trans(g), input_precision="ieee")
     p, ds = _weights(
@@ -227,10 +229,10 @@ def _add_head(total_ptr, out_ptr, at, ok, value, scale, member, G: tl.constexpr)
         tl.store(total_ptr + at, value, mask=ok)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["T", "S"])
 def dkdv_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, cu_ptr, slopes_ptr, dk_ptr, dv_ptr, dk_total_ptr, dv_total_ptr, c,
-    pre_scale, cap, scale, window, S, H, q_token, q_head, k_token, k_head, v_token, v_head,
+    pre_scale, cap, scale, window, T, S, H, q_token, q_head, k_token, k_head, v_token, v_head,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, NEEDS_SCORES: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -257,7 +259,8 @@ def dkdv_kernel(
             slope = tl.load(slopes_ptr + head).to(tl.float32)
         q_row = q_ptr + head * q_head + token * q_token
         g_row = g_ptr + (token * H + head) * DV
-        lse_row, delta_row = lse_ptr + token * H + head, delta_ptr + token * H + head
+        lse_row = lse_ptr + tl.cast(head, tl.int64) * T + token
+        delta_row = delta_ptr + tl.cast(head, tl.int64) * T + token
         tl.debug_barrier()  # what another thread of the program has stored of the heads before may be read here
         dk_sum = tl.zeros((BN, DP), tl.float32)
         dv_sum = tl.zeros((BN, DVP), tl.float32)

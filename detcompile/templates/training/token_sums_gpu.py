@@ -9,7 +9,6 @@ leaves meet in float64 registers.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,11 +22,10 @@ from detcompile.templates.device.launcher import launcher
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.matmul.kernels import grouped
 from detcompile.templates.training.exactness import limit_of, magic_of
+from detcompile.templates.training.token_schedules import TokenProblem, TokenTiles, candidates, reference_schedule
 
 __all__ = [
     "TOKEN_MATMUL",
-    "TokenProblem",
-    "TokenTiles",
     "run_token_matmul",
     "token_matmul_cuda",
     "token_problem",
@@ -39,43 +37,6 @@ __all__ = [
 FP32_BLOCK = tl.constexpr(128)
 _ROWS_AT_ONCE = 1 << 24  # numbers of token_scatter's float64 copy
 _ROWS_A_PROGRAM = 512  # of token_sum
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenProblem:
-    """All that a choice of schedule may depend on.
-
-    Attributes:
-        dtype: name of the dtype of both operands.
-        n: features of the gradient.
-        k: features of the rows that were multiplied.
-        grid: exponent of the grid.
-        aligned: whether rows of both operands start at multiples of 16 bytes.
-    """
-
-    dtype: str
-    n: int
-    k: int
-    grid: int
-    aligned: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype} n={self.n} k={self.k} grid=2^{self.grid}{'' if self.aligned else ' unaligned'}"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTiles:
-    """A program's tile of N and K, the rows of a step, its warps, and the steps that are in flight."""
-
-    block_n: int
-    block_k: int
-    block_t: int
-    warps: int
-    stages: int
-    group: int = 8
-
-    def __str__(self) -> str:
-        return f"tokens-{self.block_n}x{self.block_k}x{self.block_t}-w{self.warps}s{self.stages}g{self.group}"
 
 
 @triton.jit
@@ -257,24 +218,6 @@ def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTi
 
     g, x, given = draw(problem.n), draw(problem.k), leaves.to(device)
     return lambda schedule: bytes_of(run_token_matmul(schedule, g, x, given, 1, problem.grid))
-
-
-def reference_schedule(problem: TokenProblem) -> TokenTiles:
-    """The schedule whose bits the gate asks of all others."""
-    return TokenTiles(32, 32, 32, 4, 1)
-
-
-@functools.cache
-def candidates(problem: TokenProblem) -> tuple[TokenTiles, ...]:
-    """Schedules for this problem, the likely fastest first."""
-    if problem.dtype == "float32":
-        rows = [(64, 64, 32, 4, 3), (64, 64, 16, 8, 2), (32, 32, 32, 4, 2)]
-    else:
-        rows = [
-            (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 5), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4),
-            (64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (64, 64, 32, 4, 3),
-        ]  # fmt: skip
-    return tuple(TokenTiles(*row) for row in rows)
 
 
 TOKEN_MATMUL = Gate(

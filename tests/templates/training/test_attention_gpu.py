@@ -40,8 +40,8 @@ def drawn(dtype: torch.dtype, heads: int = HEADS) -> tuple[Tensor, ...]:
 def operands_of(dtype: torch.dtype, rule: AttentionRule) -> tuple[tuple[Tensor, ...], Tensor]:
     q, k, v, g = drawn(dtype)
     cu_seqlens = cu_seqlens_of(LENGTHS).to(DEVICE)
-    lse = gpu.attention_lse(q, k, cu_seqlens, rule)
-    return (g, q, k, v, lse, normal((len(q), HEADS), torch.float32, 9).to(DEVICE)), cu_seqlens
+    lse = gpu.attention_lse(q, k, cu_seqlens, rule).t().contiguous()
+    return (g, q, k, v, lse, normal((HEADS, len(q)), torch.float32, 9).to(DEVICE)), cu_seqlens
 
 
 def forward_and_backward(q, k, v, g, lengths, rule) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from detcompile.orders.numerics import Numerics, token_row_order
 from detcompile.templates.device.gate import Tuner
 from detcompile.templates.training import token_sums_gpu as gpu
+from detcompile.templates.training.token_schedules import TokenTiles, candidates, reference_schedule
 from detcompile.templates.training.token_sums import (
     reference_token_matmul,
     token_matmul_cpu,
@@ -24,7 +25,7 @@ pytestmark = NEEDS_TRITON
 LENGTHS = [5, 1, 130, 64] if INTERPRETED else [5, 1, 130, 64, 2000, 1024, 700]
 LEAF = 64 if INTERPRETED else 1024
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SCHEDULES = [gpu.TokenTiles(32, 32, 32, 4, 1), gpu.TokenTiles(16, 64, 16, 4, 2), gpu.TokenTiles(64, 32, 64, 8, 3)]
+SCHEDULES = [TokenTiles(32, 32, 32, 4, 1), TokenTiles(16, 64, 16, 4, 2), TokenTiles(64, 32, 64, 8, 3)]
 
 
 def rows_of(width: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -116,14 +117,14 @@ def test_the_gate_admits_the_candidates_and_refuses_another_order(dtype, tmp_pat
     problem = gpu.token_problem(rows_of(48, dtype, 1), rows_of(64, dtype, 2))
     bits = gpu.probe_bits(problem, torch.device(DEVICE))
     tuner = Tuner("token_matmul", {}, tmp_path)
-    fits = gpu.candidates(problem)[2:] if INTERPRETED else gpu.candidates(problem)
-    assert tuner.admitted(str(problem), gpu.reference_schedule(problem), fits, bits) == tuple(fits)
+    fits = candidates(problem)[2:] if INTERPRETED else candidates(problem)
+    assert tuner.admitted(str(problem), reference_schedule(problem), fits, bits) == tuple(fits)
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=NEEDS_GPU)])
 def test_real_sizes(mark):
     g, x = (torch.randn(3000, width, device=DEVICE).bfloat16() * 0.02 for width in (1030, 4096))
     leaves = leaves_of([3000], 1024).to(DEVICE)
-    for schedule in gpu.candidates(gpu.token_problem(g, x)):
+    for schedule in candidates(gpu.token_problem(g, x)):
         expected = gpu.run_token_matmul(SCHEDULES[0], g, x, leaves)
         assert_bitwise_equal(gpu.run_token_matmul(schedule, g, x, leaves), expected, str(schedule))

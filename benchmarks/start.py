@@ -55,7 +55,9 @@ def measure(kind: str, num_layers: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         model = build(num_layers)
     else:
-        config = AutoConfig.from_pretrained(TINY_FOLDER, num_hidden_layers=num_layers, layer_types=None)
+        config = AutoConfig.from_pretrained(TINY_FOLDER)
+        config.layer_types = (num_layers * config.layer_types)[:num_layers]
+        config.num_hidden_layers = num_layers
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if not torch.cuda.is_available():
         library.library(), cpp_dispatch.direct_ops()

@@ -111,6 +111,17 @@ def peer_memory_allowed() -> bool:
     return os.environ.get("DETCOMPILE_PEER_MEMORY", "1") != "0"
 
 
+def visible_gpus(first: int, count: int) -> str:
+    """Some of the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join((named or [str(index) for index in range(first + count)])[first : first + count])
+
+
+def show_gpus(names: str) -> None:
+    """Let this process, in which CUDA has not begun, see these GPUs alone."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = names
+
+
 def progress_shown() -> bool:
     """Whether compile() shows its stages, where the call does not say."""
     return os.environ.get("DETCOMPILE_PROGRESS", "1") != "0"

@@ -84,9 +84,13 @@ FLOORS = [
     [
         {"serving.app", "serving.server"},
         {"serving.openai"},
+        {"serving.receipts.routes"},
         {"serving.service"},
+        {"serving.receipts.issuer"},
         {"serving.access", "serving.metrics", "serving.responses", "serving.texts"},
         {"serving.chat_template", "serving.engines", "serving.http_errors"},
+        {"serving.receipts"},
+        {"serving.plain_tokenizer"},
     ],
     [
         {"orders.numerics"},

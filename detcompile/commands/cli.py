@@ -1,5 +1,5 @@
-"""The command line: detcompile demo | generate | serve | verify | check | diff | export | doctor | cache |
-tune-speculation. Results go to standard output, progress to standard error."""
+"""The command line: detcompile demo | generate | serve | replay | audit | keygen | verify | check | diff |
+export | doctor | cache | tune-speculation. Results go to standard output, progress to standard error."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ from typer.main import get_command
 from detcompile import __version__
 from detcompile.errors import DetcompileError
 
-__all__ = ["COMMANDS", "app", "main"]
+__all__ = ["COMMANDS", "app", "main", "module_of"]
 
 # By name, the first line of each command's help; the module of the name has the command itself. A module is imported
 # when its command runs, so that --help and --version take no time.
@@ -33,6 +33,9 @@ COMMANDS = {
         "Answer prompts; the seed printed repeats an answer bit for bit. Exit 2 if a prompt could not be answered."
     ),
     "serve": "Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit.",
+    "replay": "Run a receipt's answers again, all positions at once; exit 1: differs, 2: other model, 3: bad file.",
+    "audit": "Check a receipt log: chain, signatures, and by replay a sample of its answers; exit 1 at a fault.",
+    "keygen": "Make a key that signs receipts, and the public one that verifies them.",
     "doctor": "Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing.",
     "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",
     "demo": "Plain torch beside detcompile on the embedded model, under many batches, paddings, chunkings and splits.",
@@ -40,6 +43,9 @@ COMMANDS = {
         "Try drafts on code and on prose: what is fastest, and what another draft model would have to be."
     ),
 }
+
+
+FOLDERS = {"replay": "receipts", "audit": "receipts", "keygen": "receipts"}  # of modules that do not lie beside this
 
 
 class _Command(TyperCommand):
@@ -57,9 +63,15 @@ class _Commands(TyperGroup):
         return _Command(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
 
+def module_of(name: str) -> str:
+    """The module of a command."""
+    folder = f"{FOLDERS[name]}." if name in FOLDERS else ""
+    return f"detcompile.commands.{folder}{name.replace('-', '_')}"
+
+
 def _loaded(name: str) -> Any:
     """The command that typer makes of a module's function."""
-    module = importlib.import_module(f"detcompile.commands.{name.replace('-', '_')}")
+    module = importlib.import_module(module_of(name))
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command(name)(_with_options(module.command))
     return get_command(command)

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,9 +13,9 @@ import typer
 from detcompile import __version__
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "EngineOptions", "Loading", "command"]
+__all__ = ["Bounds", "EngineOptions", "Loading", "Processes", "command"]
 
-NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if missing:
     raise InvalidInput(f'{", ".join(missing)} is not installed: pip install "detcompile[serve]"')
@@ -23,7 +24,12 @@ import uvicorn  # noqa: E402 - once it is known to be there
 
 from detcompile.serving.access import read_keys  # noqa: E402
 from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
-from detcompile.serving.engines.protocol import EngineSpec  # noqa: E402
+from detcompile.serving.engines.answers import Answer  # noqa: E402
+from detcompile.serving.engines.fleet import Fleet  # noqa: E402
+from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
+from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
+from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
+from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
 from detcompile.serving.server import is_loopback, listen, serve  # noqa: E402
 from detcompile.serving.service import Service  # noqa: E402
 
@@ -36,6 +42,38 @@ class Bounds:
     max_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that wait; beyond: 429.")] = 262144
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = MAX_BODY
     drain: Annotated[float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.")] = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipts:
+    """Options of receipts."""
+
+    receipts: Annotated[
+        ReceiptLevel, typer.Option(help="What answers' receipts hold: tokens, salted hashes of them, or off.")
+    ] = "tokens"
+    sign: Annotated[Path | None, typer.Option(help="Key that signs receipts; `detcompile keygen` makes one.")] = None
+    receipt_log: Annotated[Path | None, typer.Option(help="File that every receipt is appended to, chained.")] = None
+
+    def issuer(self) -> Issuer:
+        """What makes them."""
+        key = None if self.sign is None else read_signing_key(self.sign)
+        log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
+        return Issuer(self.receipts, key, log, __version__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Options of the engine processes, by the names that Fleet has for them."""
+
+    replicas: Annotated[int, typer.Option(min=1, help="Engines, each with the whole model.")] = 1
+    spare: Annotated[
+        bool, typer.Option(help="Keep a process at hand, without a model, to take the place of one that is lost.")
+    ] = True
+    max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
+
+    def fleet(self, on_delta: Callable[[Answer, Delta], None]) -> Fleet:
+        """The engines, which call ``on_delta`` with what they draw."""
+        return Fleet(on_delta, replicas=self.replicas, spare=self.spare, most_restarts=self.max_restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +114,8 @@ def command(
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None,
     *,
     bounds: Bounds,
+    receipts: Receipts,
+    processes: Processes,
     loading: Loading,
     engine: EngineOptions,
 ) -> None:
@@ -86,7 +126,7 @@ def command(
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
     template = None if chat_template is None else _read(chat_template)
-    names = {"name": name, "chat_template": template}
+    names = {"name": name, "chat_template": template, "receipts": receipts.issuer(), "fleet": processes.fleet}
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
         sys.exit(runner.run(_served(spec, (host, port), digests, bounds, names)))
 

@@ -23,6 +23,8 @@ from detcompile.serving.openai.schema import (
     TokenizeRequest,
     decode_body,
 )
+from detcompile.serving.receipts.envelope import Envelope
+from detcompile.serving.receipts.routes import found_receipt, verify
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 
@@ -69,16 +71,30 @@ def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
     post(["/v1/chat/completions"], ChatRequest, chat)
     post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _tokenize)
     post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
+    post(["/v1/verify"], Envelope, verify)
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
         found = described()
-        kinds = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest]
+        kinds = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Envelope]
         _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _fingerprint(service: Service) -> Response:
+    parts = service.hello.fingerprint_parts
+    own: dict[str, Any] = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
+    key = service.receipts.key
+    own["receipts"] = {"level": service.receipts.level, "public_key": None if key is None else key.public.pem}
+    return _json(own | {"default_sampling_params": service.hello.default_params})
+
+
+def _ready(service: Service) -> Response:
+    service.require_engine()
+    return _json({"status": "ready"})
 
 
 def _add_gets(app: FastAPI, service: Service, version: str) -> None:
@@ -93,22 +109,22 @@ def _add_gets(app: FastAPI, service: Service, version: str) -> None:
     def certificate() -> Response:
         return Response(service.hello.certificate, media_type=JSON)
 
-    def fingerprint() -> Response:
-        parts = service.hello.fingerprint_parts
-        own = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
-        return _json(own | {"default_sampling_params": service.hello.default_params})
-
     def health() -> Response:
-        failure = service.link.failure
+        failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
 
     get("/health", health)
-    get("/ready", lambda: _json({"status": "ready"}), ready=True)
+    get("/ready", lambda: _ready(service), ready=True)
     get("/version", lambda: _json({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
     get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
-    get("/v1/fingerprint", fingerprint, ready=True)
+    get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
     get("/v1/certificate", certificate, ready=True)
+
+    async def receipt(name: str) -> Response:
+        return found_receipt(service, name)
+
+    app.add_api_route("/v1/receipts/{name}", receipt, methods=["GET"], name="v1_receipt")
 
     async def model(name: str) -> Response:
         service.require_ready()

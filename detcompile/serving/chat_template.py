@@ -1,6 +1,7 @@
 """ChatTemplate: messages to the text that a model was trained on, by a Jinja template as Hugging Face writes them."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,11 +38,15 @@ class ChatTemplate:
     Args:
         source: the template.
 
+    Attributes:
+        digest: sha256 of the source, in hex.
+
     Raises:
         InvalidInput: the source is no template.
     """
 
     def __init__(self, source: str) -> None:
+        self.digest = hashlib.sha256(source.encode()).hexdigest()
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.engine_link import EngineLink
+from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta
 
 __all__ = ["Metrics"]
@@ -20,14 +20,14 @@ class Metrics:
     """What this server has done, for GET /metrics.
 
     Args:
-        link: the engine whose counts are told, too.
+        fleet: the engines whose counts are told, too.
         max_queue: bound on open samples.
         max_queued_tokens: bound on prompt tokens that wait.
     """
 
-    def __init__(self, link: EngineLink, max_queue: int, max_queued_tokens: int) -> None:
+    def __init__(self, fleet: Fleet, max_queue: int, max_queued_tokens: int) -> None:
         self.registry = CollectorRegistry()
-        self._link = link
+        self._fleet = fleet
         own = self.registry
         self.refused = Counter("detcompile:requests_refused", "Requests refused with 429.", registry=own)
         self._cancelled = Counter("detcompile:requests_cancelled", "Requests cancelled, as nobody waits.", registry=own)
@@ -40,7 +40,7 @@ class Metrics:
         self._between = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", buckets=SECONDS, registry=own)
         self._whole = Histogram("vllm:e2e_request_latency_seconds", "Whole requests.", buckets=SECONDS, registry=own)
         self._queued = Histogram("vllm:request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
-        self.registry.register(_EngineCounts(link))
+        self.registry.register(_EngineCounts(fleet))
         self._newest: dict[str, float] = {}  # when an answer's last tokens came
 
     def text(self) -> bytes:
@@ -49,7 +49,7 @@ class Metrics:
 
     def prefill_rate(self) -> float:
         """Prompt tokens a second of the engine's steps so far, or 1000 where none were computed."""
-        counted = self._link.statistics
+        counted = self._fleet.statistics
         return counted.num_prefill_tokens / max(1e-3, counted.busy_seconds) if counted.num_prefill_tokens else 1000.0
 
     def progressed(self, answer: Answer, delta: Delta) -> None:
@@ -82,8 +82,8 @@ class Metrics:
 class _EngineCounts(Collector):
     """The engine's newest counts, read when somebody asks."""
 
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
     def describe(self) -> list[Metric]:
         """Nothing is read while the collector is registered."""
@@ -91,9 +91,15 @@ class _EngineCounts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics."""
-        found, hello = self._link.statistics, self._link.hello
+        found, hello = self._fleet.statistics, self._fleet.hello
         used = 1 - found.num_free_blocks / found.num_blocks if found.num_blocks else 0.0
-        yield GaugeMetricFamily("detcompile:engine_ready", "Whether the engine serves.", value=float(self._link.ready))
+        yield GaugeMetricFamily("detcompile:engine_ready", "Whether the engine serves.", value=float(self._fleet.ready))
+        yield CounterMetricFamily(
+            "detcompile:engine_restarts", "Engines started again.", value=self._fleet.num_restarts
+        )
+        yield CounterMetricFamily(
+            "detcompile:answers_resumed", "Answers that went on on another engine.", value=self._fleet.num_resumed
+        )
         yield CounterMetricFamily("detcompile:engine_steps", "Steps of the engine.", value=found.num_steps)
         yield GaugeMetricFamily("vllm:num_requests_running", "Sequences that run.", value=found.num_running)
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", value=found.num_waiting)

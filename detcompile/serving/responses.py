@@ -29,7 +29,7 @@ class _Awaited(Response, ABC):
 
     Args:
         release: called with the answers in the end.
-        headers: fields of the response.
+        headers: fields of the response; what the making of a whole one adds to them is sent, too.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class _Awaited(Response, ABC):
         super().__init__()
         self._answers = answers
         self._release = release
-        self._fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self._fields = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, or stop where the client leaves first."""
@@ -59,8 +59,9 @@ class _Awaited(Response, ABC):
         """Send all of it."""
 
     async def _begin(self, send: Send, status: int, content_type: str, more: Mapping[str, str]) -> None:
-        own = [(b"content-type", content_type.encode()), *((k.lower().encode(), v.encode()) for k, v in more.items())]
-        await send({"type": "http.response.start", "status": status, "headers": [*own, *self._fields]})
+        every = {"Content-Type": content_type, **more, **self._fields}
+        own = [(name.lower().encode(), value.encode()) for name, value in every.items()]
+        await send({"type": "http.response.start", "status": status, "headers": own})
 
     async def _refuse(self, send: Send, error: HTTPError) -> None:
         await self._begin(send, error.status, JSON, error.headers)

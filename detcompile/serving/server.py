@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import signal
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -116,21 +117,46 @@ async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.s
             hello = starting.result()
             _say(f"serving {service.name} on {_address(sock)}; fingerprint {hello.fingerprint}")
             watching = asyncio.create_task(_end_when_lost(service, server))
-            await serving
+            with _rolled_on_hangup(service):
+                await serving
             watching.cancel()
-        lost = service.link.failure is not None
+        lost = service.fleet.failure is not None
     finally:
         server.should_exit = True
-        await _ended(service.link.stop())
+        await _ended(service.fleet.stop())
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
     return ENGINE_LOST if lost else os.EX_OK
 
 
+@contextlib.contextmanager
+def _rolled_on_hangup(service: Service) -> Iterator[None]:
+    """SIGHUP starts the engines anew, one after another, as long as this lasts."""
+    loop, rolls = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    rolling = asyncio.Lock()
+
+    async def roll() -> None:
+        async with rolling:
+            await service.fleet.roll()
+        _say("the engines were started anew")
+
+    def hung_up() -> None:
+        rolls.add(task := loop.create_task(roll()))
+        task.add_done_callback(rolls.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, hung_up)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        for task in rolls:
+            task.cancel()
+
+
 async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
-    while service.link.failure is None:
+    while service.fleet.failure is None:
         await asyncio.sleep(0.2)
-    _say(f"the engine is lost: {service.link.failure}; requests get 503, and the server ends in {LOST_SECONDS:g} s")
+    _say(f"the engine is lost: {service.fleet.failure}; requests get 503, and the server ends in {LOST_SECONDS:g} s")
     await asyncio.sleep(LOST_SECONDS)
     server.should_exit = True
 

@@ -3,17 +3,18 @@
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
-from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.engine_link import COMMAND, EngineLink
+from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.metrics import Metrics
+from detcompile.serving.receipts.issuer import Issuer
 from detcompile.serving.texts import Texts
 
 __all__ = ["Service"]
@@ -22,14 +23,15 @@ MOST_RETRY_SECONDS = 60
 
 
 class Service:
-    """One model behind one engine process.
+    """One model, behind the engines of a fleet.
 
     Args:
         name: what clients call the model; None takes the name that it was loaded by.
         chat_template: replaces the tokenizer's own.
         max_queue: samples that may be open at a time.
         max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
-        command: what to run as the engine process.
+        fleet: makes the engines that serve, given what to call with each answer and its delta.
+        receipts: makes the answers' receipts; None takes an Issuer that signs none.
 
     Raises:
         InvalidInput: a chat template that is none.
@@ -46,10 +48,12 @@ class Service:
         chat_template: str | None = None,
         max_queue: int = 512,
         max_queued_tokens: int = 262144,
-        command: Sequence[str] = COMMAND,
+        fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
+        receipts: Issuer | None = None,
     ) -> None:
-        self.link = EngineLink(self._progressed, command)
-        self.metrics = Metrics(self.link, max_queue, max_queued_tokens)
+        self.receipts = receipts or Issuer()
+        self.fleet = fleet(self._progressed)
+        self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.draining = False
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
@@ -66,8 +70,8 @@ class Service:
         Raises:
             DetcompileError: why it cannot.
         """
-        await self.link.start(spec)
-        hello = await self.link.settled()
+        await self.fleet.start(spec)
+        hello = await self.fleet.settled()
         self.name = self._name or hello.name
         self.texts = Texts(hello)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
@@ -78,8 +82,8 @@ class Service:
     @property
     def hello(self) -> Hello:
         """What the engine has said of its model; only once it is ready."""
-        assert self.link.hello is not None
-        return self.link.hello
+        assert self.fleet.hello is not None
+        return self.fleet.hello
 
     def require_ready(self) -> None:
         """Refuse what needs an engine, unless there is one and it takes requests.
@@ -87,11 +91,20 @@ class Service:
         Raises:
             HTTPError: 503.
         """
-        if self.link.failure is not None:
-            raise error_of(WorkerError(f"the engine does not serve: {self.link.failure}"))
+        if self.fleet.failure is not None:
+            raise error_of(WorkerError(f"the engine does not serve: {self.fleet.failure}"))
         if self.draining or not self._serves:
             what = "is shutting down" if self.draining else "is starting"
             raise HTTPError(503, f"the server {what}", code="unavailable", retry_after=5)
+
+    def require_engine(self) -> None:
+        """Refuse where no engine serves just now; requests that are made nevertheless wait for one.
+
+        Raises:
+            HTTPError: 503.
+        """
+        if not self.fleet.ready:
+            raise HTTPError(503, "no engine serves just now: one is starting", code="unavailable", retry_after=5)
 
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model.
@@ -103,6 +116,15 @@ class Service:
             raise HTTPError(404, f"there is no model {name[:200]!r} here, but {self.name!r}", param="model",
                             code="model_not_found")  # fmt: skip
 
+    def require_receipts(self, asked: bool | None) -> None:
+        """Refuse a request that asks for a receipt where none are made.
+
+        Raises:
+            HTTPError: 400.
+        """
+        if asked and self.receipts.level == "off":
+            raise HTTPError(400, "receipt: this server makes none (--receipts off)", param="receipt")
+
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int) -> list[Answer]:
         """Have prompts answered; ``release`` them in the end, whatever comes.
 
@@ -112,25 +134,47 @@ class Service:
         self.require_ready()
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
         changed = asyncio.Event()
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, changed) for prompt in prompts]
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, changed, priority) for prompt in prompts]
         for answer in answers:
             self.open[answer.request_id] = answer
         try:
             for answer in answers:
-                self.link.add(answer, priority=priority)
+                self.fleet.add(answer)
         except DetcompileError as error:
             self.release(answers)
             raise error_of(error) from error
         return answers
+
+    def verify(self, receipt: bytes, lengths: Sequence[int]) -> Verification:
+        """Have a receipt replayed, within the bounds of answers; ``release`` it in the end, whatever comes.
+
+        Args:
+            receipt: a receipt as JSON.
+            lengths: tokens of each of its samples, with those of its prompt.
+
+        Raises:
+            HTTPError: as of ``submit``.
+        """
+        self.require_ready()
+        self.require_room(sum(lengths), len(lengths))
+        verification = Verification(f"{next(self._numbers)}", receipt, lengths)
+        self.open[verification.request_id] = verification
+        try:
+            self.fleet.add(verification)
+        except DetcompileError as error:
+            self.release([verification])
+            raise error_of(error) from error
+        return verification
 
     def release(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these any more; those that have not ended are cancelled."""
         for answer in answers:
             cancelled = not answer.finished
             if cancelled:
-                self.link.cancel(answer)
+                self.fleet.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
-            if self.open.pop(answer.request_id, None) is not None:
+            known = self.open.pop(answer.request_id, None) is not None
+            if known and not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:

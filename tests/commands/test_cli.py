@@ -78,7 +78,7 @@ def test_help_and_version_import_no_torch():
 
 def test_the_list_of_commands_has_the_first_line_of_each_ones_help():
     for name, line in cli.COMMANDS.items():
-        command = importlib.import_module(f"detcompile.commands.{name.replace('-', '_')}").command
+        command = importlib.import_module(cli.module_of(name)).command
         assert inspect.getdoc(command).splitlines()[0] == line
 
 

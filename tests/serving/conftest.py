@@ -17,12 +17,13 @@ import httpx
 import pytest
 
 from detcompile.models.hub import TINY_FOLDER
+from detcompile.serving.receipts.keys import write_key_pair
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 START_SECONDS = 240
 # GPU machines may have no packages of the extra; tests/test_package.py holds that the extra `test` brings them.
-NEEDED = ("fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")
+NEEDED = ("cryptography", "fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
 DEFAULTS = {"temperature": 0.9, "top_p": 0.95}  # of the model's generation_config
 
@@ -92,8 +93,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Server]:
-    """The server of the session."""
-    found = started(folder)
+    """The server of the session. It signs its receipts with the key in ``folder``, and logs them there."""
+    write_key_pair(folder / "key")
+    found = started(folder, "--sign", str(folder / "key"), "--receipt-log", str(folder / "log"))
     yield found
     if found.process.poll() is None:
         assert found.stop() == 0

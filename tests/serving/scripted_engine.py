@@ -1,8 +1,10 @@
 """An engine process without a model: it speaks the real protocol and gives each sample the tokens 40, 41, 42, …
 
-A sample gets one token every 20 ms, up to its max_tokens. It starts in tenths of a second.
+A sample gets one token every 20 ms, up to its max_tokens. It starts in tenths of a second. A request whose prompt holds
+POISON kills it at its fifth token.
 """
 
+import os
 import socket
 import sys
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 import detcompile
 from detcompile.serving.engines import protocol
 
+POISON = 666
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
 HELLO = protocol.Hello(
     name="scripted",
@@ -50,7 +53,10 @@ def main() -> None:
             send(protocol.Heartbeat(protocol.Statistics(num_running=len(open_requests))))
             deltas = []
             for name, add in list(open_requests.items()):
-                count = drawn[name] = drawn.get(name, 0) + 1
+                before = len((add.resume or {}).get(0, ()))
+                count = drawn[name] = drawn.get(name, before) + 1
+                if POISON in add.prompt and count == 5:
+                    os.abort()
                 ended = count >= add.params.get("max_tokens", 16)
                 if ended:
                     open_requests.pop(name, None)

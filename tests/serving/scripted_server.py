@@ -5,16 +5,15 @@ import sys
 
 from detcompile.serving import server
 from detcompile.serving.app import new_app
-from detcompile.serving.engines.protocol import EngineSpec
-from detcompile.serving.service import Service
+from tests.serving.scripted_service import SPEC, scripted
 
 
 async def main() -> int:
-    service = Service(command=[sys.executable, "-m", "tests.serving.scripted_engine"])
+    service = scripted()
     server.LOST_SECONDS = 0.5
     with server.listen("127.0.0.1", 0) as sock:
         app = new_app(service, "test")
-        return await server.serve(service, app, EngineSpec(model="scripted"), sock, float(sys.argv[1]))
+        return await server.serve(service, app, SPEC, sock, float(sys.argv[1]))
 
 
 if __name__ == "__main__":

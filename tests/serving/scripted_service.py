@@ -1,21 +1,30 @@
 """A service over the scripted engine, without a model, and a client of it."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from detcompile.serving.app import new_app
+from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import EngineSpec
 from detcompile.serving.service import Service
 
-__all__ = ["ENGINE", "ROOT", "SPEC", "running"]
+__all__ = ["ENGINE", "ROOT", "SPEC", "running", "scripted"]
 
 ROOT = Path(__file__).parents[2]
 ENGINE = [sys.executable, "-m", "tests.serving.scripted_engine"]  # found from ROOT: see conftest.in_the_root
 SPEC = EngineSpec(model="scripted")
+
+
+def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, **options: Any) -> Service:
+    """A service over the scripted engine."""
+    own = {"replicas": replicas, "spare": spare, "most_restarts": most_restarts}
+    return Service(fleet=functools.partial(Fleet, command=ENGINE, **own), **options)
 
 
 @contextlib.asynccontextmanager
@@ -27,4 +36,4 @@ async def running(service: Service, digests: list[bytes] | None = None) -> Async
             await service.start(SPEC)
             yield client
         finally:
-            await service.link.stop()
+            await service.fleet.stop()

@@ -10,8 +10,7 @@ import pytest
 
 from detcompile.errors import InvalidInput
 from detcompile.serving.access import read_keys
-from detcompile.serving.service import Service
-from tests.serving.scripted_service import ENGINE, running
+from tests.serving.scripted_service import running, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 
@@ -22,7 +21,7 @@ def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
     keys.write_text(f"# ours\nalice:{alice}\nbob:{bob}\n")
 
     async def scenario() -> None:
-        async with running(Service(command=ENGINE), read_keys(keys)) as client:
+        async with running(scripted(), read_keys(keys)) as client:
             routes = ["/health", "/ready", "/metrics", "/v1/models", "/v1/fingerprint", "/openapi.json", "/nowhere"]
             for path in routes:
                 for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
@@ -39,7 +38,7 @@ def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
 
 def test_a_key_is_the_bytes_that_were_sent() -> None:
     async def scenario() -> None:
-        async with running(Service(command=ENGINE), [hashlib.sha256("clé".encode()).digest()]) as client:
+        async with running(scripted(), [hashlib.sha256("clé".encode()).digest()]) as client:
             for key, status in (("clé", 200), ("cle", 401)):
                 header = [(b"authorization", f"Bearer {key}".encode())]
                 assert (await client.get("/health", headers=header)).status_code == status

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from detcompile.serving.engines.engine_process import EngineServer, Wire
+from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import LENGTH, Add, Broken, Refused, Tokens, decode_report, frame
 
 
@@ -29,7 +30,8 @@ def reading(engine: Engine, *frames: bytes) -> tuple[socket.socket, threading.Th
     ours.settimeout(20)
     for data in frames:
         ours.sendall(data)
-    thread = threading.Thread(target=EngineServer(engine, Wire(theirs))._read, daemon=True)
+    server = EngineServer(engine, Wire(theirs), Verifications(None, {}, print))
+    thread = threading.Thread(target=server._read, daemon=True)
     thread.start()
     return ours, thread
 

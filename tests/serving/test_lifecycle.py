@@ -20,7 +20,7 @@ from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.server import ENGINE_LOST
 from detcompile.serving.service import Service
-from tests.serving.scripted_service import ENGINE, SPEC, running
+from tests.serving.scripted_service import ENGINE, SPEC, running, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 LONG = {"prompt": "x", "max_tokens": 2000}
@@ -31,17 +31,16 @@ async def until_open(service: Service, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "silent for 1 s")])
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_dies_or_hangs_is_a_503(number: int, said: str, stream: bool) -> None:
+def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, said: str, stream: bool) -> None:
     async def scenario() -> None:
-        service = Service(command=ENGINE)
-        service.link = EngineLink(service._progressed, ENGINE, silence=1.0)
+        service = scripted()
         async with running(service) as client:
             asked = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
             await until_open(service, 1)
             await asyncio.sleep(0.3)
-            os.kill(service.link.pid, number)
+            os.kill(service.fleet.links[0].pid, number)
             answer = await asyncio.wait_for(asked, 10)
             if stream:  # it had begun: the error is an event, and the stream ends
                 assert answer.status_code == 200
@@ -61,7 +60,8 @@ def test_an_engine_that_dies_or_hangs_is_a_503(number: int, said: str, stream: b
 def test_an_engine_that_never_starts_is_told() -> None:
     async def scenario(command: list[str], said: str) -> None:
         link = EngineLink(command=command)
-        await link.start(SPEC)
+        await link.open()
+        link.start(SPEC)
         with pytest.raises(WorkerError, match=said):
             await asyncio.wait_for(link.settled(), 20)
         await link.stop()
@@ -75,7 +75,8 @@ def test_a_pause_of_both_processes_is_no_silence() -> None:
 
     async def scenario() -> None:
         link = EngineLink(command=ENGINE, silence=0.8)
-        await link.start(SPEC)
+        await link.open()
+        link.start(SPEC)
         await link.settled()
         for _ in range(2):
             os.kill(link.pid, signal.SIGSTOP)
@@ -92,26 +93,26 @@ def test_requests_wait_for_the_whole_start(monkeypatch: pytest.MonkeyPatch) -> N
     """The engine has said hello, and the front has not looked at its tokenizer yet."""
 
     async def scenario() -> None:
-        service, gate = Service(command=ENGINE), asyncio.Event()
-        settled = service.link.settled
+        service, gate = scripted(), asyncio.Event()
+        settled = service.fleet.settled
 
         async def late() -> Hello:
             hello = await settled()
             await gate.wait()
             return hello
 
-        monkeypatch.setattr(service.link, "settled", late)
+        monkeypatch.setattr(service.fleet, "settled", late)
         app = new_app(service, "test")
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             starting = asyncio.create_task(service.start(SPEC))
-            while not service.link.ready:
+            while not service.fleet.ready:
                 await asyncio.sleep(0.01)
             assert (await client.get("/ready")).status_code == 503
             assert (await client.post("/v1/completions", json=LONG)).status_code == 503
             gate.set()
             await starting
             assert (await client.get("/ready")).status_code == 200
-            await service.link.stop()
+            await service.fleet.stop()
 
     asyncio.run(scenario())
 
@@ -123,7 +124,7 @@ def test_a_template_that_is_none_is_refused_before_the_engine_starts() -> None:
 
 def test_beyond_the_bounds_there_is_a_429() -> None:
     async def scenario() -> None:
-        service = Service(command=ENGINE, max_queue=2)
+        service = scripted(max_queue=2)
         async with running(service) as client:
             first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
             await until_open(service, 1)
@@ -140,15 +141,15 @@ def test_beyond_the_bounds_there_is_a_429() -> None:
 
 def test_what_is_cancelled_leaves_the_engine() -> None:
     async def scenario() -> None:
-        service = Service(command=ENGINE)
+        service = scripted()
         async with running(service) as client:
             for stream in (False, True):
                 asked = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
                 await until_open(service, 1)
                 asked.cancel()
                 await asyncio.gather(asked, return_exceptions=True)
-                assert not service.open and not service.link._answers
-            while service.link.statistics.num_running:
+                assert not service.open and not service.fleet.links[0].answers
+            while service.fleet.statistics.num_running:
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
@@ -156,7 +157,7 @@ def test_what_is_cancelled_leaves_the_engine() -> None:
 
 def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
     async def scenario() -> None:
-        async with running(Service(command=ENGINE)) as client:
+        async with running(scripted()) as client:
             body = {"prompt": "x", "max_tokens": 10, "return_token_ids": True}
             whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
             assert whole["token_ids"] == list(range(40, 50))

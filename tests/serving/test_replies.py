@@ -9,7 +9,6 @@ import pytest
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.metrics import Metrics
@@ -17,6 +16,7 @@ from detcompile.serving.openai.chat import _Chat
 from detcompile.serving.openai.completions import _Completion
 from detcompile.serving.openai.parameters import chat_params, completion_params
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Message
+from detcompile.serving.receipts.issuer import Issuer
 from detcompile.serving.texts import Texts
 from tests.serving.scripted_engine import HELLO
 
@@ -59,7 +59,7 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
             await asyncio.sleep(0.01)
 
     async def chunks() -> list[dict]:
-        service: Any = SimpleNamespace(texts=texts, name="scripted", hello=HELLO)
+        service: Any = SimpleNamespace(texts=texts, name="scripted", hello=HELLO, receipts=Issuer())
         drawing, found = asyncio.create_task(draw()), b""
         async for data in kind(service, [answer], with_ids=with_ids).events():
             found += data
@@ -74,8 +74,8 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
 
 
 def test_retry_after_counts_the_time_of_steps_alone() -> None:
-    link = EngineLink()
-    metrics = Metrics(link, 1, 1)
+    fleet: Any = SimpleNamespace(statistics=Statistics(), hello=None)
+    metrics = Metrics(fleet, 1, 1)
     assert metrics.prefill_rate() == 1000.0
-    link.statistics = Statistics(num_prefill_tokens=5000, busy_seconds=2.0)
+    fleet.statistics = Statistics(num_prefill_tokens=5000, busy_seconds=2.0)
     assert metrics.prefill_rate() == 2500.0

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-__all__ = ["DEVICE", "DOT_DTYPES", "INTERPRETED", "NEEDS_GPU", "NEEDS_TRITON"]
+from tests.exhaustive import exhaustive_unless
+
+__all__ = ["DEVICE", "DOT_DTYPES", "INTERPRETED", "NEEDS_GPU", "NEEDS_TRITON", "QUICK_DOT_DTYPES"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DOT_DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+QUICK_DOT_DTYPES = exhaustive_unless(lambda dtype: dtype is not torch.float16, DOT_DTYPES)  # bfloat16: the same code
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA GPU"),

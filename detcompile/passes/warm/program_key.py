@@ -25,7 +25,7 @@ from detcompile.passes.warm.descriptions import Descriptions, Undescribed
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["program_key"]
+__all__ = ["cpu_facts", "program_key"]
 
 logger = logging.getLogger(__name__)
 # What torch computes by, besides its versions.
@@ -75,8 +75,13 @@ def _lines(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: S
     yield hashlib.sha256(repr(sorted(called.lines)).encode()).hexdigest()
 
 
+def cpu_facts() -> list[str]:
+    """What of this machine's CPU a program depends on; a process that asks for it first takes a second."""
+    return [platform.machine(), "cpu", cpu_library.isa(), str(pick_vec_isa())]
+
+
 def _machine(device: torch.device) -> list[str]:
     if device.type == "cpu":
-        return [platform.machine(), "cpu", cpu_library.isa(), str(pick_vec_isa())]
+        return cpu_facts()
     capability = torch.cuda.get_device_capability(device)
     return [platform.machine(), str(device), torch.cuda.get_device_name(device), str(capability)]

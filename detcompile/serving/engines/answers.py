@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.protocol import Delta, Token
+from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "progress"]
+__all__ = ["Answer", "AnswerSample", "Verification", "progress"]
 
 
 class AnswerSample:
@@ -31,13 +32,24 @@ class Answer:
     Args:
         params: what was asked, with its seed.
         changed: set whenever there is news; answers that are read together share one.
+        priority: the engine serves lower ones first.
 
     Attributes:
+        tries: engines that have had it.
+        deaths: engines that ended while they had it among others, since it was last served alone.
+        deaths_alone: engines that ended while they had nothing else.
         error: why there is no more, where it is not the end: InvalidInput for what cannot be served, else EngineError.
         num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
     """
 
-    def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, changed: asyncio.Event) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        changed: asyncio.Event,
+        priority: int = 0,
+    ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
@@ -50,6 +62,16 @@ class Answer:
         self.arrival = time.monotonic()
         self.first_token: float | None = None
         self.changed = changed
+        self.priority = priority
+        self.tries = 0
+        self.deaths = 0
+        self.deaths_alone = 0
+        self._told_prompt_logprobs = 0  # entries that come again after a resumption
+
+    @property
+    def try_id(self) -> str:
+        """A name in the engine that has it: what one that had it before still sends is nothing of this try."""
+        return f"{self.request_id}-{self.tries}"
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +86,10 @@ class Answer:
             if sample.logprobs is not None and part.logprobs is not None:
                 sample.logprobs += part.logprobs
             sample.finish_reason, sample.stop_reason = part.finish_reason, part.stop_reason
-        self.prompt_logprobs += delta.prompt_logprobs or ()
+        told = delta.prompt_logprobs or []
+        again = min(self._told_prompt_logprobs, len(told))
+        self._told_prompt_logprobs -= again
+        self.prompt_logprobs += told[again:]
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.queued_seconds = delta.first_scheduled
         if delta.error is not None:
@@ -72,10 +97,40 @@ class Answer:
         self.finished = delta.finished
         self.changed.set()
 
+    def resumption(self) -> dict[int, list[int]] | None:
+        """What an engine has to know to go on with it: the tokens of the samples that run; None where none has any."""
+        self._told_prompt_logprobs = len(self.prompt_logprobs)
+        if not self.num_tokens:
+            return None
+        samples = enumerate(self.samples)
+        return {index: sample.token_ids for index, sample in samples if sample.finish_reason is None}
+
     def fail(self, error: DetcompileError) -> None:
         """Nothing more comes."""
         if not self.finished:
             self.error, self.finished = error, True
+        self.changed.set()
+
+
+class Verification(Answer):
+    """A receipt that is replayed: it waits, is bounded and is cancelled as answers are, and draws nothing.
+
+    Args:
+        receipt: one as JSON.
+
+    Attributes:
+        verdict: what came of it.
+    """
+
+    def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
+        asked = SamplingParams(n=len(lengths))
+        super().__init__(request_id, [0] * sum(lengths), asked, asyncio.Event())
+        self.receipt = receipt
+        self.verdict: Verdict | None = None
+
+    def settle(self, verdict: Verdict) -> None:
+        """Take the verdict: nothing more comes."""
+        self.verdict, self.finished = verdict, True
         self.changed.set()
 
 

@@ -19,7 +19,8 @@ from detcompile.errors import (
     WorkerError,
 )
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.processes import is_stopped
 from detcompile.serving.engines.protocol import (
     LENGTH,
     Add,
@@ -30,8 +31,11 @@ from detcompile.serving.engines.protocol import (
     Heartbeat,
     Hello,
     Refused,
+    Report,
     Statistics,
     Tokens,
+    Verified,
+    Verify,
     decode_report,
     frame,
 )
@@ -43,14 +47,17 @@ PARAMETERS = tuple(own.name for own in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
-LOOKS = 8  # for a heartbeat, in that time
+LOOK_SECONDS = 0.25
+STOPPED_LOOKS = 3  # in a row that find it stopped, after which it is ended
 
 
 class EngineLink:
     """One engine process, from its start to its end. All methods are for the event loop's thread.
 
     Args:
-        on_delta: called with every answer and its delta, once the answer has taken it.
+        on_news: called with every answer that has news, once the answer has taken them: with its delta, or with None
+            where it is refused or a verification.
+        on_lost: called with the answers that had not ended where it serves no more; they are the callee's then.
         command: what to run as the engine process; the number of its socket is appended.
         silence: seconds without a heartbeat after which the process counts as hanging.
 
@@ -58,11 +65,13 @@ class EngineLink:
         hello: what the engine said when it was ready; None before.
         failure: why it serves no more; None while it starts or serves.
         statistics: the engine's newest counts.
+        answers: what the engine has and has not ended, by the names of their tries.
     """
 
     def __init__(
         self,
-        on_delta: Callable[[Answer, Delta], None] = lambda answer, delta: None,
+        on_news: Callable[[Answer, Delta | None], None] = lambda answer, delta: None,
+        on_lost: Callable[["EngineLink", list[Answer]], None] | None = None,
         command: Sequence[str] = COMMAND,
         silence: float = SILENCE_SECONDS,
     ) -> None:
@@ -70,10 +79,11 @@ class EngineLink:
         self.failure: DetcompileError | None = None
         self.statistics = Statistics()
         self.pid: int | None = None
-        self._on_delta = on_delta
+        self.answers: dict[str, Answer] = {}
+        self._on_news = on_news
+        self._on_lost = on_lost
         self._command = tuple(command)
         self._silence = silence
-        self._answers: dict[str, Answer] = {}
         self._over = asyncio.Event()  # ready, or failed
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -85,8 +95,8 @@ class EngineLink:
         """Whether it serves."""
         return self.hello is not None and self.failure is None
 
-    async def start(self, spec: EngineSpec) -> None:
-        """Start the process; ``settled`` waits until it serves."""
+    async def open(self) -> None:
+        """Start the process, which imports what it needs and waits for ``start``."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -99,8 +109,12 @@ class EngineLink:
         self.pid = self._process.pid
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(frame(spec))
         self._tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._watch())]
+
+    def start(self, spec: EngineSpec) -> None:
+        """Tell the process, which is open, what to serve; ``settled`` waits until it does."""
+        assert self._writer is not None
+        self._writer.write(frame(spec))
 
     async def settled(self) -> Hello:
         """Wait until the engine is ready.
@@ -108,31 +122,48 @@ class EngineLink:
         Raises:
             DetcompileError: why it is not.
         """
-        await self._over.wait()
+        await self.over()
         if self.failure is not None:
             raise self.failure
         assert self.hello is not None
         return self.hello
 
-    def add(self, answer: Answer, *, priority: int = 0, resume: dict[int, list[int]] | None = None) -> None:
-        """Have an answer made; what comes is given to it.
+    async def over(self) -> None:
+        """Wait until its start is: it serves then, or has failed."""
+        await self._over.wait()
+
+    def add(self, answer: Answer) -> None:
+        """Have an answer made, or gone on with at the tokens that it has; what comes is given to it.
 
         Raises:
             DetcompileError: the engine does not serve.
         """
         if self.failure is not None or self._writer is None:
             raise self.failure or WorkerError("the engine has not started")
-        self._answers[answer.request_id] = answer
+        answer.tries += 1
+        self.answers[answer.try_id] = answer
+        if isinstance(answer, Verification):
+            self._writer.write(frame(Verify(answer.try_id, answer.receipt)))
+            return
         given = {name: value for name in PARAMETERS if (value := getattr(answer.params, name)) != DEFAULTS[name]}
-        self._writer.write(frame(Add(answer.request_id, answer.prompt_ids, given, priority, resume)))
+        resume = answer.resumption()
+        self._writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
 
     def cancel(self, answer: Answer) -> None:
-        """Nobody waits for an answer any more."""
-        if self._answers.pop(answer.request_id, None) is not None and self._writer is not None and self.ready:
-            self._writer.write(frame(Cancel(answer.request_id)))
+        """The engine makes an answer no more."""
+        if self.answers.pop(answer.try_id, None) is not None and self._writer is not None and self.ready:
+            self._writer.write(frame(Cancel(answer.try_id)))
+
+    def take_back(self) -> list[Answer]:
+        """The engine makes no answer of those that it has any more: these, to go on elsewhere."""
+        answers = list(self.answers.values())
+        for answer in answers:
+            self.cancel(answer)
+        return answers
 
     async def stop(self) -> None:
         """End the process and wait for its end."""
+        self._on_lost = None
         self._fail(WorkerError("the server stops"))
         if self._process is not None:
             await self._process.wait()
@@ -155,26 +186,32 @@ class EngineLink:
         except Exception as error:  # no frame of this protocol, above all
             self._fail(WorkerError(f"the engine process sent what is no report: {error!r}"))
 
-    def _take(self, report: Hello | Tokens | Refused | Heartbeat | Broken) -> None:
+    def _take(self, report: Report) -> None:
         self._heard = True
         if isinstance(report, Tokens):
             for delta in report.deltas:
-                answer = self._answers.get(delta.request_id)
+                answer = self.answers.get(delta.request_id)
                 if answer is None:
                     continue  # cancelled
                 if delta.finished:
-                    del self._answers[delta.request_id]
+                    del self.answers[delta.request_id]
                 answer.extend(delta)
-                self._on_delta(answer, delta)
+                self._on_news(answer, delta)
+        elif isinstance(report, Verified):
+            verification = self.answers.pop(report.request_id, None)
+            if isinstance(verification, Verification):
+                verification.settle(report.verdict)
+                self._on_news(verification, None)
         elif isinstance(report, Heartbeat):
             self.statistics = report.statistics
         elif isinstance(report, Hello):
             self.hello = report
             self._over.set()
         elif isinstance(report, Refused):
-            refused = self._answers.pop(report.request_id, None)
+            refused = self.answers.pop(report.request_id, None)
             if refused is not None:
                 refused.fail(InvalidInput(report.message))
+                self._on_news(refused, None)
         else:
             self._fail(_error_of(report))
 
@@ -183,23 +220,31 @@ class EngineLink:
 
         Looks are counted and not seconds: a machine that was paused, and both processes with it, hangs not.
         """
-        silent = 0
+        silent = stopped = 0
         while self.failure is None:
-            await asyncio.sleep(self._silence / LOOKS)
+            await asyncio.sleep(LOOK_SECONDS)
+            assert self.pid is not None
             silent = 0 if self._heard or not self.ready else silent + 1
+            stopped = stopped + 1 if is_stopped(self.pid) else 0
             self._heard = False
-            if silent >= LOOKS:
+            if stopped >= STOPPED_LOOKS:
+                self._fail(WorkerError("the engine process was stopped by a signal and was ended"))
+            elif silent * LOOK_SECONDS >= self._silence:
                 self._fail(WorkerError(f"the engine process was silent for {self._silence:g} s and was ended"))
 
     def _fail(self, error: DetcompileError) -> None:
-        """It serves no more: the process and all that it has started end, and every answer is told."""
+        """It serves no more: the process and all that it has started end, and its answers are handed over, or told."""
         if self.failure is None:
             self.failure = error
         self._over.set()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        answers, self._answers = self._answers, {}
+        answers, self.answers = self.answers, {}
+        if (on_lost := self._on_lost) is not None:
+            self._on_lost = None
+            on_lost(self, list(answers.values()))
+            return
         for answer in answers.values():
             answer.fail(WorkerError(f"the engine failed: {self.failure}"))
 

@@ -10,19 +10,21 @@ import threading
 import time
 from typing import Any
 
-from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from detcompile.commands.verification import ModelSpec
+from detcompile.config import show_gpus
 from detcompile.digests import fingerprint
-from detcompile.errors import DetcompileError, EngineError, InvalidInput, UnsupportedModel
+from detcompile.errors import DetcompileError, EngineError, InvalidInput
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.offline.default_params import configured_params
 from detcompile.orders.numerics import Numerics
+from detcompile.passes.warm.program_key import cpu_facts
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import (
     LENGTH,
     VERSION,
@@ -38,15 +40,16 @@ from detcompile.serving.engines.protocol import (
     Statistics,
     Token,
     Tokens,
+    Verify,
     decode_command,
     frame,
 )
+from detcompile.serving.plain_tokenizer import plain_tokenizer
 
 __all__ = ["EngineServer", "hello_of", "main"]
 
 HEARTBEAT_SECONDS = 0.25
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
-PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # both ways to tokenize are compared by it
 
 
 class Wire:
@@ -82,11 +85,13 @@ class EngineServer:
     Args:
         engine: serves the requests.
         wire: connects to the front.
+        verifications: receipts that are replayed between its steps.
     """
 
-    def __init__(self, engine: Engine, wire: Wire) -> None:
+    def __init__(self, engine: Engine, wire: Wire, verifications: Verifications) -> None:
         self._engine = engine
         self._wire = wire
+        self._verifications = verifications
         self._work = threading.Event()
         self._statistics = Statistics()
         self._counted = 0.0  # when the statistics were taken
@@ -102,6 +107,7 @@ class EngineServer:
             threading.Thread(target=run, daemon=True).start()
         while True:
             self._work.clear()
+            verifies = self._verifications.step()
             if self._engine.has_unfinished_requests:
                 start = time.monotonic()
                 deltas = [delta_of(output) for output in self._engine.step()]
@@ -110,7 +116,7 @@ class EngineServer:
                     self._wire.send(Tokens(deltas))
                 if time.monotonic() - self._counted > HEARTBEAT_SECONDS:
                     self._count()
-            else:
+            elif not verifies:
                 self._count()
                 self._work.wait()
 
@@ -126,8 +132,11 @@ class EngineServer:
             while (command := self._wire.receive()) is not None:
                 if isinstance(command, Add):
                     self._add(command)
+                elif isinstance(command, Verify):
+                    self._verifications.add(command)
                 elif isinstance(command, Cancel):
                     self._engine.cancel(command.request_id)
+                    self._verifications.cancel(command.request_id)
                 self._work.set()
         except Exception as error:  # no frame of this protocol: without this thread nothing would be served
             self._wire.send(Broken(type(error).__name__, f"the front sent what is no command: {error!r}"))
@@ -198,30 +207,11 @@ def hello_of(
         num_blocks=num_blocks,
         block_size=config.block_size,
         default_params=defaults,
-        tokenizer=None if tokenizer is None else _tokenizer_of(tokenizer),
+        tokenizer=None if tokenizer is None else plain_tokenizer(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
         chat_template=template if isinstance(template, str) else None,
     )
-
-
-def _tokenizer_of(tokenizer: Any) -> str:
-    """The tokenizer as JSON of the tokenizers library, which the front reads and writes text with."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    name = type(tokenizer).__name__
-    if not isinstance(backend, Tokenizer):
-        raise UnsupportedModel(f"the server needs a tokenizer of the tokenizers library, and {name} is none")
-    alone = Tokenizer.from_str(backend.to_str())
-    alone.no_truncation()
-    alone.no_padding()
-    for added in (True, False):
-        ids = tokenizer(PROBE, add_special_tokens=added, verbose=False)["input_ids"]
-        if alone.encode(PROBE, add_special_tokens=added).ids != ids:
-            raise UnsupportedModel(f"{name} tokenizes by code of its own, which the server does not run")
-        text = tokenizer.decode(ids, skip_special_tokens=added, clean_up_tokenization_spaces=False)
-        if alone.decode(ids, skip_special_tokens=added) != text:
-            raise UnsupportedModel(f"{name} makes text by code of its own, which the server does not run")
-    return alone.to_str()
 
 
 def _sample(sample: CompletionOutput) -> SampleDelta:
@@ -233,7 +223,7 @@ def _token(entry: Logprobs) -> Token:
     return Token(entry.token_id, entry.logprob, list(entry.top.items()))
 
 
-def _start(spec: EngineSpec) -> tuple[Engine, Hello]:
+def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
     if spec.version != VERSION:
         raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
     config = EngineConfig(**spec.config)  # refused before the model takes its time
@@ -252,7 +242,7 @@ def _start(spec: EngineSpec) -> tuple[Engine, Hello]:
     model = require_causal(loaded.compile(spec.tp), "detcompile serve")
     engine = model.engine(config)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
-    return engine, hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
+    return model, engine, hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
 
 
 def main() -> None:
@@ -260,13 +250,16 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     wire = Wire(connection)
+    threading.Thread(target=cpu_facts, daemon=True).start()  # a spare process has the time
     spec = wire.receive()
     if not isinstance(spec, EngineSpec):
         return
+    if spec.visible_devices is not None:
+        show_gpus(spec.visible_devices)
     try:
-        engine, hello = _start(spec)
+        model, engine, hello = _start(spec)
         wire.send(hello)
-        EngineServer(engine, wire).serve()
+        EngineServer(engine, wire, Verifications(model, hello.fingerprint_parts, wire.send)).serve()
     except DetcompileError as error:
         wire.send(Broken(type(error).__name__, str(error)))
         sys.exit(1)

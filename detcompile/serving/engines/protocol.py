@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from detcompile.serving.receipts.verdict import Verdict
+
 __all__ = [
     "Add",
     "Broken",
@@ -18,17 +20,20 @@ __all__ = [
     "Hello",
     "LENGTH",
     "Refused",
+    "Report",
     "SampleDelta",
     "Statistics",
     "Token",
     "Tokens",
     "VERSION",
+    "Verified",
+    "Verify",
     "decode_command",
     "decode_report",
     "frame",
 ]
 
-VERSION = 1
+VERSION = 3
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -46,6 +51,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     token: str | None = None
     trust_remote_code: bool = False
     config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
+    visible_devices: str | None = None  # becomes CUDA_VISIBLE_DEVICES
     generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
 
 
@@ -57,6 +63,13 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True):
     params: dict[str, Any]
     priority: int = 0
     resume: dict[int, list[int]] | None = None
+
+
+class Verify(msgspec.Struct, tag=True):
+    """Replay a receipt, given as JSON, when there is time."""
+
+    request_id: str
+    receipt: bytes
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -146,6 +159,13 @@ class Refused(msgspec.Struct, tag=True):
     message: str
 
 
+class Verified(msgspec.Struct, tag=True):
+    """What came of a receipt."""
+
+    request_id: str
+    verdict: Verdict
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     """The engine process lives; sent also while a step runs."""
 
@@ -159,8 +179,8 @@ class Broken(msgspec.Struct, tag=True):
     message: str
 
 
-Command = EngineSpec | Add | Cancel
-Report = Hello | Tokens | Refused | Heartbeat | Broken
+Command = EngineSpec | Add | Verify | Cancel
+Report = Hello | Tokens | Verified | Refused | Heartbeat | Broken
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

@@ -25,14 +25,21 @@ async def chat(service: Service, asked: ChatRequest) -> Response:
     service.require_ready()
     service.require_model(asked.model)
     require_served(asked)
+    service.require_receipts(asked.receipt)
     params = chat_params(asked, service.hello.default_params)
     service.require_room(0, params.n)
     answers = service.submit([await prompt_of(service, asked.messages)], params, asked.priority or 0)
-    reply = _Chat(service, answers, stream_options=asked.stream_options, with_ids=bool(asked.return_token_ids))
-    headers = {"X-Detcompile-Seed": str(reply.seed)}
+    reply = _Chat(
+        service,
+        answers,
+        stream_options=asked.stream_options,
+        with_ids=bool(asked.return_token_ids),
+        with_receipt=bool(asked.receipt),
+        template=None if service.template is None else service.template.digest,
+    )
     if asked.stream:
-        return Events(answers, service.release, headers, reply.events())
-    return Whole(answers, service.release, headers, reply.whole)
+        return Events(answers, service.release, reply.headers, reply.events())
+    return Whole(answers, service.release, reply.headers, reply.whole)
 
 
 async def prompt_of(service: Service, messages: list[Message]) -> list[int]:

@@ -30,6 +30,7 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
     service.require_ready()
     service.require_model(asked.model)
     require_served(asked)
+    service.require_receipts(asked.receipt)
     params = completion_params(asked, service.hello.default_params)
     written = _prompts(asked)
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
@@ -45,13 +46,13 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
         answers,
         stream_options=asked.stream_options,
         with_ids=bool(asked.return_token_ids),
+        with_receipt=bool(asked.receipt),
         hidden=asked.max_tokens == 0,
     )
     reply.echo = None if echo is None else dict(zip([answer.request_id for answer in answers], echo))
-    headers = {"X-Detcompile-Seed": str(reply.seed)}
     if asked.stream:
-        return Events(answers, service.release, headers, reply.events())
-    return Whole(answers, service.release, headers, reply.whole)
+        return Events(answers, service.release, reply.headers, reply.events())
+    return Whole(answers, service.release, reply.headers, reply.whole)
 
 
 def _prompts(asked: CompletionRequest) -> list[str | list[int]]:

@@ -3,7 +3,8 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
@@ -15,6 +16,7 @@ from detcompile.serving.texts import SampleText
 
 __all__ = ["Reply", "as_int64", "finite"]
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has none
 
 
@@ -25,6 +27,8 @@ class Reply(ABC):
         answers: one for each prompt.
         stream_options: what a stream has beside its tokens.
         with_ids: also tell the token ids of the prompt and of each choice.
+        with_receipt: also give the receipt, in a stream as its last choice-less chunk but the one of usage.
+        template: sha256 of the chat template that made the prompt.
         hidden: the tokens drawn are shown to nobody.
     """
 
@@ -39,22 +43,31 @@ class Reply(ABC):
         *,
         stream_options: StreamOptions | None = None,
         with_ids: bool = False,
+        with_receipt: bool = False,
+        template: str | None = None,
         hidden: bool = False,
     ) -> None:
         self.texts = service.texts
+        self._service = service
+        self._with_receipt = with_receipt
+        self._template = template
         self._answers = answers
         self._include_usage = stream_options is not None and stream_options.include_usage
         self._with_ids = with_ids
         self._hidden = hidden
         self._whole = True
         self.seed = as_int64(answers[0].params.seed or 0)
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": service.name,
             "system_fingerprint": service.hello.fingerprint,
             "seed": self.seed,
         }
+        self._salt = service.receipts.salt()
+        self.headers = {"X-Detcompile-Seed": str(self.seed)}
+        if self._salt is not None:
+            self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece; every answer has ended."""
@@ -63,7 +76,8 @@ class Reply(ABC):
             for sample in answer.samples:
                 text, read = SampleText(self.texts, answer.params, sample).take()
                 choices.append(self._choice(len(choices), answer, sample, text, read))
-        return {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
+        found = {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
+        return found | self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes: what is new of all choices at a time, as events.
@@ -90,6 +104,9 @@ class Reply(ABC):
                     parts.append(self._chunk([self._choice(index, answer, sample, text, read)]))
             if parts:
                 yield b"".join(parts)
+        receipt = self._receipt()
+        if receipt:
+            yield self._chunk([], None, receipt)
         if self._include_usage:
             yield self._chunk([], self._usage())
 
@@ -122,8 +139,26 @@ class Reply(ABC):
     ) -> dict[str, Any]:
         """The fields of a choice that hold its text and logprobs."""
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        chunk = {"object": self.chunk_kind, **self._head, "choices": choices}
+    def _receipt(self) -> dict[str, Any]:
+        """Make the receipt, and name it in the headers; with its envelope for the body, where it was asked for.
+
+        Raises:
+            StorageError: the log cannot be written.
+        """
+        service, head = self._service, self._head
+        name = (str(head["id"]), int(head["created"]), service.name)
+        issued = service.receipts.issue(
+            name, self._answers, service.hello, self.texts, template=self._template, salt=self._salt
+        )
+        if issued is None:
+            return {}
+        self.headers["X-Detcompile-Receipt"] = issued.digest
+        return {"receipt": issued.envelope} if self._with_receipt else {}
+
+    def _chunk(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
+        chunk = {"object": self.chunk_kind, **self._head, "choices": choices, **more}
         return event(chunk | {"usage": usage} if self._include_usage else chunk)
 
     def _usage(self) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class _Asked(_Unserved, kw_only=True):
     allowed_token_ids: list[TokenId] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     return_token_ids: bool | None = None
+    receipt: bool | None = None
 
 
 class CompletionRequest(_Asked, kw_only=True):

@@ -9,7 +9,7 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.attention.schedules import AttentionProblem, attention_candidates
 from tests.bits import assert_bitwise_equal
 from tests.templates.attention.cases import CHUNK, PLAIN, SCHEDULES, Sequence, dense, exact_attention, paged, sequence
-from tests.templates.triton_interpreter import DOT_DTYPES, INTERPRETED, NEEDS_TRITON
+from tests.templates.triton_interpreter import DOT_DTYPES, INTERPRETED, NEEDS_TRITON, QUICK_DOT_DTYPES
 
 pytestmark = NEEDS_TRITON
 
@@ -18,7 +18,7 @@ LENGTHS = [CHUNK // 2 + 5] if INTERPRETED else [17, 64, CHUNK // 2 + 5, CHUNK + 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype, length: int) -> None:
     """Decode, prefill, pages, neighbours and schedules, with what lies before a chunk poisoned by NaN."""
     n, given = CHUNK + 24, {"attention_chunk": length}

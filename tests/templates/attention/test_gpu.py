@@ -36,7 +36,14 @@ from tests.templates.attention.cases import (
     paged_gpu,
     sequence,
 )
-from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+from tests.templates.triton_interpreter import (
+    DEVICE,
+    DOT_DTYPES,
+    INTERPRETED,
+    NEEDS_GPU,
+    NEEDS_TRITON,
+    QUICK_DOT_DTYPES,
+)
 
 pytestmark = NEEDS_TRITON
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -57,7 +64,7 @@ WINDOWS = [CHUNK // 2 + 5] if INTERPRETED else [0, CHUNK // 2 + 5]
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(
     dtype: torch.dtype, shape: tuple[int, int, int, int], window: int
 ) -> None:
@@ -230,7 +237,7 @@ class TestOnTheGpu:
 
     @pytest.mark.parametrize("windowed", [False, True])
     @pytest.mark.parametrize("block_size", [0, 16, 48])
-    @pytest.mark.parametrize("dtype", DOT_DTYPES)
+    @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
     def test_every_schedule_has_one_class_of_bits(self, dtype: torch.dtype, block_size: int, windowed: bool) -> None:
         fields = {"dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "chunk": 512}
         gate = Tuner("test", {}, ATTENTION.tuner(torch.device(DEVICE)).path.parent / "test")

@@ -30,7 +30,14 @@ from tests.templates.attention.cases import (
     paged,
     sequence,
 )
-from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+from tests.templates.triton_interpreter import (
+    DEVICE,
+    DOT_DTYPES,
+    INTERPRETED,
+    NEEDS_GPU,
+    NEEDS_TRITON,
+    QUICK_DOT_DTYPES,
+)
 
 pytestmark = NEEDS_TRITON
 
@@ -40,7 +47,7 @@ HEAD_DIMS = [(80, 80), (96, 96), (192, 128), (256, 256)]
 
 
 @pytest.mark.parametrize("name", exhaustive_unless(FEW.__contains__, FEATURES) if INTERPRETED else FEATURES)
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_every_way_to_compute_a_token_gives_its_bytes(dtype: torch.dtype, name: str) -> None:
     n, given = CHUNK + 9, features(name, SHAPE[0], DEVICE)
     windows = (0, CHUNK // 2 + 5)
@@ -99,7 +106,7 @@ def test_a_poisoned_token_is_invisible_to_earlier_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 def test_head_dims(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """Bytes over cuts, and float64's value: what is no power of two is padded inside."""
     n = CHUNK + 3 if INTERPRETED else CHUNK + 130
@@ -154,7 +161,7 @@ class TestOnTheGpu:
         "flags", [("needs_scores", "capped"), ("sinks",), ("needs_scores", "alibi"), ("needs_scores",)]
     )
     @pytest.mark.parametrize("block_size", [0, 16])
-    @pytest.mark.parametrize("dtype", DOT_DTYPES)
+    @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
     def test_every_schedule_has_one_class_of_bits(
         self, dtype: torch.dtype, block_size: int, flags: tuple[str, ...]
     ) -> None:

@@ -21,6 +21,7 @@ from detcompile.templates.quantized.op import reference_dequant_matmul
 from detcompile.templates.quantized.schedules import EXPAND, Fused, Int4Decode, dequant_candidates
 from detcompile.templates.quantized.weights import NIBBLE_BLOCK, QuantizedWeight, dequantized
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE
 from tests.templates.cases import assert_as_accurate
 from tests.templates.quantized.cases import FORMATS, quantized_weight
 from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -161,7 +162,7 @@ class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
     @pytest.mark.parametrize("radices", [(), (2, 2, 2)], ids=str)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=EXHAUSTIVE)])
     @pytest.mark.parametrize("name", MODELS)
     def test_every_schedule_has_the_bytes_of_matmul(self, name: str, dtype: torch.dtype, radices: tuple) -> None:
         weight = quantized_weight(name, 600, 4096, DEVICE)

@@ -1,0 +1,75 @@
+"""`detcompile audit`: a receipt log, its chain, its signatures, and a sample of its answers run again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import detcompile.commands.receipts.extra  # noqa: F401 - says what to install where the server's packages are missing
+from detcompile.commands.options import Loading, Random, compile_model, logs, progress_bar
+from detcompile.commands.receipts.replay import model_name
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.models.compiled import CompiledModel
+from detcompile.serving.receipts.audit import checked_lines, is_sampled, miss_probability
+from detcompile.serving.receipts.keys import read_verify_key
+from detcompile.serving.receipts.log import Line
+from detcompile.serving.receipts.replay import replay
+
+__all__ = ["command"]
+
+TOLD_SHARES = (0.1, 0.01)  # of wrong receipts, whose chance to be missed is told
+
+
+def command(
+    log: Annotated[Path, typer.Argument(help="File of `detcompile serve --receipt-log`.")],
+    model: Annotated[str | None, typer.Argument(help="Model to replay on; default: as the receipts name it.")] = None,
+    sample: Annotated[float, typer.Option(min=0, max=1, help="Share of the receipts that is replayed.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Decides which: keep it from who runs the server.")] = 0,
+    key: Annotated[Path | None, typer.Option(help="Public key of who has to have signed every line.")] = None,
+    head: Annotated[str | None, typer.Option(help="sha256 of a line or a receipt that has to be in the log.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1,
+    random: Random = False,
+    *,
+    loading: Loading,
+) -> None:
+    """Check a receipt log: chain, signatures, and by replay a sample of its answers; exit 1 at a fault."""
+    verify_key = None if key is None else read_verify_key(key)
+    if not log.is_file():
+        raise InvalidInput(f"{log}: no such file; give what `detcompile serve --receipt-log` wrote")
+    count, chosen = 0, list[Line]()
+    try:
+        for line in checked_lines(log, verify_key, head):
+            count += 1
+            if is_sampled(line, sample, seed):
+                chosen.append(line)
+    except InvalidInput as error:
+        print(f"broken: {error}")
+        raise typer.Exit(1) from error
+    checked = "chained and signed" if verify_key is not None else "chained (no --key: signatures unchecked)"
+    print(f"{count} receipts, {checked}; {len(chosen)} to replay")
+    if chosen:
+        compiled = compile_model(loading.spec(model_name(chosen[0].receipt, model), random), tp)
+        _replay(log, chosen, compiled)
+    for share in TOLD_SHARES:
+        missed = miss_probability(share, len(chosen))
+        print(f"were {share:.0%} of all receipts wrong, this audit would have missed it with probability {missed:.3g}")
+
+
+def _replay(log: Path, chosen: list[Line], model: CompiledModel) -> None:
+    faults = 0
+    with progress_bar(total=True) as bar:
+        task = bar.add_task("replaying", total=len(chosen))
+        for line in chosen:
+            try:
+                verdict = replay(model, line.envelope)
+                said = f"{verdict.field}: {verdict.message}" if verdict.outcome != "equal" else None
+            except DetcompileError as error:
+                said = str(error)
+            if said is not None:
+                faults += 1
+                print(f"{log}, line {line.number + 1}, {line.receipt.id}: {said}")
+            bar.advance(task)
+    if faults:
+        print(f"{faults} of {len(chosen)} did not come out again")
+        raise typer.Exit(1)
+    logs.print(f"all {len(chosen)} came out again", highlight=False)

@@ -1,0 +1,19 @@
+"""`detcompile keygen`: a key that signs receipts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import detcompile.commands.receipts.extra  # noqa: F401 - says what to install where the server's packages are missing
+from detcompile.serving.receipts.keys import write_key_pair
+
+__all__ = ["command"]
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="File of the key; the public one gets .pub behind its name.")],
+) -> None:
+    """Make a key that signs receipts, and the public one that verifies them."""
+    key = write_key_pair(path)
+    print(f"{path} signs (detcompile serve --sign {path}); {path}.pub verifies; key id {key.key_id}")

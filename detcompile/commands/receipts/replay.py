@@ -1,0 +1,97 @@
+"""`detcompile replay`: a receipt's answers, run again on this machine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+import detcompile.commands.receipts.extra  # noqa: F401 - says what to install where the server's packages are missing
+from detcompile.commands.inspection.fingerprint_differences import part_differences
+from detcompile.commands.inspection.recordings import Recording
+from detcompile.commands.options import Json, Loading, Random, compile_model, logs
+from detcompile.errors import DetcompileError, InvalidInput
+from detcompile.serving.receipts.decoding import Opening, read_opening
+from detcompile.serving.receipts.envelope import Envelope, payload_of, read_envelope, unsealed
+from detcompile.serving.receipts.keys import VerifyKey, read_verify_key
+from detcompile.serving.receipts.receipt import Receipt, decode_receipt
+from detcompile.serving.receipts.replay import CHUNK, replay
+from detcompile.serving.receipts.verdict import Verdict, differs
+
+__all__ = ["UNREADABLE", "command", "model_name"]
+
+UNREADABLE = 3  # exit code
+ARCHIVE_SUFFIX = ".pt2"
+TOKENIZER = "another tokenizer, which makes text of tokens and finds stop strings in it"
+
+
+def command(
+    receipt: Annotated[Path, typer.Argument(help="A receipt, or an answer that came with one.")],
+    model: Annotated[str | None, typer.Argument(help="Model to run it on; default: as the receipt names it.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Public key of who has to have signed it.")] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Token by token, in place of all at once.")] = False,
+    opening: Annotated[Path | None, typer.Option(help="JSON with salt and prompts of a receipt of hashes.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step at most.")] = CHUNK,
+    json_output: Json = False,
+    random: Random = False,
+    *,
+    loading: Loading,
+) -> None:
+    """Run a receipt's answers again, all positions at once; exit 1: differs, 2: other model, 3: bad file."""
+    try:
+        envelope, verify_key, hidden = _read(receipt, key, opening)
+        found = decode_receipt(payload_of(envelope))
+        fault = None if verify_key is None else unsealed(envelope, verify_key)
+        if fault is None:
+            compiled = compile_model(loading.spec(model_name(found, model), random), tp)
+            verdict = replay(compiled, envelope, key=verify_key, chunk=chunk, decode=decode, opening=hidden)
+        else:
+            verdict = differs("signatures", fault, signature="invalid")
+    except DetcompileError as error:
+        logs.print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
+        raise typer.Exit(UNREADABLE) from error
+    print(msgspec.json.encode(verdict).decode() if json_output else "\n".join(_lines(found, verdict)))
+    raise typer.Exit(verdict.exit_code)
+
+
+def model_name(receipt: Receipt, given: str | None) -> str:
+    """The model to replay a receipt on.
+
+    Raises:
+        InvalidInput: none was given, and the receipt names an archive, which is code: nobody runs that unasked.
+    """
+    if given is None and receipt.model.endswith(ARCHIVE_SUFFIX):
+        raise InvalidInput(f"the receipt is of {receipt.model!r}, an archive, which holds code: name it as MODEL")
+    return receipt.model if given is None else given
+
+
+def _read(receipt: Path, key: Path | None, opening: Path | None) -> tuple[Envelope, VerifyKey | None, Opening | None]:
+    try:
+        envelope = read_envelope(receipt.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"{receipt} cannot be read: {error.strerror}") from error
+    hidden = None if opening is None else read_opening(opening)
+    return envelope, None if key is None else read_verify_key(key), hidden
+
+
+def _lines(receipt: Receipt, verdict: Verdict) -> Iterator[str]:
+    yield f"{receipt.id} of {receipt.model!r}, fingerprint {receipt.fingerprint}; signature {verdict.signature}"
+    if verdict.parts:
+        yield from _part_lines(verdict)
+    where = "" if verdict.prompt is None or not verdict.prompt else f"prompt {verdict.prompt}, "
+    field = "" if verdict.field is None else f"{verdict.field}: "
+    yield f"{verdict.outcome}: {field}{where}{verdict.message}"
+
+
+def _part_lines(verdict: Verdict) -> Iterator[str]:
+    """The parts that differ, as `detcompile diff` tells them: A is the receipt, B what is here."""
+    sides = [{name: value for name, *values in verdict.parts if (value := values[side]) is not None} for side in (0, 1)]
+    for side in sides:
+        side.pop("tokenizer", None)
+    for part in part_differences(Recording(Path("A"), sides[0]), Recording(Path("B"), sides[1])):
+        yield f"{part.part} differs: {part.meaning}"
+        yield from (f"  {name}: {str(value)[:160]}" for name, value in (("receipt", part.a), ("here", part.b)))
+    if any(name == "tokenizer" for name, _, _ in verdict.parts):
+        yield f"tokenizer differs: {TOKENIZER}"

@@ -1,0 +1,73 @@
+"""Verifications: receipts that an engine process replays between the steps of its engine, a part at a time."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from detcompile.errors import InvalidInput
+from detcompile.models.compiled import CompiledModel
+from detcompile.serving.engines.protocol import Delta, Refused, Tokens, Verified, Verify
+from detcompile.serving.receipts.receipt import decode_receipt
+from detcompile.serving.receipts.replay import Replayer
+from detcompile.serving.receipts.verdict import Verdict
+
+__all__ = ["Verifications"]
+
+CHUNK = 256  # tokens; requests that are served wait for no more between two of their steps
+
+
+class Verifications:
+    """Replays one receipt at a time. Receipts are added and cancelled from any thread.
+
+    Args:
+        model: the model that is served.
+        parts: fingerprint_parts of the model.
+        send: takes the reports for the front.
+    """
+
+    def __init__(self, model: CompiledModel, parts: Mapping[str, str], send: Callable[[Any], None]) -> None:
+        self._model = model
+        self._parts = parts
+        self._send = send
+        self._waiting: deque[Verify] = deque()
+        self._running: tuple[str, Generator[None, None, Verdict]] | None = None
+        self._cancelled: set[str] = set()
+        self._replayer: Replayer | None = None
+
+    def add(self, command: Verify) -> None:
+        """Replay a receipt behind those that wait."""
+        self._waiting.append(command)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for a receipt any more; one that there is not is left alone."""
+        known = {command.request_id for command in list(self._waiting)}
+        running = self._running
+        if request_id in known or (running is not None and running[0] == request_id):
+            self._cancelled.add(request_id)
+
+    def step(self) -> bool:
+        """Do a part of what there is to do; returns whether there was any."""
+        if self._running is None and not self._waiting:
+            return False
+        if self._running is None:
+            command = self._waiting.popleft()
+            self._running = (command.request_id, self._steps(command.receipt))
+        name, steps = self._running
+        try:
+            if name not in self._cancelled:
+                next(steps)
+                return True
+        except StopIteration as end:
+            self._send(Verified(name, end.value))
+        except InvalidInput as error:
+            self._send(Refused(name, str(error)))
+        except Exception as error:  # of this receipt alone, such as memory that it does not find
+            self._send(Tokens([Delta(name, [], True, None, f"the receipt was not replayed: {error!r}", 0, None)]))
+        self._running = None
+        self._cancelled.discard(name)
+        return True
+
+    def _steps(self, receipt: bytes) -> Generator[None, None, Verdict]:
+        if self._replayer is None:
+            self._replayer = Replayer(self._model, chunk=CHUNK, parts=self._parts)
+        return (yield from self._replayer.steps(decode_receipt(receipt)))

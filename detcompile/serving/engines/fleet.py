@@ -1,0 +1,255 @@
+"""Fleet: the engine processes of a server as one. An answer whose engine is lost goes on, with its bits, on another."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+from msgspec.structs import replace
+
+from detcompile.config import visible_gpus
+from detcompile.errors import DetcompileError, WorkerError
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.engine_link import COMMAND, SILENCE_SECONDS, EngineLink
+from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
+from detcompile.serving.engines.quarantine import Quarantine
+from detcompile.serving.engines.router import Router
+
+__all__ = ["Fleet"]
+
+RESTART_SECONDS = 60.0  # in which so many restarts are too many
+logger = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Engine processes that serve the same model. All methods are for the event loop's thread.
+
+    Args:
+        on_delta: called with every answer and its delta, once the answer has taken it.
+        command: what to run as an engine process.
+        replicas: how many of them.
+        spare: whether another process waits, its imports done, to take the place of one that is lost.
+        most_restarts: engines that may be started again in a minute; beyond, the fleet has failed.
+        silence: seconds without a heartbeat after which an engine counts as hanging.
+
+    Attributes:
+        hello: what the engines have said of the model; None before all of them served.
+        failure: why nothing is served any more.
+        num_restarts: engines that were started again.
+        num_resumed: answers that went on elsewhere, counted each time.
+    """
+
+    def __init__(
+        self,
+        on_delta: Callable[[Answer, Delta], None] = lambda answer, delta: None,
+        command: Sequence[str] = COMMAND,
+        *,
+        replicas: int = 1,
+        spare: bool = False,
+        most_restarts: int = 5,
+        silence: float = SILENCE_SECONDS,
+    ) -> None:
+        self.hello: Hello | None = None
+        self.failure: DetcompileError | None = None
+        self.num_restarts = 0
+        self.num_resumed = 0
+        self.links: list[EngineLink] = []
+        self._on_delta = on_delta
+        self._command = command
+        self._replicas = replicas
+        self._keeps_spare = spare
+        self._most_restarts = most_restarts
+        self._silence = silence
+        self._spare: EngineLink | None = None
+        self._spares_lost = 0
+        self._opens_spare = False
+        self._waiting: list[Answer] = []
+        self._router = Router()
+        self._quarantine = Quarantine()
+        self._court: EngineLink | None = None  # serves one suspect, and nothing else
+        self._rolling: EngineLink | None = None  # gets nothing new
+        self._restarts: list[float] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine serves."""
+        return self.hello is not None and any(link.ready for link in self.links)
+
+    @property
+    def statistics(self) -> Statistics:
+        """The engines' newest counts, added up."""
+        found = [link.statistics for link in self.links]
+        return Statistics(*(sum(getattr(own, name) for own in found) for name in Statistics.__struct_fields__))
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Start the processes; ``settled`` waits until they serve."""
+        self._spec = spec
+        for index in range(self._replicas):
+            self.links.append(await self._opened())
+            self._start(index)
+
+    async def settled(self) -> Hello:
+        """Wait until all engines serve.
+
+        Raises:
+            DetcompileError: why one does not.
+        """
+        try:
+            found = [await link.settled() for link in self.links]
+            if len({hello.fingerprint for hello in found}) > 1:
+                raise WorkerError("the engines' fingerprints differ: give all of them devices of one kind")
+        except DetcompileError as error:
+            self._give_up(error)
+            raise
+        self.hello = found[0]
+        await self._keep_spare()
+        return self.hello
+
+    def add(self, answer: Answer) -> None:
+        """Have an answer made; what comes is given to it.
+
+        Raises:
+            DetcompileError: nothing is served any more.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._waiting.append(answer)
+        self._place()
+
+    def cancel(self, answer: Answer) -> None:
+        """Nobody waits for an answer any more."""
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        self._quarantine.forget(answer)
+        for link in self.links:
+            link.cancel(answer)
+        self._place()
+
+    async def roll(self) -> None:
+        """Start every engine anew, one after another; what they serve goes on on the others, or waits."""
+        for index, link in enumerate(self.links):
+            if self.failure is not None or not link.ready:
+                continue
+            self._rolling = link
+            self._hand_over([answer for answer in link.take_back() if answer is not self._quarantine.trial])
+            if link is self._court:
+                self._court = None
+                self._quarantine.interrupt()
+            self._router.forget(link)
+            await link.stop()
+            self._rolling = None
+            await self._replace(index)
+
+    async def stop(self) -> None:
+        """End all processes and wait for their end."""
+        self._give_up(WorkerError("the server stops"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(link.stop() for link in (*self.links, *([self._spare] if self._spare else ()))))
+
+    def _start(self, index: int) -> None:
+        """Have the process in this place serve, on devices of its own where there are several."""
+        own = visible_gpus(index * self._spec.tp, self._spec.tp) if self._replicas > 1 else None
+        self.links[index].start(replace(self._spec, visible_devices=own))
+
+    async def _opened(self) -> EngineLink:
+        link = EngineLink(self._news, self._lost, self._command, self._silence)
+        await link.open()
+        return link
+
+    async def _keep_spare(self) -> None:
+        if self._keeps_spare and self._spare is None and self.failure is None and not self._opens_spare:
+            self._opens_spare = True
+            self._spare = await self._opened()
+            self._opens_spare = False
+
+    def _news(self, answer: Answer, delta: Delta | None) -> None:
+        if delta is not None:
+            self._on_delta(answer, delta)
+        if self._quarantine.acquits(answer):
+            assert self._court is not None
+            self._waiting += self._court.take_back()
+            self._place()
+
+    def _lost(self, link: EngineLink, answers: list[Answer]) -> None:
+        """An engine serves no more: its answers wait for another one, and its place is taken."""
+        if link is self._spare:
+            self._spare = None
+            self._spares_lost += 1
+            if self._spares_lost <= self._most_restarts:
+                self._run(self._keep_spare())
+        if link is self._court:
+            self._court = None
+        self._router.forget(link)
+        if self.hello is None or self.failure is not None:
+            for answer in answers:
+                answer.fail(WorkerError(f"the engine failed: {self.failure or link.failure}"))
+            return
+        self._hand_over([answer for answer in answers if self._quarantine.died_with(answer)])
+        if link in self.links:
+            logger.warning("an engine is lost: %s; %d answers go on on another", link.failure, len(answers))
+            self._run(self._restart(self.links.index(link)))
+
+    def _hand_over(self, answers: list[Answer]) -> None:
+        """These go on as soon as an engine takes them, before all that have not begun."""
+        self.num_resumed += len(answers)
+        self._waiting = answers + self._waiting
+        self._place()
+
+    async def _restart(self, index: int) -> None:
+        """Take the place of an engine that was lost, unless that happens too often."""
+        now = asyncio.get_running_loop().time()
+        self._restarts = [past for past in self._restarts if now - past < RESTART_SECONDS]
+        if len(self._restarts) >= self._most_restarts:
+            error = self.links[index].failure
+            assert error is not None
+            self._give_up(error)
+            return
+        self._restarts.append(now)
+        self.num_restarts += 1
+        await self._replace(index)
+        logger.warning("an engine serves again")
+
+    async def _replace(self, index: int) -> None:
+        """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""
+        link, self._spare = self._spare or await self._opened(), None
+        self.links[index] = link
+        self._start(index)
+        await link.over()
+        if link.ready:
+            self._place()
+            await self._keep_spare()
+
+    def _give_up(self, error: DetcompileError) -> None:
+        self.failure = self.failure or error
+        waiting, self._waiting = self._waiting + self._quarantine.suspects, []
+        self._quarantine.suspects = []
+        for answer in waiting + [answer for link in self.links for answer in link.take_back()]:
+            answer.fail(WorkerError(f"the engine failed: {self.failure}"))
+
+    def _place(self) -> None:
+        """Give what waits to engines that serve."""
+        ready = [link for link in self.links if link.ready and link is not self._rolling]
+        if not ready or self.hello is None:
+            return
+        self._try_suspects(ready)
+        open_links = [link for link in ready if link is not self._court]
+        if open_links:
+            waiting, self._waiting = self._waiting, []
+            for answer in waiting:
+                self._router.choose(open_links, answer).add(answer)
+
+    def _try_suspects(self, ready: Sequence[EngineLink]) -> None:
+        """Have the next suspect served alone, on an engine that is cleared for it."""
+        if self._quarantine.trial is None:
+            self._court = None
+            if self._quarantine.suspects:
+                self._court = min(ready, key=lambda link: len(link.answers))
+                self._waiting += self._court.take_back()
+                self._court.add(self._quarantine.begin())
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

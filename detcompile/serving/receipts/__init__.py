@@ -1,0 +1,1 @@
+"""Receipts: what answers were made of, signed, in a chained log, and replayed by whoever doubts them."""

@@ -1,0 +1,124 @@
+"""Decoding: a receipt's answers made again token by token, by an engine: what a receipt of hashes can be checked by."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from detcompile.errors import InvalidInput
+from detcompile.models.compiled import CompiledModel
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.kv.block_pool import BLOCK_SIZE
+from detcompile.runtime.requests.outputs import Logprobs, RequestOutput
+from detcompile.serving.receipts.receipt import (
+    Prompt,
+    Receipt,
+    Sample,
+    commitment,
+    params_of,
+    recorded,
+    recorded_sample,
+)
+from detcompile.serving.receipts.verdict import Verdict, differs
+
+__all__ = ["Opening", "decoded_prompts", "opened", "read_opening", "recorded_prompt"]
+
+WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[token ids]]}'
+
+
+class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a receipt of hashes hides: its salt in hex, and the token ids of its prompts."""
+
+    salt: str
+    prompts: list[list[int]]
+
+    @property
+    def salt_bytes(self) -> bytes:
+        """The salt.
+
+        Raises:
+            InvalidInput: it is no hex.
+        """
+        try:
+            return bytes.fromhex(self.salt)
+        except ValueError as error:
+            raise InvalidInput(f"the salt {self.salt[:40]!r} is no hex: {WANTED}") from error
+
+
+def read_opening(path: Path) -> Opening:
+    """The opening in a file.
+
+    Raises:
+        InvalidInput: the file cannot be read, or holds none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Opening)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} holds no opening of a receipt: {error}; {WANTED}") from error
+
+
+def opened(receipt: Receipt, opening: Opening | None) -> list[list[int]] | Verdict:
+    """Token ids of a receipt's prompts; or what is wrong, where the opening is not that of this receipt.
+
+    Raises:
+        InvalidInput: the receipt holds hashes, and there is no opening.
+    """
+    given = [prompt.token_ids for prompt in receipt.prompts]
+    plain = [ids for ids in given if not isinstance(ids, str)]
+    if len(plain) == len(given):
+        return plain
+    if opening is None:
+        raise InvalidInput(f"the receipt holds hashes of its prompts: {WANTED}")
+    found = [recorded(ids, opening.salt_bytes) for ids in opening.prompts]
+    if found == given:
+        return opening.prompts
+    at = next((at for at, (one, own) in enumerate(zip(given, found)) if one != own), min(len(given), len(found)))
+    return differs("prompts", "the salt or the prompts are not those of this receipt", prompt=at)
+
+
+def decoded_prompts(
+    model: CompiledModel, receipt: Receipt, prompts: Sequence[list[int]], salt: bytes | None, *, has_text: bool
+) -> list[Prompt]:
+    """The receipt's prompts with answers that are made now.
+
+    Args:
+        salt: hides them as the receipt's are; None where these are plain.
+        has_text: whether the model has a tokenizer.
+
+    Raises:
+        InvalidInput: parameters that cannot be served. EngineError: an answer failed.
+    """
+    params = params_of(receipt)
+    most = max((len(ids) for ids in prompts), default=1) + (params.max_tokens or model.max_context)
+    blocks = params.n * (-(-min(most, model.max_context) // BLOCK_SIZE) + 1) * max(1, len(model.facts.kv_groups))
+    config = EngineConfig(num_blocks=blocks + 2, max_num_seqs=min(params.n, 64), block_size=BLOCK_SIZE)
+    outputs = model.engine(config).generate(prompts, params, progress=False)
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return [recorded_prompt(output, ids, salt, has_text) for output, ids in zip(outputs, prompts)]
+
+
+def recorded_prompt(output: RequestOutput, token_ids: list[int], salt: bytes | None, has_text: bool) -> Prompt:
+    """A prompt as a receipt has it, of an engine's output; ``salt`` and ``has_text`` as above."""
+    known = output.prompt_logprobs
+    samples: list[Sample] = []
+    for own in output.outputs:
+        reasons = (own.finish_reason, own.stop_reason)
+        logprobs = None if own.logprobs is None else [_plain(entry) for entry in own.logprobs]
+        samples.append(
+            recorded_sample(own.index, own.token_ids, reasons, own.text if has_text else None, logprobs, salt)
+        )
+    of_prompt = None if known is None else [None if entry is None else _plain(entry) for entry in known]
+    return Prompt(
+        token_ids=recorded(token_ids, salt),
+        logprobs=None if of_prompt is None else commitment(of_prompt, salt or b""),
+        samples=samples,
+    )
+
+
+def _plain(entry: Logprobs) -> list[Any]:
+    return [entry.token_id, entry.logprob, list(entry.top.items())]

@@ -1,0 +1,138 @@
+"""Issuer: makes the receipts of a server's answers, and keeps the newest of them for who asks later."""
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from detcompile.errors import InvalidInput
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.plain_tokenizer import tokenizer_digest
+from detcompile.serving.receipts.envelope import Envelope, payload_digest, seal
+from detcompile.serving.receipts.keys import SigningKey
+from detcompile.serving.receipts.log import ReceiptLog
+from detcompile.serving.receipts.receipt import (
+    Prompt,
+    Receipt,
+    Served,
+    commitment,
+    encode_receipt,
+    recorded,
+    recorded_sample,
+    written_params,
+)
+from detcompile.serving.texts import SampleText, Texts
+
+__all__ = ["Issued", "Issuer", "ReceiptLevel"]
+
+ReceiptLevel = Literal["off", "hashes", "tokens"]
+KEPT_BYTES = 64 << 20  # of receipts
+SALT_BYTES = 16
+
+
+class Issued(NamedTuple):
+    """A receipt, and sha256 of its payload in hex."""
+
+    envelope: Envelope
+    digest: str
+
+
+class Issuer:
+    """Makes receipts.
+
+    Args:
+        level: "tokens" writes prompts and answers into them, "hashes" salted hashes of these; "off" makes none.
+        key: signs them.
+        log: gets each of them.
+        version: what they name as the version of the server.
+
+    Raises:
+        InvalidInput: a key or a log where there are no receipts.
+    """
+
+    def __init__(
+        self,
+        level: ReceiptLevel = "tokens",
+        key: SigningKey | None = None,
+        log: ReceiptLog | None = None,
+        version: str = "unknown",
+    ) -> None:
+        if level == "off" and (key is not None or log is not None):
+            raise InvalidInput("--receipts off makes none to sign or to log: leave out --sign and --receipt-log")
+        self.level = level
+        self.key = key
+        self._log = log
+        self._version = version
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._num_bytes = 0
+
+    def salt(self) -> bytes | None:
+        """A fresh salt for an answer; None at a level that hides nothing."""
+        return secrets.token_bytes(SALT_BYTES) if self.level == "hashes" else None
+
+    def issue(
+        self,
+        name: tuple[str, int, str],
+        answers: Sequence[Answer],
+        hello: Hello,
+        texts: Texts,
+        *,
+        template: str | None,
+        salt: bytes | None,
+    ) -> Issued | None:
+        """The receipt of answers that have ended, those of one request; None at level "off".
+
+        Args:
+            name: the answer's id, when it was made, and the model's name.
+            template: sha256 of the chat template that made the prompt.
+            salt: what ``salt`` gave for them.
+
+        Raises:
+            StorageError: the log cannot be written.
+        """
+        if self.level == "off":
+            return None
+        params = answers[0].params
+        receipt = Receipt(
+            id=name[0],
+            created=name[1],
+            model=name[2],
+            level=self.level,
+            fingerprint=hello.fingerprint,
+            fingerprint_parts=hello.fingerprint_parts,
+            served=Served(
+                detcompile=self._version, tokenizer=tokenizer_digest(hello.tokenizer), chat_template=template
+            ),
+            params=written_params(params),
+            seed=str(params.seed),
+            prompts=[_prompt(answer, texts, salt) for answer in answers],
+            log=None if self._log is None else self._log.place,
+        )
+        envelope = seal(encode_receipt(receipt), self.key)
+        if self._log is not None:
+            self._log.append(envelope)
+        self._keep(receipt.id, msgspec.json.encode(envelope))
+        return Issued(envelope, payload_digest(envelope))
+
+    def find(self, name: str) -> bytes | None:
+        """The envelope of an answer's receipt as JSON, by the answer's id; None where it is not kept."""
+        return self._kept.get(name)
+
+    def _keep(self, name: str, data: bytes) -> None:
+        self._kept[name] = data
+        self._num_bytes += len(data)
+        while self._num_bytes > KEPT_BYTES:
+            self._num_bytes -= len(self._kept.popitem(last=False)[1])
+
+
+def _prompt(answer: Answer, texts: Texts, salt: bytes | None) -> Prompt:
+    known = None if answer.params.prompt_logprobs is None else commitment(answer.prompt_logprobs, salt or b"")
+    samples = []
+    for index, sample in enumerate(answer.samples):
+        text = SampleText(texts, answer.params, sample).take()[0] if texts.present else None
+        reasons = (sample.finish_reason, sample.stop_reason)
+        samples.append(recorded_sample(index, sample.token_ids, reasons, text, sample.logprobs, salt))
+    return Prompt(token_ids=recorded(answer.prompt_ids, salt), logprobs=known, samples=samples)

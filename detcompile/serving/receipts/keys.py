@@ -1,0 +1,130 @@
+"""Ed25519 keys in PEM files: one that signs receipts, and its public half, which verifies them."""
+
+import hashlib
+import os
+import stat
+from functools import cached_property
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from detcompile.errors import InvalidInput, StorageError
+
+__all__ = ["SigningKey", "VerifyKey", "read_signing_key", "read_verify_key", "write_key_pair"]
+
+
+class VerifyKey:
+    """A public key.
+
+    Attributes:
+        key_id: sha256, in hex, of the key's 32 bytes.
+    """
+
+    def __init__(self, key: Ed25519PublicKey) -> None:
+        self._key = key
+        self.key_id = hashlib.sha256(key.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()
+
+    @cached_property
+    def pem(self) -> str:
+        """The key as a PEM file has it."""
+        return self._key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+
+    def verifies(self, signature: bytes, message: bytes) -> bool:
+        """Whether the private half signed exactly this message."""
+        try:
+            self._key.verify(signature, message)
+        except InvalidSignature:
+            return False
+        return True
+
+
+class SigningKey:
+    """A private key.
+
+    Attributes:
+        public: the half that verifies.
+        key_id: the public half's.
+    """
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public = VerifyKey(key.public_key())
+        self.key_id = self.public.key_id
+
+    def sign(self, message: bytes) -> bytes:
+        """The signature of a message, 64 bytes."""
+        return self._key.sign(message)
+
+    @property
+    def pem(self) -> bytes:
+        """The key as a PEM file has it, not encrypted."""
+        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def write_key_pair(path: Path) -> SigningKey:
+    """A fresh key in a file that its owner alone may read; its public half beside it, where .pub ends the name.
+
+    Raises:
+        StorageError: a file is there already, or cannot be written.
+    """
+    key = SigningKey(Ed25519PrivateKey.generate())
+    files = ((path, key.pem, 0o600), (Path(f"{path}.pub"), key.public.pem.encode(), 0o644))
+    for file, _, _ in files:
+        if file.exists():
+            raise StorageError(f"{file} exists, and keys are not written over: give another name, or remove it")
+    try:
+        for file, content, mode in files:
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
+                opened.write(content)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+    return key
+
+
+def read_signing_key(path: Path) -> SigningKey:
+    """The private key in a file.
+
+    Raises:
+        InvalidInput: the file cannot be read, others may read it too, or it holds no Ed25519 key.
+    """
+    data = _read(path)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise InvalidInput(f"{path} may be read by others, who could then sign in your name: chmod 600 {path}")
+    try:
+        key = load_pem_private_key(data, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InvalidInput(f"{path} holds no private key ({error}): make one with `detcompile keygen`") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvalidInput(f"{path} holds a key of another kind than Ed25519: make one with `detcompile keygen`")
+    return SigningKey(key)
+
+
+def read_verify_key(path: Path) -> VerifyKey:
+    """The public key in a file.
+
+    Raises:
+        InvalidInput: the file cannot be read, or holds no public Ed25519 key.
+    """
+    try:
+        key = load_pem_public_key(_read(path))
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise InvalidInput(f"{path} holds no public key ({error}): give the file that ends with .pub") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise InvalidInput(f"{path} holds a key of another kind than Ed25519: give the file that ends with .pub")
+    return VerifyKey(key)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error

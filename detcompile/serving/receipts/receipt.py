@@ -1,0 +1,202 @@
+"""Receipt: all that an answer's bits depend on, and the answer. A strict schema: what it does not know it refuses."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.sampling_params import SamplingParams
+
+__all__ = [
+    "Digest",
+    "Grammar",
+    "Level",
+    "LogPlace",
+    "Prompt",
+    "Receipt",
+    "Sample",
+    "Served",
+    "commitment",
+    "decode_receipt",
+    "encode_receipt",
+    "params_of",
+    "recorded",
+    "recorded_sample",
+    "written_params",
+]
+
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # sha256 in hex
+Level = Literal["hashes", "tokens"]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seed = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,19})$")]  # of 64 bits, as text: JavaScript rounds numbers
+DEFAULTS = {own.name: getattr(SamplingParams(), own.name) for own in fields(SamplingParams)}
+APART = ("seed", "grammar")  # parameters that a receipt has fields of their own for
+
+
+class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Refuses what it does not know: a verifier that ignored a field would vouch for what it says."""
+
+
+class Served(_Strict):
+    """What made token ids of a request and text of tokens.
+
+    Attributes:
+        detcompile: version of the server.
+        tokenizer: sha256 of the tokenizer as JSON; None for a model without one.
+        chat_template: sha256 of the template that made the prompt; None where none did.
+    """
+
+    detcompile: str
+    tokenizer: Digest | None
+    chat_template: Digest | None
+
+
+class Grammar(_Strict):
+    """What the answer had to match: a kind of grammar, and sha256 of its source."""
+
+    kind: str
+    sha256: Digest
+
+
+class Sample(_Strict):
+    """One sample of a prompt.
+
+    Attributes:
+        token_ids: the tokens drawn; at level "hashes" a commitment to them.
+        text: commitment to the text that the client was given; None for a model without a tokenizer.
+        logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` of each token drawn; None
+            where none were asked for.
+    """
+
+    index: int
+    token_ids: list[TokenId] | Digest
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    text: Digest | None
+    logprobs: Digest | None
+
+
+class Prompt(_Strict):
+    """One prompt of a request, and the n samples drawn for it.
+
+    Attributes:
+        token_ids: the prompt; at level "hashes" a commitment to it.
+        logprobs: commitment to the logprobs of the prompt's tokens; None where none were asked for.
+    """
+
+    token_ids: list[TokenId] | Digest
+    logprobs: Digest | None
+    samples: list[Sample]
+
+
+class LogPlace(_Strict):
+    """Where a receipt stands in its server's log: the line's number, from 0, and sha256 of the line before it."""
+
+    index: int
+    previous: Digest | None
+
+
+class Receipt(_Strict, kw_only=True):
+    """The payload of an envelope.
+
+    Attributes:
+        version: the schema's.
+        id: the answer's.
+        created: seconds since 1970, of the answer.
+        model: what clients call it.
+        level: whether prompts and answers stand in it, or commitments to them.
+        params: SamplingParams of every prompt that are not their default, without seed.
+        grammar: what every sample had to match; None for no grammar.
+        log: None without a log.
+    """
+
+    version: Literal[1] = 1
+    id: str
+    created: int
+    model: str
+    level: Level
+    fingerprint: Digest
+    fingerprint_parts: dict[str, str]
+    served: Served
+    params: dict[str, Any]
+    seed: Seed
+    grammar: Grammar | None = None
+    prompts: Annotated[list[Prompt], Meta(min_length=1)]
+    log: LogPlace | None = None
+
+
+def commitment(value: Any, salt: bytes = b"") -> str:
+    """sha256, in hex, of a salt and a value in MessagePack. Without the salt nobody can try out values."""
+    return hashlib.sha256(salt + msgspec.msgpack.encode(value)).hexdigest()
+
+
+def recorded(token_ids: Sequence[int], salt: bytes | None) -> list[int] | str:
+    """Token ids as a receipt has them: a commitment where there is a salt, else themselves."""
+    return list(token_ids) if salt is None else commitment(list(token_ids), salt)
+
+
+def recorded_sample(
+    index: int,
+    token_ids: Sequence[int],
+    reasons: tuple[str | None, int | str | None],
+    text: str | None,
+    logprobs: Sequence[Any] | None,
+    salt: bytes | None,
+) -> Sample:
+    """A sample as a receipt has it.
+
+    Args:
+        reasons: finish_reason and stop_reason.
+        text: the text shown; None without a tokenizer.
+        logprobs: one entry a token; None where none were asked for.
+        salt: hides what it is of; None at level "tokens".
+    """
+    own = salt or b""
+    return Sample(
+        index=index,
+        token_ids=recorded(token_ids, salt),
+        finish_reason=reasons[0],  # type: ignore[arg-type]
+        stop_reason=reasons[1],
+        text=None if text is None else commitment(text, own),
+        logprobs=None if logprobs is None else commitment(logprobs, own),
+    )
+
+
+def written_params(params: SamplingParams) -> dict[str, Any]:
+    """Parameters as a receipt has them."""
+    own = {name: getattr(params, name) for name in DEFAULTS if name not in APART}
+    return {name: value for name, value in own.items() if value != DEFAULTS[name]}
+
+
+def params_of(receipt: Receipt) -> SamplingParams:
+    """The parameters of a receipt's prompts.
+
+    Raises:
+        InvalidInput: one that there is not, or out of range.
+    """
+    unknown = sorted(receipt.params.keys() - (DEFAULTS.keys() - set(APART)))
+    if unknown:
+        raise InvalidInput(f"the receipt has the parameter {unknown[0][:40]!r}, which this version does not know")
+    given: Mapping[str, Any] = receipt.params
+    return SamplingParams(**given, seed=int(receipt.seed))
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """A receipt as JSON; what is signed are these bytes."""
+    return msgspec.json.encode(receipt)
+
+
+def decode_receipt(payload: bytes) -> Receipt:
+    """The receipt in a payload.
+
+    Raises:
+        InvalidInput: no JSON, or none of this schema.
+    """
+    try:
+        return msgspec.json.decode(payload, type=Receipt)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # a ValidationError among them
+        raise InvalidInput(f"this is no receipt of a version that is known here: {error}") from error

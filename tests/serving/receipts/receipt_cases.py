@@ -1,0 +1,119 @@
+"""Requests of mixed parameters, and receipts that somebody changed and sealed again."""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from detcompile.digests import fingerprint
+from detcompile.serving.receipts.envelope import Envelope, payload_of, seal
+from detcompile.serving.receipts.keys import SigningKey
+
+__all__ = ["REQUESTS", "TAMPERINGS", "Tampering", "changed"]
+
+PROMPT = "def add(a, b):"
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "greedy with logprobs": {"temperature": 0, "logprobs": 3, "max_tokens": 30},
+    "sampled": {"temperature": 1.0, "top_p": 1.0},
+    "top-p": {"temperature": 0.9, "top_p": 0.8},
+    "top-k": {"temperature": 1.1, "top_k": 20},
+    "min-p": {"temperature": 1.3, "min_p": 0.05},
+    "penalties": {"frequency_penalty": 0.4, "presence_penalty": -0.2, "repetition_penalty": 1.15},
+    "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "biases": {"logit_bias": {"13": -50, "274": 4.5, "1988": 2}},
+    "allowed tokens": {"allowed_token_ids": [13, 274, 310, 322, 925, 1013, 1248, 1988]},
+    "min_tokens": {"min_tokens": 12, "max_tokens": 60, "logit_bias": {"1": 8}},
+    "three samples": {"n": 3, "logprobs": 2},
+    "penalties of three samples": {"n": 3, "frequency_penalty": 0.6, "top_p": 0.9, "logprobs": 0},
+    "several prompts": {"prompt": [PROMPT, "class A:", [5, 6, 7, 8]], "n": 2},
+    "stop string": {"temperature": 0, "stop": [")", "\n"], "max_tokens": 60},
+    "stop string kept": {"temperature": 0, "stop": ":", "include_stop_str_in_output": True, "max_tokens": 60},
+    "stop token": {"temperature": 0, "stop_token_ids": [13, 925, 310], "max_tokens": 60},
+    "echo with logprobs": {"echo": True, "logprobs": 2, "n": 2},
+    "a scored prompt": {"echo": True, "logprobs": 1, "max_tokens": 0},
+    "one token": {"max_tokens": 1},
+    "no end token": {"ignore_eos": True, "max_tokens": 90, "temperature": 1.5},
+    "everything": {
+        "n": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "frequency_penalty": 0.2,
+        "presence_penalty": 0.1, "repetition_penalty": 1.05, "logit_bias": {"274": -3}, "stop": ["zzz"], "logprobs": 4,
+        "min_tokens": 5, "echo": True, "seed": -9,
+    },
+}  # fmt: skip
+
+
+class Tampering(NamedTuple):
+    """A change of a receipt's payload, and what the verdict on it names."""
+
+    change: Callable[[dict[str, Any]], None]
+    field: str
+    outcome: str = "differs"
+
+
+def changed(envelope: Envelope, change: Callable[[dict[str, Any]], None], key: SigningKey | None) -> Envelope:
+    """The envelope with another payload, sealed by who has the key."""
+    payload = json.loads(payload_of(envelope))
+    change(payload)
+    return seal(json.dumps(payload).encode(), key)
+
+
+def _sample(payload: dict[str, Any]) -> dict[str, Any]:
+    return payload["prompts"][0]["samples"][0]
+
+
+def _other_token(payload: dict[str, Any]) -> None:
+    _sample(payload)["token_ids"][5] ^= 1
+
+
+def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda payload: payload.update({name: value})
+
+
+def _param(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda payload: payload["params"].update({name: value})
+
+
+def _of_sample(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda payload: _sample(payload).update({name: value})
+
+
+def _other_prompt(payload: dict[str, Any]) -> None:
+    payload["prompts"][0]["token_ids"][-1] ^= 1
+
+
+def _other_part(payload: dict[str, Any]) -> None:
+    payload["fingerprint_parts"]["weights"] = "0" * 64
+    payload["fingerprint"] = fingerprint(payload["fingerprint_parts"])
+
+
+def _swapped(payload: dict[str, Any]) -> None:
+    samples = payload["prompts"][0]["samples"]
+    samples[0]["token_ids"], samples[1]["token_ids"] = samples[1]["token_ids"], samples[0]["token_ids"]
+
+
+OTHER = "a" * 64
+# Of an answer with two samples, logprobs of its prompt and its tokens, drawn at a temperature, that ends by its length.
+TAMPERINGS: dict[str, Tampering] = {
+    "another token": Tampering(_other_token, "token_ids"),
+    "a token that there is not": Tampering(lambda p: _sample(p)["token_ids"].__setitem__(3, 1 << 30), "token_ids"),
+    "tokens of the other sample": Tampering(_swapped, "token_ids"),
+    "an answer cut short": Tampering(lambda p: _sample(p)["token_ids"].pop(), "finish_reason"),
+    "an answer made longer": Tampering(
+        lambda p: (_param("max_tokens", 500)(p), _of_sample("finish_reason", "length")(p)), "finish_reason"
+    ),
+    "another seed": Tampering(_set("seed", "12"), "token_ids"),
+    "another temperature": Tampering(_param("temperature", 1.9), "token_ids"),
+    "a penalty": Tampering(_param("repetition_penalty", 1.9), "token_ids"),
+    "another prompt": Tampering(_other_prompt, "token_ids"),
+    "another end": Tampering(_of_sample("finish_reason", "stop"), "finish_reason"),
+    "another stop": Tampering(_of_sample("stop_reason", "x"), "stop_reason"),
+    "another text": Tampering(_of_sample("text", OTHER), "text"),
+    "other logprobs": Tampering(_of_sample("logprobs", OTHER), "logprobs"),
+    "other logprobs of the prompt": Tampering(
+        lambda p: p["prompts"][0].update(logprobs=OTHER), "prompt_logprobs"
+    ),
+    "a sample left out": Tampering(lambda p: p["prompts"][0]["samples"].pop(), "samples"),
+    "samples in another order": Tampering(lambda p: p["prompts"][0]["samples"].reverse(), "samples"),
+    "a fingerprint that its parts do not make": Tampering(_set("fingerprint", OTHER), "fingerprint"),
+    "other weights": Tampering(_other_part, "fingerprint_parts.weights", "incomparable"),
+    "another tokenizer": Tampering(lambda p: p["served"].update(tokenizer=OTHER), "tokenizer", "incomparable"),
+}

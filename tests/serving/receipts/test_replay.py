@@ -1,0 +1,269 @@
+"""Receipts of the session's server: every kind of answer comes out again, and every change of one is named."""
+
+import json
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import torch
+
+from detcompile.errors import InvalidInput
+from detcompile.models.compiled import CompiledModel
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.sampling.sampler import SamplingParams
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest
+from detcompile.serving.receipts.decoding import Opening, recorded_prompt
+from detcompile.serving.receipts.envelope import Envelope, payload_digest, payload_of, read_envelope, seal
+from detcompile.serving.receipts.keys import SigningKey, read_signing_key, read_verify_key, write_key_pair
+from detcompile.serving.receipts.receipt import Receipt, Served, decode_receipt, encode_receipt, written_params
+from detcompile.serving.receipts.replay import replay
+from tests.model_cases import compiled
+from tests.serving.conftest import Server, started
+from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed
+
+BASE = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "seed": 5, "receipt": True}
+JSON = {"Content-Type": "application/json"}
+DOUBTED = {"n": 2, "temperature": 0.9, "logprobs": 1, "echo": True}
+
+
+@pytest.fixture(scope="module")
+def model() -> CompiledModel:
+    return compiled("tiny", torch.bfloat16)
+
+
+def receipt_of(http: httpx.Client, **asked) -> tuple[Envelope, httpx.Response]:
+    answer = http.post("/v1/completions", json=BASE | asked)
+    assert answer.status_code == 200, answer.text
+    return read_envelope(answer.content), answer
+
+
+@pytest.fixture(scope="module")
+def doubted(server: Server) -> Envelope:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        return receipt_of(http, **DOUBTED)[0]
+
+
+@pytest.fixture(scope="module")
+def key(server: Server, folder: Path) -> SigningKey:
+    return read_signing_key(folder / "key")
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_an_answer_comes_out_again(kind: str, http: httpx.Client, model: CompiledModel, key: SigningKey) -> None:
+    envelope, answer = receipt_of(http, **REQUESTS[kind])
+    receipt = decode_receipt(payload_of(envelope))
+    assert answer.headers["x-detcompile-receipt"] == payload_digest(envelope)
+    assert receipt.id == answer.json()["id"] and receipt.fingerprint == answer.json()["system_fingerprint"]
+    choices = [choice for prompt in receipt.prompts for choice in prompt.samples]
+    assert [choice.finish_reason for choice in choices] == [c["finish_reason"] for c in answer.json()["choices"]]
+    verdict = replay(model, envelope, key=key.public)
+    assert verdict.outcome == "equal" and verdict.signature == "valid", verdict
+    assert verdict.num_tokens == sum(len(choice.token_ids) for choice in choices) > 0
+    served = http.post("/v1/verify", content=json.dumps(answer.json()["receipt"]), headers=JSON).json()
+    assert served["outcome"] == "equal" and served["num_tokens"] == verdict.num_tokens, served
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64, 4096])
+def test_no_cut_of_the_pass_moves_the_verdict(chunk: int, doubted: Envelope, model: CompiledModel) -> None:
+    assert replay(model, doubted, chunk=chunk) == replay(model, doubted)
+    for kind in ("another token", "other logprobs"):
+        wrong = changed(doubted, TAMPERINGS[kind].change, None)
+        assert replay(model, wrong, chunk=chunk) == replay(model, wrong)
+
+
+@pytest.mark.parametrize("kind", TAMPERINGS)
+def test_a_change_is_named_whoever_seals_it(
+    kind: str, http: httpx.Client, doubted: Envelope, model: CompiledModel, key: SigningKey
+) -> None:
+    """Sealed by the server's own key, so that only the model tells; and sent to the server that made it."""
+    wrong = changed(doubted, TAMPERINGS[kind].change, key)
+    verdict = replay(model, wrong, key=key.public)
+    assert (verdict.outcome, verdict.field) == (TAMPERINGS[kind].outcome, TAMPERINGS[kind].field), verdict
+    assert verdict.exit_code == (1 if verdict.outcome == "differs" else 2) and verdict.message
+    served = http.post("/v1/verify", content=msgspec.json.encode(wrong), headers=JSON)
+    assert (served.json()["outcome"], served.json()["field"]) == (verdict.outcome, verdict.field)
+
+
+def test_a_changed_token_is_found_at_its_place(doubted: Envelope, model: CompiledModel) -> None:
+    given = decode_receipt(payload_of(doubted)).prompts[0].samples[0].token_ids
+    verdict = replay(model, changed(doubted, TAMPERINGS["another token"].change, None))
+    assert (verdict.prompt, verdict.sample, verdict.position) == (0, 0, 5)
+    assert (verdict.expected, verdict.found) == (given[5] ^ 1, given[5])
+
+
+def test_a_signature_is_of_every_byte_and_of_one_key(
+    doubted: Envelope, model: CompiledModel, key: SigningKey, tmp_path: Path
+) -> None:
+    other = write_key_pair(tmp_path / "other")
+    assert replay(model, doubted, key=other.public).field == "signatures"
+    forged = changed(doubted, lambda payload: payload.update(created=1), other)
+    assert "signed it, not key" in replay(model, forged, key=key.public).message
+    forged.signatures = doubted.signatures  # of another payload
+    verdict = replay(model, forged, key=key.public)
+    assert verdict.signature == "invalid" and "was changed after" in verdict.message
+    unsigned = changed(doubted, lambda payload: None, None)
+    assert "nobody signed it" in replay(model, unsigned, key=key.public).message
+    assert replay(model, unsigned).outcome == "equal"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.update(extra=1),
+        lambda p: p["prompts"][0].update(extra=1),
+        lambda p: p["prompts"][0]["samples"][0].update(extra=1),
+        lambda p: p["served"].update(extra=1),
+        lambda p: p["params"].update(extra=1),
+        lambda p: p["params"].update(temperature=-1),
+        lambda p: p.update(version=2),
+        lambda p: p.update(seed="-1"),
+        lambda p: p.update(seed=5),
+        lambda p: p.pop("fingerprint"),
+        lambda p: p.update(prompts=[]),
+        lambda p: p["prompts"][0].update(token_ids=[]),
+        lambda p: p["prompts"][0].update(token_ids=[1 << 30]),
+    ],
+)
+def test_what_no_server_gives_is_refused(
+    change, http: httpx.Client, doubted: Envelope, model: CompiledModel, key: SigningKey
+) -> None:
+    wrong = changed(doubted, change, key)
+    with pytest.raises(InvalidInput):
+        replay(model, wrong)
+    body = msgspec.to_builtins(wrong)
+    assert http.post("/v1/verify", json=body).status_code == 400
+    assert http.post("/v1/verify", json=body | {"extra": 1}).status_code == 400
+
+
+def test_a_stream_ends_with_its_receipt(http: httpx.Client, model: CompiledModel) -> None:
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        with http.stream("POST", "/v1/completions", json=BASE | {"stream": True, **options}) as answer:
+            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        chunks = [json.loads(line) for line in lines]
+        (last,) = [chunk for chunk in chunks if "receipt" in chunk]
+        assert last["choices"] == [] and all(("usage" in chunk) == bool(options) for chunk in chunks)
+        assert replay(model, read_envelope(json.dumps(last).encode())).outcome == "equal"
+        found = http.get(f"/v1/receipts/{last['id']}")
+        assert found.json() == last["receipt"]
+    assert http.get("/v1/receipts/cmpl-none").status_code == 404
+
+
+def test_a_receipt_nobody_asked_for_is_there_for_who_comes_later(http: httpx.Client, model: CompiledModel) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
+    answer = http.post("/v1/chat/completions", json=chat)
+    assert "receipt" not in answer.json()
+    envelope = read_envelope(http.get(f"/v1/receipts/{answer.json()['id']}").content)
+    assert payload_digest(envelope) == answer.headers["x-detcompile-receipt"]
+    assert decode_receipt(payload_of(envelope)).served.chat_template is not None
+    assert replay(model, envelope).outcome == "equal"
+
+
+@pytest.mark.parametrize("how", ["speculation", "small blocks", "small budget", "prefill first", "no prefix cache"])
+def test_no_engine_setting_moves_a_receipt(how: str, model: CompiledModel) -> None:
+    """Answers of an engine that drafts, or schedules otherwise, in the receipt that a server would give."""
+    configs = {
+        "small blocks": {"block_size": 16},
+        "small budget": {"max_num_batched_tokens": 7},
+        "prefill first": {"scheduler": "prefill_first"},
+        "no prefix cache": {"prefix_caching": False},
+    }
+    drafts = SpeculationConfig(switch="always") if how == "speculation" else None
+    engine = model.engine(EngineConfig(num_blocks=64, max_num_seqs=8, **configs.get(how, {})), speculation=drafts)
+    params = [
+        SamplingParams(n=2, seed=3, temperature=0.8, max_tokens=40, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=60, repetition_penalty=1.1, seed=0),
+        SamplingParams(temperature=0.0, max_tokens=60, stop=["\n"], seed=0),
+    ]
+    prompts = [[322, 1248, 925, 13, 310, 1013]] * 3
+    if how == "speculation":
+        assert engine.speculator is not None
+    for own, output in zip(params, engine.generate(prompts, params, progress=False)):
+        tokenizer = tokenizer_digest(plain_tokenizer(model.tokenizer))
+        served = Served(detcompile="x", tokenizer=tokenizer, chat_template=None)
+        receipt = Receipt(
+            id="x", created=0, model="tiny", level="tokens", fingerprint=model.fingerprint,
+            fingerprint_parts=parts_of(model), served=served, params=written_params(own), seed=str(own.seed),
+            prompts=[recorded_prompt(output, output.prompt_token_ids, None, has_text=True)],
+        )  # fmt: skip
+        verdict = replay(model, seal(encode_receipt(receipt), None))
+        assert verdict.outcome == "equal", verdict
+    if how == "speculation":
+        assert engine.speculator.num_accepted > 0
+
+
+def test_other_weights_are_found_at_a_token(doubted: Envelope, model: CompiledModel) -> None:
+    """A server whose weights were rounded, and that says otherwise: the first token that it changes tells."""
+    saved = {name: tensor.clone() for name, tensor in model.model.named_parameters()}
+    receipt = decode_receipt(payload_of(doubted))
+    try:
+        model.update_weights({name: _rounded(tensor) for name, tensor in saved.items()})
+        receipt.fingerprint_parts, receipt.fingerprint = parts_of(model), model.fingerprint
+        verdict = replay(model, seal(encode_receipt(receipt), None))
+        assert verdict.outcome == "differs" and verdict.field in ("token_ids", "prompt_logprobs"), verdict
+    finally:
+        model.update_weights(saved)
+    assert replay(model, doubted).outcome == "equal"
+
+
+def parts_of(model: CompiledModel) -> dict[str, str]:
+    return {name: str(part) for name, part in model.fingerprint_parts.items()}
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    scale = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
+    return ((tensor / scale).round() * scale).to(tensor.dtype)
+
+
+def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path, model: CompiledModel) -> None:
+    hidden = started(folder, "--receipts", "hashes")
+    try:
+        with httpx.Client(base_url=hidden.url, timeout=120) as http:
+            envelope, answer = receipt_of(http, n=2, logprobs=1, prompt=[322, 1248, 925])
+            same, _ = receipt_of(http, n=2, logprobs=1, prompt=[322, 1248, 925])
+            body = json.dumps(answer.json()["receipt"])
+            refused = http.post("/v1/verify", content=body, headers=JSON)
+            assert refused.status_code == 400 and "--opening" in refused.json()["error"]["message"]
+    finally:
+        assert hidden.stop() == 0
+    receipts = [decode_receipt(payload_of(one)) for one in (envelope, same)]
+    for one, other in zip(*(receipt.prompts for receipt in receipts)):  # a salt an answer: equal ones look different
+        assert isinstance(one.token_ids, str) and one.token_ids != other.token_ids
+        assert all(isinstance(sample.token_ids, str) for sample in one.samples)
+        assert {s.text for s in one.samples}.isdisjoint(s.text for s in other.samples)
+    salt = answer.headers["x-detcompile-receipt-salt"]
+    opening = Opening(salt=salt, prompts=[[322, 1248, 925]])
+    assert replay(model, envelope, opening=opening).outcome == "equal"
+    assert replay(model, same, opening=opening).field == "prompts"
+    assert replay(model, envelope, opening=Opening(salt=salt, prompts=[[322, 1248, 926]])).field == "prompts"
+    wrong = changed(envelope, lambda p: p.update(seed="6"), None)
+    assert replay(model, wrong, opening=opening).field == "token_ids"
+    with pytest.raises(InvalidInput, match="--opening"):
+        replay(model, envelope)
+
+
+def test_answers_are_also_decoded_again(doubted: Envelope, model: CompiledModel) -> None:
+    assert replay(model, doubted, decode=True).outcome == "equal"
+    for kind in ("another token", "another text", "other logprobs", "other logprobs of the prompt", "other weights"):
+        tampering = TAMPERINGS[kind]
+        verdict = replay(model, changed(doubted, tampering.change, None), decode=True)
+        assert (verdict.outcome, verdict.field) == (tampering.outcome, tampering.field), kind
+
+
+def test_receipts_can_be_left_out(folder: Path) -> None:
+    without = started(folder, "--receipts", "off")
+    try:
+        with httpx.Client(base_url=without.url, timeout=120) as http:
+            answer = http.post("/v1/completions", json=BASE | {"receipt": None})
+            assert answer.status_code == 200 and "x-detcompile-receipt" not in answer.headers
+            assert http.post("/v1/completions", json=BASE).json()["error"]["param"] == "receipt"
+    finally:
+        assert without.stop() == 0
+
+
+def test_the_server_tells_its_public_key(http: httpx.Client, key: SigningKey, folder: Path, tmp_path: Path) -> None:
+    told = http.get("/v1/fingerprint").json()["receipts"]
+    (tmp_path / "told").write_text(told["public_key"])
+    assert read_verify_key(tmp_path / "told").key_id == read_verify_key(folder / "key.pub").key_id == key.key_id
+    assert told["level"] == "tokens"

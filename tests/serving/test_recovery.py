@@ -1,0 +1,160 @@
+"""Answers go on where their engine is lost, and whoever kills engines ends alone: over scripted engines."""
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from detcompile.serving.service import Service
+from tests.serving.scripted_engine import POISON
+from tests.serving.scripted_service import running, scripted
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+LENGTH = 60
+
+
+async def asked(client: httpx.AsyncClient, prompt: list[int], **options: object) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": LENGTH, "return_token_ids": True} | options
+    return await client.post("/v1/completions", json=body)
+
+
+def assert_whole(answer: httpx.Response) -> None:
+    """Fail unless no token is lost, and none came twice."""
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == list(range(40, 40 + LENGTH))
+
+
+async def until_drawn(service: Service, count: int, num_tokens: int) -> None:
+    while sum(answer.num_tokens >= num_tokens for answer in service.open.values()) < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("replicas", "spare"), [(1, False), (1, True), (2, False)])
+def test_an_answer_goes_on_where_its_engine_is_lost(number: int, replicas: int, spare: bool) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, spare=spare, most_restarts=1)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(6)]
+            await until_drawn(service, 6, 3)
+            lost = service.fleet.links[0].pid
+            os.kill(lost, number)
+            later = asyncio.create_task(asked(client, [4]))
+            for answer in await asyncio.gather(*tasks, later):
+                assert_whole(answer)
+            while service.fleet.num_restarts < 1 or not service.fleet.links[0].ready:
+                await asyncio.sleep(0.01)
+            assert service.fleet.links[0].pid != lost
+            text = (await client.get("/metrics")).text
+            assert "detcompile:engine_restarts_total 1.0" in text and "answers_resumed_total 0.0" not in text
+            assert (await client.get("/ready")).status_code == 200
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_lost_engine_is_noticed_soon() -> None:
+    async def scenario(number: int, seconds: float) -> None:
+        service = scripted()
+        async with running(service):
+            start = time.monotonic()
+            os.kill(service.fleet.links[0].pid, number)
+            while service.fleet.failure is None:
+                await asyncio.sleep(0.005)
+            assert time.monotonic() - start < seconds
+
+    asyncio.run(scenario(signal.SIGKILL, 0.3))
+    asyncio.run(scenario(signal.SIGSTOP, 2.0))
+
+
+def test_a_server_is_not_ready_while_no_engine_serves() -> None:
+    async def scenario() -> None:
+        service = scripted(most_restarts=1)
+        async with running(service) as client:
+            os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+            while service.fleet.num_restarts == 0:
+                await asyncio.sleep(0.005)
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
+            assert_whole(await asked(client, [5]))  # it waits for the engine
+            assert (await client.get("/ready")).status_code == 200
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, most_restarts=5)
+        async with running(service) as client:
+            others = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+            await until_drawn(service, 4, 1)
+            poisoned = await asked(client, [7, POISON])
+            assert poisoned.status_code == 500, poisoned.text
+            assert "served this request alone" in poisoned.json()["error"]["message"]
+            for answer in await asyncio.gather(*others):
+                assert_whole(answer)
+            assert_whole(await asked(client, [5]))
+            assert service.fleet.num_restarts == 4  # twice among others, twice alone
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
+    async def scenario() -> None:
+        service = scripted(most_restarts=5)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=2000)) for index in range(2)]
+            for _ in range(2):
+                await until_drawn(service, 2, 1)
+                before = service.fleet.num_restarts
+                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+                while service.fleet.num_restarts == before:
+                    await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert_whole(await asked(client, [5]))
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=replicas)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(6)]
+            await until_drawn(service, 6, 3)
+            before = {link.pid for link in service.fleet.links}
+            rolling = asyncio.create_task(service.fleet.roll())
+            while not rolling.done():
+                tasks.append(asyncio.create_task(asked(client, [9])))
+                await asyncio.sleep(0.1)
+            for answer in await asyncio.gather(*tasks):
+                assert_whole(answer)
+            assert before.isdisjoint({link.pid for link in service.fleet.links})
+            assert service.fleet.num_restarts == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one() -> None:
+    async def scenario() -> None:
+        service = scripted(replicas=2)
+        prefix = list(range(100, 100 + 3 * 64))
+        async with running(service) as client:
+            first, second = service.fleet.links
+            for tail in ([1], [2], [3]):
+                task = asyncio.create_task(asked(client, [*prefix, *tail], max_tokens=3))
+                await until_drawn(service, 1, 1)
+                assert first.answers and not second.answers
+                await task
+            tasks = [asyncio.create_task(asked(client, [index] * 5)) for index in range(10)]
+            await until_drawn(service, 10, 1)
+            assert len(first.answers) == len(second.answers) == 5
+            await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

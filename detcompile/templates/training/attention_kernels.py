@@ -14,8 +14,10 @@ import triton.language as tl
 
 from detcompile.templates.attention.scores import first_seen, sequence_of, tanh
 from detcompile.templates.device.exponential import LOG2_E
+from detcompile.templates.rows.tile_sums import tile_total
+from detcompile.templates.rows.tiles import CALLERS, load_rows, rows_at
 
-__all__ = ["KEY_BLOCK", "dkdv_kernel", "dq_kernel", "lse_kernel"]
+__all__ = ["KEY_BLOCK", "delta_kernel", "dkdv_kernel", "dq_kernel", "lse_kernel"]
 
 KEY_BLOCK = tl.constexpr(128)  # orders.Keys.block
 LSE_QUERIES = tl.constexpr(64)
@@ -143,6 +145,20 @@ def _dq_block(
         )  # fmt: skip
         part = tl.dot(ds.to(k.dtype), k, part, input_precision="ieee")
     return dq + part
+
+
+@triton.jit(do_not_specialize=CALLERS)
+def delta_kernel(
+    g_ptr, out_ptr, delta_ptr, T, heads, outer, inner, TOKENS, H,
+    R: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """delta [H, TOKENS]: the sums of g * out over rows [TOKENS * H, R], in the order of their length."""
+    row, column = rows_at(1, ROWS, W, FOLDS)
+    g = load_rows(g_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
+    out = load_rows(out_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
+    total = tile_total(g * out, ROWS, LANES, VECTOR, SHUFFLE)
+    tl.store(delta_ptr + (row % H).to(tl.int64) * TOKENS + row // H, total, mask=row < T)
 
 
 @triton.jit(do_not_specialize=["T", "S"])

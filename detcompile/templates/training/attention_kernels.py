@@ -70,9 +70,11 @@ def _rows(ptr, row, stride, column, row_ok, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(cu_ptr, S, BM: tl.constexpr):
+def _tile_of(cu_ptr, S, BM: tl.constexpr, LAST_FIRST: tl.constexpr):
     """This program's sequence, its first token in the step and its length, and the tile's first token in it."""
     tile = tl.program_id(0)
+    if LAST_FIRST:  # queries at the end of a sequence take the longest
+        tile = tl.num_programs(0) - 1 - tile
     sequence = sequence_of(tile, cu_ptr, S, BM, 1)
     start = tl.load(cu_ptr + sequence)
     length = tl.load(cu_ptr + sequence + 1, mask=sequence < S, other=0) - start
@@ -86,7 +88,7 @@ def lse_kernel(
     ALIBI: tl.constexpr, SINKS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """lse [T, H], of keys in blocks at absolute positions; one schedule, as a row's sum follows from its layout."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, LSE_QUERIES)
+    sequence, start, length, first = _tile_of(cu_ptr, S, LSE_QUERIES, True)
     if (sequence == S) | (first >= length):
         return
     head = tl.program_id(1)
@@ -171,7 +173,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Axis 0: tiles of BM queries, which divides 128; axis 1: heads. g [T, H, DV], dq [T, H, D], and lse and delta
     [H, T] are contiguous."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, BM)
+    sequence, start, length, first = _tile_of(cu_ptr, S, BM, True)
     if (sequence == S) | (first >= length):
         return
     head = tl.program_id(1)
@@ -254,7 +256,7 @@ def dkdv_kernel(
     CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of keys, axis 1: KV heads. dk and dv, and their fp32 totals where G > 1, are contiguous."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, BN)
+    sequence, start, length, first = _tile_of(cu_ptr, S, BN, False)
     if (sequence == S) | (first >= length):
         return
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from detcompile import __version__
+from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
 __all__ = ["Bounds", "EngineOptions", "Loading", "Processes", "command"]
@@ -26,6 +27,8 @@ from detcompile.serving.access import read_keys  # noqa: E402
 from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
+from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
+from detcompile.serving.engines.launchers import DialIn  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
@@ -69,11 +72,17 @@ class Processes:
     spare: Annotated[
         bool, typer.Option(help="Keep a process at hand, without a model, to take the place of one that is lost.")
     ] = True
+    dial_in: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where engines that somebody else starts connect, in place of processes here."),
+    ] = None
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
     def fleet(self, on_delta: Callable[[Answer, Delta], None]) -> Fleet:
         """The engines, which call ``on_delta`` with what they draw."""
-        return Fleet(on_delta, replicas=self.replicas, spare=self.spare, most_restarts=self.max_restarts)
+        launcher = None if self.dial_in is None else _dial_in(self.dial_in)
+        spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
+        return Fleet(on_delta, launcher, replicas=self.replicas, spare=spare, most_restarts=self.max_restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +146,18 @@ async def _served(
     with listen(*address) as sock:
         service = Service(**names, max_queue=bounds.max_queue, max_queued_tokens=bounds.max_queued_tokens)
         return await serve(service, new_app(service, __version__, digests, bounds.max_body), spec, sock, bounds.drain)
+
+
+def _dial_in(address: str) -> DialIn:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidInput(f"--dial-in {address!r}: give HOST:PORT")
+    secret = engine_secret()
+    if len(secret) < SECRET_BYTES:
+        raise InvalidInput(
+            f"--dial-in: set DETCOMPILE_ENGINE_SECRET, here and for the engines, to {SECRET_BYTES} bytes at least"
+        )
+    return DialIn(host.strip("[]"), int(port), secret)
 
 
 def _sizes(text: str | None) -> list[int] | None:

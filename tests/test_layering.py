@@ -78,6 +78,7 @@ FLOORS = [
         {"runtime.step"},
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},
+        {"runtime.grammars"},
         {"runtime.device_memory", "runtime.gc_pauses"},
     ],
     [

@@ -9,6 +9,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
+from detcompile.serving.openai.structured import grammar_of
 
 __all__ = ["MAX_STOPS", "chat_params", "completion_params"]
 
@@ -64,7 +65,7 @@ def _params(
 ) -> SamplingParams:
     given = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
     lengths = [most for most in (length, defaults.get("max_tokens")) if most is not None]
-    own = {"max_tokens": min(lengths, default=None), "seed": _seed(asked)}
+    own = {"max_tokens": min(lengths, default=None), "seed": _seed(asked), "grammar": grammar_of(asked)}
     if len(asked.stop or ()) > MAX_STOPS and isinstance(asked.stop, list):
         raise HTTPError(400, f"stop holds over {MAX_STOPS} strings", param="stop")
     _require_digits(asked.logit_bias or {})

@@ -5,7 +5,7 @@ Fields beside OpenAI's are vLLM's, by its names and with its meanings.
 
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,8 +16,11 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "JSONSchema",
     "Message",
+    "ResponseFormat",
     "StreamOptions",
+    "StructuredOutputs",
     "TokenizeRequest",
     "decode_body",
     "require_served",
@@ -41,11 +44,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
@@ -57,11 +56,9 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -86,6 +83,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream has beside its tokens."""
 
     include_usage: bool = False
+
+
+class JSONSchema(msgspec.Struct, kw_only=True):
+    """A schema as OpenAI's response_format holds it; it is kept to whether ``strict`` is asked for or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's constraints, of which one is given."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
 
 
 class _Asked(_Unserved, kw_only=True):
@@ -113,6 +136,12 @@ class _Asked(_Unserved, kw_only=True):
     allowed_token_ids: list[TokenId] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     receipt: bool | None = None
 
 

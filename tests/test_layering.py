@@ -90,7 +90,7 @@ FLOORS = [
         {"serving.access", "serving.metrics", "serving.responses", "serving.texts"},
         {"serving.chat_template", "serving.engines", "serving.http_errors"},
         {"serving.receipts"},
-        {"serving.plain_tokenizer"},
+        {"serving.plain_tokenizer", "serving.tools"},
     ],
     [
         {"orders.numerics"},

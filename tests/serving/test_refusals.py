@@ -46,7 +46,7 @@ def canary(http: httpx.Client) -> str:
         ("/v1/completions", GOOD | {"logit_bias": {"99999999": 1}}, 400, None),
         ("/v1/completions", GOOD | {"stop": [""]}, 400, "stop"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools"),
+        ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools[0]"),
         (
             "/v1/chat/completions",
             CHAT | {"response_format": {"type": "json_schema"}},
@@ -54,6 +54,7 @@ def canary(http: httpx.Client) -> str:
             "response_format.json_schema",
         ),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type"),
+        ("/v1/completions", GOOD | {"tools": [{}]}, 400, "tools"),
         ("/v1/completions", GOOD | {"guided_regex": ""}, 400, "guided_regex"),
         ("/v1/completions", GOOD | {"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_regex"),
         ("/v1/completions", GOOD | {"structured_outputs": {}}, 400, "structured_outputs"),

@@ -31,6 +31,7 @@ MAX_ELEMENTS = 1_000_000  # values in lists and objects, all together
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, and of any end: one pass over a body
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 # Fields of OpenAI's and vLLM's requests that mean something which is not served, and values that ask for nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -68,7 +69,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-
+CHAT_ONLY = {"tools", "tool_choice"}  # of these, served there
 
 if TYPE_CHECKING:  # mypy wants a base that is written out
 
@@ -163,6 +164,50 @@ class Part(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """A function that the model has called, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a message of the assistant's."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True):
+    """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool: only functions are served."""
+
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that must be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
@@ -170,14 +215,20 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatRequest(_Asked, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     echo: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -231,7 +282,7 @@ def require_served(asked: Any) -> None:
         HTTPError: the field is named.
     """
     for name, idle in UNSERVED.items():
-        value = getattr(asked, name)
+        value = None if name in CHAT_ONLY and isinstance(asked, ChatRequest) else getattr(asked, name)
         if value is not None and value not in idle:
             raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
 

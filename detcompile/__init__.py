@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from detcompile.passes.proof.certificate import Certificate
     from detcompile.runtime.engine import Engine
     from detcompile.runtime.engine_config import EngineConfig
+    from detcompile.runtime.grammars.grammar import Grammar
     from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
     from detcompile.runtime.requests.sampling_params import SamplingParams
     from detcompile.runtime.speculation.draft_tree import DraftTree
@@ -64,6 +65,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "ExportedModel",
+    "Grammar",
     "InvalidInput",
     "LLM",
     "Logprobs",
@@ -108,6 +110,7 @@ PLACES = {  # modules of the public names
     "EngineConfig": "detcompile.runtime.engine_config",
     "EngineError": "detcompile.errors",
     "ExportedModel": "detcompile.models.exported",
+    "Grammar": "detcompile.runtime.grammars.grammar",
     "InvalidInput": "detcompile.errors",
     "LLM": "detcompile.offline.llm",
     "Logprobs": "detcompile.runtime.requests.outputs",

@@ -14,7 +14,7 @@ from detcompile import __version__
 from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "EngineOptions", "Loading", "Processes", "command"]
+__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "command"]
 
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -86,6 +86,22 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Options of conversations, by the names that Service has for them."""
+
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None
+    tool_parser: Annotated[
+        Literal["hermes", "llama3", "mistral"] | None,
+        typer.Option(help="How the model writes calls of functions; default: as its chat template says."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Both, the template as text."""
+        template = None if self.chat_template is None else _read(self.chat_template)
+        return {"chat_template": template, "tool_parser": self.tool_parser}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loading:
     """Options of how the engine process loads MODEL, by the names that EngineSpec has for them."""
 
@@ -120,8 +136,8 @@ def command(
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="File of keys: name:sha256 a line; for all routes.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys.")] = False,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None,
     *,
+    chat: Chat,
     bounds: Bounds,
     receipts: Receipts,
     processes: Processes,
@@ -134,8 +150,7 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    template = None if chat_template is None else _read(chat_template)
-    names = {"name": name, "chat_template": template, "receipts": receipts.issuer(), "fleet": processes.fleet}
+    names = {"name": name, **chat.options(), "receipts": receipts.issuer(), "fleet": processes.fleet}
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
         sys.exit(runner.run(_served(spec, (host, port), digests, bounds, names)))
 

@@ -49,6 +49,7 @@ FLOORS = [
     [{"templates.cpp_dispatch"}, {"templates.ops"}],
     [
         {"templates.ops"},
+        {"templates.training"},
         {"templates.attention", "templates.collectives", "templates.experts", "templates.quantized"},
         {"templates.matmul", "templates.recurrences", "templates.rows", "templates.tokens"},
         {"templates.cpu", "templates.device"},
@@ -89,7 +90,7 @@ FLOORS = [
     ],
     [
         {"orders.numerics"},
-        {"orders.matmul_orders", "orders.row_orders", "orders.token_orders"},
+        {"orders.gradient_orders", "orders.matmul_orders", "orders.row_orders", "orders.token_orders"},
         {"orders.float32", "orders.sum_order"},
     ],
 ]

@@ -57,7 +57,7 @@ def compile_layers(
         NotCut: layers read of each other something else than their rows.
     """
     whole, states = proved
-    regions = cut(gm, rows, owned_inputs(gm, inputs, owners))
+    regions = cut(gm, rows, owned_inputs(gm, inputs, owners), [owners.is_trained(given) for given in inputs])
     unrolled = unroll(regions, inputs, owners)
     known_roles = {node.name: _role(node, state) for node, state in states.items() if node.op != "placeholder"}
     certificates: dict[int, Certificate] = {}

@@ -1,13 +1,13 @@
 """to_train: a certified forward graph as one that autograd can differentiate, with a port for each trained weight."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from detcompile.errors import UnsupportedModel
-from detcompile.passes.graphs import VIEWS, arguments_of, operation_of, source_of
+from detcompile.passes.graphs import VIEWS, arguments_of, operation_of, shape_of, source_of
 from detcompile.passes.training.twins import TWINS, twins
 from detcompile.templates.ops import ours
 
@@ -21,7 +21,17 @@ ROUNDS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.
 SHIFTS = (aten.add.Tensor, aten.add.Scalar)
 
 
-def to_train(gm: fx.GraphModule, trained: Sequence[int], leaves: Any) -> fx.GraphModule:
+Port = Callable[[Any], fx.Node | None]  # of what a template takes as a weight
+
+
+class _Sums(NamedTuple):
+    """How a step sums over its tokens."""
+
+    leaves: fx.Node  # the leaf table
+    grid: int
+
+
+def to_train(gm: fx.GraphModule, trained: Sequence[int], leaves: Any, grid: int) -> fx.GraphModule:
     """A graph whose inputs are those of ``gm``, then ``leaves``, then a port for each of the ``trained`` inputs.
 
         matmul(x, w, bias, residual, radices)  ->  matmul twin(…, leaves, port of w, port of bias)
@@ -31,6 +41,7 @@ def to_train(gm: fx.GraphModule, trained: Sequence[int], leaves: Any) -> fx.Grap
         gm: rewritten and certified; it is not changed.
         trained: positions of the inputs that are trained weights.
         leaves: the fake value of the leaf table [L + 1] int32.
+        grid: ``Numerics.token_grid``.
 
     Raises:
         UnsupportedModel: an operation has no gradient, or a trained weight reaches one that gives it none.
@@ -47,7 +58,7 @@ def to_train(gm: fx.GraphModule, trained: Sequence[int], leaves: Any) -> fx.Grap
     join_silus(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
-            _replace(node, table, ports)
+            _replace(node, _Sums(table, grid), ports)
     ports.require_all_seen()
     trained_gm = fx.GraphModule(gm, graph)
     trained_gm.graph.eliminate_dead_code()
@@ -126,7 +137,7 @@ class _Ports:
                 raise UnsupportedModel(f"{where}: rows read a trained weight here, which gets no gradient; freeze it")
 
 
-def _replace(node: fx.Node, leaves: fx.Node, ports: _Ports) -> None:
+def _replace(node: fx.Node, sums: _Sums, ports: _Ports) -> None:
     """Put a twin in the place of a template, and the ports behind its arguments."""
     of_weights = ports.adds(node)
     if node.target is prims.convert_element_type.default:
@@ -134,21 +145,30 @@ def _replace(node: fx.Node, leaves: fx.Node, ports: _Ports) -> None:
     elif node.target in ARGUMENTS and not of_weights:
         twin, arguments = ARGUMENTS[node.target]
         named = arguments_of(node)
-        given = arguments([named[argument.name] for argument in node.target._schema.arguments], leaves, ports.of)
+        given = arguments([named[argument.name] for argument in node.target._schema.arguments], sums, ports.of)
         node.target, node.args, node.kwargs = twin.default, tuple(given), {}
     elif getattr(operation_of(node), "namespace", "") == "detcompile":
         name = f"{operation_of(node)} at {source_of(node)}"
         raise UnsupportedModel(f"{name} has no gradient: a model that needs it is served, and not trained")
 
 
-# Of each template: its twin, and that one's arguments, made of (the template's arguments, leaves, the port of a weight).
-ARGUMENTS: Mapping[Any, tuple[Any, Any]] = {
-    aten.embedding.default: (twins.embedding, lambda given, _, port: [*given[:3], port(given[0])]),
-    ours.embedding.default: (twins.embedding, lambda given, _, port: [*given, -1, port(given[0])]),
-    ours.layer_norm.default: (twins.layer_norm, lambda given, _, port: [*given, port(given[1]), port(given[2])]),
-    ours.matmul.default: (twins.matmul, lambda given, leaves, port: [*given, leaves, port(given[1]), port(given[2])]),
-    ours.packed_attention.default: (twins.packed_attention, lambda given, *_: given),
-    ours.rms_norm.default: (twins.rms_norm, lambda given, _, port: [*given, port(given[1])]),
+def _of_product(given: list[Any], sums: _Sums, port: Port) -> list[Any]:
+    rows = shape_of(given[0])[0]
+    (tokens,) = rows.free_symbols
+    return [*given, sums.leaves, int(rows / tokens), sums.grid, port(given[1]), port(given[2])]
+
+
+# Of each template: its twin, and that one's arguments.
+ARGUMENTS: Mapping[Any, tuple[Any, Callable[[list[Any], _Sums, Port], list[Any]]]] = {
+    aten.embedding.default: (
+        twins.embedding, lambda given, sums, port: [*given[:3], sums.grid, port(given[0])]),
+    ours.embedding.default: (twins.embedding, lambda given, sums, port: [*given, -1, sums.grid, port(given[0])]),
+    ours.layer_norm.default: (
+        twins.layer_norm, lambda given, sums, port: [*given, sums.grid, port(given[1]), port(given[2])]),
+    ours.matmul.default: (twins.matmul, _of_product),
+    ours.packed_attention.default: (
+        twins.packed_attention, lambda given, sums, port: [*given, sums.grid, port(given[8])]),
+    ours.rms_norm.default: (twins.rms_norm, lambda given, sums, port: [*given, sums.grid, port(given[1])]),
     ours.row_sum.default: (twins.row_sum, lambda given, *_: given),
     ours.silu_mul.default: (twins.silu_mul, lambda given, *_: given),
 }

@@ -67,7 +67,7 @@ class TrainedRegion:
         with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
             count = mode.shape_env.create_unbacked_symint()
             torch._check(count >= 2)
-            gm = to_train(self.region.gm, trained, torch.empty(count, dtype=torch.int32))
+            gm = to_train(self.region.gm, trained, torch.empty(count, dtype=torch.int32), self.numerics.token_grid)
         values = []
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             value = node.meta["val"]

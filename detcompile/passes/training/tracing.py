@@ -82,7 +82,7 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
         packed_roles(()),
         expects=Expected(repeats.prefix),
         compile_graph=never_run,
-        layers=LayerInputs(list(layers), repeats, example[2], ()),
+        layers=LayerInputs(list(layers), repeats, example[2], (), trains=True),
         compile_region=partial(TrainedRegion, numerics=numerics),
     )
     with contextlib.suppress(NotRun):

@@ -12,6 +12,7 @@ Gradients of rows are products and row sums in the orders of the forward templat
 (templates of ``token_matmul``, ``token_sum`` and ``token_scatter``), exact in any order of tokens.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = ["TWINS", "as_templates", "twins"]
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("detcompile_twins", "DEF")
 twins = torch.ops.detcompile_twins
+WITHOUT_DEFAULTS = re.sub(r"=[^,]*", "", RULE)
 TWINS: dict[Any, tuple[Any, int]] = {}  # twin -> its template, and how many of its arguments that takes
 
 
@@ -58,25 +60,25 @@ def _exp_of_minus(graph: fx.Graph, x: fx.Node, origin: fx.Node) -> fx.Node:
 
 
 def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, residual, _radices, _dtype, leaves, w_port, bias_port = inputs
+    x, w, _bias, residual, _radices, _dtype, leaves, rows_a_token, grid, w_port, bias_port = inputs
     ctx.save_for_backward(x if w_port is not None else None, w, leaves)
     ctx.trains_w, ctx.trains_bias, ctx.dtype = w_port is not None, bias_port is not None, x.dtype
-    ctx.adds = residual is not None
+    ctx.adds, ctx.sum = residual is not None, (rows_a_token, grid)
 
 
 def _matmul_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     x, w, leaves = ctx.saved_tensors
     rounded = g.to(ctx.dtype)
     dx = ours.matmul(rounded, w.t(), None, None, []) if ctx.needs_input_grad[0] else None
-    dw = ours.token_matmul(rounded, x, leaves) if ctx.trains_w else None
-    db = ours.token_sum(rounded) if ctx.trains_bias else None
-    return dx, None, None, g if ctx.adds else None, None, None, None, dw, db
+    dw = ours.token_matmul(rounded, x, leaves, *ctx.sum) if ctx.trains_w else None
+    db = ours.token_sum(rounded, ctx.sum[1]) if ctx.trains_bias else None
+    return dx, None, None, g if ctx.adds else None, None, None, None, None, None, dw, db
 
 
 _define(
     "matmul",
     "Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] radices, ScalarType? out_dtype, Tensor leaves, "
-    "Tensor? w_port, Tensor? bias_port) -> Tensor",
+    "int rows_a_token, int grid, Tensor? w_port, Tensor? bias_port) -> Tensor",
     ours.matmul.default,
     lambda x, w, bias, residual, radices, out_dtype, *_: x.new_empty(
         (x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype
@@ -87,28 +89,20 @@ _define(
 
 
 def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, eps, ctx.round_before_weight, port = inputs
+    x, weight, *ctx.how, ctx.grid, port = inputs
     ctx.save_for_backward(x, weight)
-    ctx.eps, ctx.trains = eps, port is not None
+    ctx.trains = port is not None
 
 
 def _rms_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    h, g, R = x.float(), g.float(), x.shape[-1]
-    scale = torch.rsqrt(ours.row_sum(h * h) / R + ctx.eps).unsqueeze(-1)
-    n = h * scale
-    gn = g if weight is None else g * weight.float()
-    mean = (ours.row_sum(gn * n) / R).unsqueeze(-1)
-    dx = ((gn - n * mean) * scale).to(x.dtype)
-    if not ctx.trains:
-        return dx, None, None, None, None
-    rounded = n.to(x.dtype).float() if ctx.round_before_weight else n
-    return dx, None, None, None, ours.token_sum((g * rounded).flatten(0, -2))
+    dx, rows = ours.rms_norm_backward(g, x, weight, *ctx.how)
+    return dx, None, None, None, None, ours.token_sum(rows.flatten(0, -2), ctx.grid) if ctx.trains else None
 
 
 _define(
     "rms_norm",
-    "Tensor x, Tensor? weight, float eps, bool round_before_weight, Tensor? port) -> Tensor",
+    "Tensor x, Tensor? weight, float eps, bool round_before_weight, int grid, Tensor? port) -> Tensor",
     ours.rms_norm.default,
     lambda x, *_: x.new_empty(x.shape),
     _rms_setup,
@@ -117,28 +111,20 @@ _define(
 
 
 def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _bias, ctx.eps, port, bias_port = inputs
+    x, weight, _bias, ctx.eps, ctx.grid, port, bias_port = inputs
     ctx.save_for_backward(x, weight)
     ctx.trains_w, ctx.trains_bias = port is not None, bias_port is not None
 
 
 def _layer_norm_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    h, g, R = x.float(), g.float(), x.shape[-1]
-    centred = h - (ours.row_sum(h) / R).unsqueeze(-1)
-    scale = torch.rsqrt(ours.row_sum(centred * centred) / R + ctx.eps).unsqueeze(-1)
-    n = centred * scale
-    gn = g if weight is None else g * weight.float()
-    mean = (ours.row_sum(gn) / R).unsqueeze(-1)
-    along = (ours.row_sum(gn * n) / R).unsqueeze(-1)
-    dx = ((gn - mean - n * along) * scale).to(x.dtype)
-    dw = ours.token_sum((g * n).flatten(0, -2)) if ctx.trains_w else None
-    return dx, None, None, None, dw, ours.token_sum(g.flatten(0, -2)) if ctx.trains_bias else None
+    dx, rows = ours.layer_norm_backward(g, *ctx.saved_tensors, ctx.eps)
+    dw = ours.token_sum(rows.flatten(0, -2), ctx.grid) if ctx.trains_w else None
+    return dx, None, None, None, None, dw, ours.token_sum(g.flatten(0, -2), ctx.grid) if ctx.trains_bias else None
 
 
 _define(
     "layer_norm",
-    "Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? port, Tensor? bias_port) -> Tensor",
+    "Tensor x, Tensor? weight, Tensor? bias, float eps, int grid, Tensor? port, Tensor? bias_port) -> Tensor",
     ours.layer_norm.default,
     lambda x, *_: x.new_empty(x.shape),
     _layer_norm_setup,
@@ -147,7 +133,7 @@ _define(
 
 
 def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, ids, ctx.padding_id, port = inputs
+    weight, ids, ctx.padding_id, ctx.grid, port = inputs
     ctx.save_for_backward(ids)
     ctx.num_rows, ctx.trains = weight.shape[0], port is not None
 
@@ -155,15 +141,16 @@ def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _embedding_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     (ids,) = ctx.saved_tensors
     if not ctx.trains:
-        return None, None, None, None
+        return None, None, None, None, None
     if ctx.padding_id >= 0:  # torch gives no gradient to the row of padding
         g = g.masked_fill((ids == ctx.padding_id).unsqueeze(-1), 0)
-    return None, None, None, ours.token_scatter(g.flatten(0, -2), ids.flatten(), ctx.num_rows)
+    dw = ours.token_scatter(g.flatten(0, -2), ids.flatten(), ctx.num_rows, ctx.grid)
+    return None, None, None, None, dw
 
 
 _define(
     "embedding",
-    "Tensor weight, Tensor ids, int padding_id, Tensor? port) -> Tensor",
+    "Tensor weight, Tensor ids, int padding_id, int grid, Tensor? port) -> Tensor",
     ours.embedding.default,
     lambda weight, ids, *_: weight.new_empty((*ids.shape, weight.shape[1])),
     _embedding_setup,
@@ -172,20 +159,20 @@ _define(
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, *rule = inputs
-    ctx.save_for_backward(q, k, v, cu_seqlens, *output)
-    ctx.rule = rule
+    q, k, v, cu_seqlens, *ctx.rule, ctx.grid, port = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.trains = port is not None
 
 
-def _attention_backward(ctx: Any, g: Tensor, _lse: Any) -> tuple[Any, ...]:
-    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    grads = ours.packed_attention_backward(g.contiguous(), q, k, v, out, lse, cu_seqlens, *ctx.rule)
-    return (*grads[:3], None, *(None for _ in ctx.rule))
+def _attention_backward(ctx: Any, g: Tensor, _lse: None) -> tuple[Any, ...]:
+    dq, dk, dv, rows = ours.packed_attention_backward(g.contiguous(), *ctx.saved_tensors, *ctx.rule)
+    return dq, dk, dv, None, *(None for _ in ctx.rule), None, ours.token_sum(rows, ctx.grid) if ctx.trains else None
 
 
 _define(
     "packed_attention",
-    f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, {RULE}) -> (Tensor, Tensor)",
+    f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, {WITHOUT_DEFAULTS}, int grid, Tensor? port) -> (Tensor, Tensor)",
     ours.packed_attention.default,
     lambda q, k, v, *_: (
         q.new_empty((q.shape[0], q.shape[1], v.shape[2])),

@@ -43,8 +43,12 @@ if TYPE_CHECKING:
     from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
     from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
     from detcompile.runtime.speculation.speculator import SpeculationConfig
+    from detcompile.training.gradient_norm import clip_grad_norm_
+    from detcompile.training.optimizer import AdamW
+    from detcompile.training.policy_loss import policy_loss
 
 __all__ = [
+    "AdamW",
     "ArchiveError",
     "Backend",
     "Certificate",
@@ -77,15 +81,18 @@ __all__ = [
     "UncertifiedOp",
     "UnsupportedModel",
     "WorkerError",
+    "clip_grad_norm_",
     "compile",
     "export",
     "load",
     "load_model",
+    "policy_loss",
 ]
 
 __version__ = "0.1.0"
 
 PLACES = {  # modules of the public names
+    "AdamW": "detcompile.training.optimizer",
     "ArchiveError": "detcompile.errors",
     "Backend": "detcompile.passes.backend",
     "Certificate": "detcompile.passes.proof.certificate",
@@ -118,10 +125,12 @@ PLACES = {  # modules of the public names
     "UncertifiedOp": "detcompile.errors",
     "UnsupportedModel": "detcompile.errors",
     "WorkerError": "detcompile.errors",
+    "clip_grad_norm_": "detcompile.training.gradient_norm",
     "compile": "detcompile.api",
     "export": "detcompile.exporting",
     "load": "detcompile.models.exported",
     "load_model": "detcompile.api",
+    "policy_loss": "detcompile.training.policy_loss",
 }
 
 

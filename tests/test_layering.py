@@ -18,7 +18,7 @@ LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
     {"detcompile.serving"},
     {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting", "detcompile.offline"},
-    {"detcompile.api", "detcompile.workers"},
+    {"detcompile.api", "detcompile.training", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},
     {

@@ -31,6 +31,7 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.attention.op import CpuScores, check_heads
 from detcompile.templates.attention.scores import RULE, AttentionRule
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.training.attention_gpu import packed_attention_backward_cuda, packed_attention_cuda
 
 __all__ = [
     "Attended",
@@ -111,6 +112,20 @@ def packed_attention_backward_cpu(
     return dq, dk, dv, sink_rows
 
 
+def _packed_attention_cuda(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    check_packed("packed_attention", q, k, v, cu_seqlens, rule)
+    return packed_attention_cuda(q, k, v, cu_seqlens, rule)
+
+
+def _packed_attention_backward_cuda(
+    g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_gradient(g, given, cu_seqlens, rule)
+    return packed_attention_backward_cuda(g, given, cu_seqlens, rule)
+
+
 def _flat(attend: Callable[..., Any]) -> Callable[..., Any]:
     return lambda q, k, v, cu_seqlens, *rule: attend(q, k, v, cu_seqlens, AttentionRule(*rule))
 
@@ -122,7 +137,9 @@ def _flat_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _LIBRARY.impl("packed_attention", _flat(packed_attention_cpu), "CPU")
+_LIBRARY.impl("packed_attention", _flat(_packed_attention_cuda), "CUDA")
 _LIBRARY.impl("packed_attention_backward", _flat_backward(packed_attention_backward_cpu), "CPU")
+_LIBRARY.impl("packed_attention_backward", _flat_backward(_packed_attention_backward_cuda), "CUDA")
 
 
 @torch.library.register_fake("detcompile::packed_attention", lib=_LIBRARY)

@@ -161,9 +161,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None) -> tuple[Any, ...]:
     logits, targets = ctx.saved_tensors
-    if g is None and g_entropy is None:
-        return None, None, None, None
-    g = g if g is not None else torch.zeros_like(g_entropy)
+    if g is None:
+        if g_entropy is None:
+            return None, None, None, None
+        g = torch.zeros_like(g_entropy)
     ours = torch.ops.detcompile.token_logprobs_backward
     return ours(g, g_entropy, logits, targets, ctx.temperature, ctx.radices), None, None, None
 

@@ -22,6 +22,7 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.matmul.op import pack_call
 from detcompile.templates.training.exactness import limit_of, magic_of
+from detcompile.templates.training.token_sums_gpu import token_matmul_cuda, token_scatter_cuda, token_sum_cuda
 
 __all__ = [
     "reference_token_matmul",
@@ -103,9 +104,27 @@ def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, i
     return out
 
 
+def _token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = GRID) -> Tensor:
+    check_product(g, x, leaves)
+    return token_matmul_cuda(g, x, leaves, rows_a_token, grid)
+
+
+def _token_sum_cuda(g: Tensor, grid: int = GRID) -> Tensor:
+    check_rows("token_sum", g)
+    return token_sum_cuda(g, grid)
+
+
+def _token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID) -> Tensor:
+    check_scattered(g, ids)
+    return token_scatter_cuda(g, ids, num_rows, grid)
+
+
 _LIBRARY.impl("token_matmul", token_matmul_cpu, "CPU")
+_LIBRARY.impl("token_matmul", _token_matmul_cuda, "CUDA")
 _LIBRARY.impl("token_sum", token_sum_cpu, "CPU")
+_LIBRARY.impl("token_sum", _token_sum_cuda, "CUDA")
 _LIBRARY.impl("token_scatter", token_scatter_cpu, "CPU")
+_LIBRARY.impl("token_scatter", _token_scatter_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::token_matmul", lib=_LIBRARY)

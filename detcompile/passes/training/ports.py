@@ -98,7 +98,7 @@ class _Ports:
             last.meta["val"] = value.new_zeros((), dtype=torch.float64).expand(value.shape)
 
     def of(self, weight: Any) -> fx.Node | None:
-        """The port of what a template takes as a weight, through the same moves as the weight; None of one untrained."""
+        """The port of what a template takes as a weight, moved as the weight is; None of one that is not trained."""
         if not isinstance(weight, fx.Node) or weight not in self._computed:
             return None
         self._used.add(weight)
@@ -125,7 +125,7 @@ class _Ports:
         if node.target in MOVES or node.target in ROUNDS or (shifts and not isinstance(node.args[1], fx.Node)):
             self._computed.add(node)
             return True
-        raise UnsupportedModel(f"{node.target} at {source_of(node)}: a trained weight goes through it; freeze that weight")
+        raise UnsupportedModel(f"{node.target} at {source_of(node)}: a trained weight goes through it; freeze it")
 
     def require_all_seen(self) -> None:
         """Fail if rows read a weight, and its port is read by no twin."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.templates.cpu.fp_mode import float_mode
 from detcompile.training.doors import Ledger, door
@@ -52,7 +53,7 @@ def weights_of(
     return {
         name: Weight(
             parameter.detach().to(dtypes[name]),
-            door(parameter, ledgers.get(name)) if parameter.requires_grad and torch.is_grad_enabled() else None,
+            door(parameter, ledgers[name]) if parameter.requires_grad else None,
         )
         for name, parameter in parameters.items()
     }
@@ -87,44 +88,58 @@ class RegionCall:
         """Names of the parameters that it reads."""
         return [source.weight for source in self.sources if source.weight is not None]
 
-    def trained(self, weights: Mapping[str, Any]) -> tuple[int, ...]:
-        """Positions of the inputs that are in ``weights``."""
-        return tuple(
-            self._first + place for place, source in enumerate(self.sources) if weights.get(source.weight) is not None
-        )
+    def prepare(self, trained: Collection[str | None]) -> Certificate:
+        """Compile it, unless that was done for another layer; the proof of its backward.
+
+        Args:
+            trained: names of parameters that are trained.
+        """
+        positions = self._positions(trained)
+        self.region.program(positions, self._differentiated)
+        return self.region.backwards[positions, self._differentiated]
 
     def __call__(
         self, rows: Tensor | None, shared: Sequence[Tensor], step: StepTensors, weights: Mapping[str, Weight]
     ) -> Sequence[Tensor]:
         given: list[Any] = ([] if rows is None else [rows]) + [shared[place] for place in self.shared]
-        ports = {name: weight.port for name, weight in weights.items()}
-        trained = self.trained(ports)
-        for source in self.sources:
-            if source.weight is not None:
-                given.append(weights[source.weight].value)
-            elif source.leaf is None:
-                given.append(source.constant)
-            else:
-                leaf = step.leaves[source.leaf]
-                given.append(leaf if source.dim is None else leaf.shape[source.dim])
+        given += [self._given(source, step, weights) for source in self.sources]
         for position, (place, dim) in self._sizes.items():
             given[position] = given[place].shape[dim]
-        given += [step.table, *(ports[self.sources[position - self._first].weight] for position in trained)]
+        trained = self._positions([name for name, weight in weights.items() if weight.port is not None])
+        given.append(step.table)
+        given += [weights[str(self.sources[position - self._first].weight)].port for position in trained]
         with float_mode(step.table.device, torch.get_num_threads()):
             outputs: Sequence[Tensor] = self.region.program(trained, self._differentiated)(*given)
         return outputs
+
+    def _given(self, source: Source, step: StepTensors, weights: Mapping[str, Weight]) -> Any:
+        if source.weight is not None:
+            return weights[source.weight].value
+        if source.leaf is None:
+            return source.constant
+        leaf = step.leaves[source.leaf]
+        return leaf if source.dim is None else leaf.shape[source.dim]
+
+    def _positions(self, trained: Collection[str | None]) -> tuple[int, ...]:
+        names = set(trained) - {None}
+        return tuple(self._first + place for place, source in enumerate(self.sources) if source.weight in names)
 
 
 class Block(Holder):
     """One layer: forward(rows [1, T, H], shared, step, weights of others) -> rows [1, T, H].
 
+    Args:
+        prefix: what the names of its parameters begin with.
+        dtypes: of each parameter, by its whole name, the dtype that the forward takes it in.
+
     Attributes:
+        ledgers: of its trained parameters, by their whole names.
         recompute: keep the rows that enter it for the backward, and compute all else again then: the same bits.
     """
 
     def __init__(self, call: RegionCall, prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
-        self._call, self._prefix, self._dtypes = call, prefix, dtypes
+        self.call, self.prefix, self.dtypes = call, prefix, dtypes
         self.ledgers: dict[str, Ledger] = {}
         self.recompute = False
 
@@ -132,9 +147,9 @@ class Block(Holder):
         self, rows: Tensor, shared: Sequence[Tensor], step: StepTensors, others: Mapping[str, Weight]
     ) -> Tensor:
         def run(rows: Tensor) -> Tensor:
-            own = {self._prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
-            weights = {**others, **weights_of(own, self.ledgers, self._dtypes)}
-            return self._call(rows, shared, step, weights)[0]
+            own = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
+            weights = {**others, **weights_of(own, self.ledgers, self.dtypes)}
+            return self.call(rows, shared, step, weights)[0]
 
         if self.recompute and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(run, rows, use_reentrant=False)

@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
     from detcompile.runtime.speculation.speculator import SpeculationConfig
     from detcompile.training.gradient_norm import clip_grad_norm_
+    from detcompile.training.loading import trainer
     from detcompile.training.optimizer import AdamW
     from detcompile.training.policy_loss import policy_loss
+    from detcompile.training.trainer import Trainer
 
 __all__ = [
     "AdamW",
@@ -80,6 +82,7 @@ __all__ = [
     "ScheduleError",
     "SpeculationConfig",
     "StorageError",
+    "Trainer",
     "UncertifiedOp",
     "UnsupportedModel",
     "WorkerError",
@@ -89,6 +92,7 @@ __all__ = [
     "load",
     "load_model",
     "policy_loss",
+    "trainer",
 ]
 
 __version__ = "0.1.0"
@@ -125,6 +129,7 @@ PLACES = {  # modules of the public names
     "ScheduleError": "detcompile.errors",
     "SpeculationConfig": "detcompile.runtime.speculation.speculator",
     "StorageError": "detcompile.errors",
+    "Trainer": "detcompile.training.trainer",
     "UncertifiedOp": "detcompile.errors",
     "UnsupportedModel": "detcompile.errors",
     "WorkerError": "detcompile.errors",
@@ -134,6 +139,7 @@ PLACES = {  # modules of the public names
     "load": "detcompile.models.exported",
     "load_model": "detcompile.api",
     "policy_loss": "detcompile.training.policy_loss",
+    "trainer": "detcompile.training.loading",
 }
 
 

@@ -79,6 +79,7 @@ FLOORS = [
         {"runtime.step"},
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},
+        {"runtime.grammars"},
         {"runtime.device_memory", "runtime.gc_pauses"},
     ],
     [
@@ -90,7 +91,7 @@ FLOORS = [
         {"serving.access", "serving.metrics", "serving.responses", "serving.texts"},
         {"serving.chat_template", "serving.engines", "serving.http_errors"},
         {"serving.receipts"},
-        {"serving.plain_tokenizer"},
+        {"serving.plain_tokenizer", "serving.tools"},
     ],
     [
         {"orders.numerics"},

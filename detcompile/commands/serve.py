@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from detcompile import __version__
+from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "EngineOptions", "Loading", "Processes", "command"]
+__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "command"]
 
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -26,6 +27,8 @@ from detcompile.serving.access import read_keys  # noqa: E402
 from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
+from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
+from detcompile.serving.engines.launchers import DialIn  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
@@ -69,11 +72,33 @@ class Processes:
     spare: Annotated[
         bool, typer.Option(help="Keep a process at hand, without a model, to take the place of one that is lost.")
     ] = True
+    dial_in: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where engines that somebody else starts connect, in place of processes here."),
+    ] = None
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
     def fleet(self, on_delta: Callable[[Answer, Delta], None]) -> Fleet:
         """The engines, which call ``on_delta`` with what they draw."""
-        return Fleet(on_delta, replicas=self.replicas, spare=self.spare, most_restarts=self.max_restarts)
+        launcher = None if self.dial_in is None else _dial_in(self.dial_in)
+        spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
+        return Fleet(on_delta, launcher, replicas=self.replicas, spare=spare, most_restarts=self.max_restarts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Options of conversations, by the names that Service has for them."""
+
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None
+    tool_parser: Annotated[
+        Literal["hermes", "llama3", "mistral"] | None,
+        typer.Option(help="How the model writes calls of functions; default: as its chat template says."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Both, the template as text."""
+        template = None if self.chat_template is None else _read(self.chat_template)
+        return {"chat_template": template, "tool_parser": self.tool_parser}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +136,8 @@ def command(
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="File of keys: name:sha256 a line; for all routes.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys.")] = False,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None,
     *,
+    chat: Chat,
     bounds: Bounds,
     receipts: Receipts,
     processes: Processes,
@@ -125,8 +150,7 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    template = None if chat_template is None else _read(chat_template)
-    names = {"name": name, "chat_template": template, "receipts": receipts.issuer(), "fleet": processes.fleet}
+    names = {"name": name, **chat.options(), "receipts": receipts.issuer(), "fleet": processes.fleet}
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
         sys.exit(runner.run(_served(spec, (host, port), digests, bounds, names)))
 
@@ -137,6 +161,18 @@ async def _served(
     with listen(*address) as sock:
         service = Service(**names, max_queue=bounds.max_queue, max_queued_tokens=bounds.max_queued_tokens)
         return await serve(service, new_app(service, __version__, digests, bounds.max_body), spec, sock, bounds.drain)
+
+
+def _dial_in(address: str) -> DialIn:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidInput(f"--dial-in {address!r}: give HOST:PORT")
+    secret = engine_secret()
+    if len(secret) < SECRET_BYTES:
+        raise InvalidInput(
+            f"--dial-in: set DETCOMPILE_ENGINE_SECRET, here and for the engines, to {SECRET_BYTES} bytes at least"
+        )
+    return DialIn(host.strip("[]"), int(port), secret)
 
 
 def _sizes(text: str | None) -> list[int] | None:

@@ -97,9 +97,9 @@ class Pipeline:
     def step(self) -> None:
         """Plan, draft, build and launch a step; collect and settle it, or with ``overlap`` the one launched before it.
 
-        As far as there is anything to do. A step that drafts, and one behind a step that did or that bad words wait
-        for, comes after the one before it was settled; so do the smaller steps in the place of one that found no
-        memory.
+        As far as there is anything to do. A step that drafts, and one behind a step that did or that bad words or a
+        grammar wait for, comes after the one before it was settled; so do the smaller steps in the place of one that
+        found no memory.
         """
         self.mid_step = True
         self._resumed = self._clock()

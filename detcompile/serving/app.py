@@ -14,8 +14,9 @@ from starlette.types import ASGIApp
 from detcompile.errors import DetcompileError
 from detcompile.serving.access import Access, read_body
 from detcompile.serving.http_errors import HTTPError, error_of
-from detcompile.serving.openai.chat import chat, prompt_of
+from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
+from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,

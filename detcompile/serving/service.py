@@ -16,6 +16,7 @@ from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.receipts.issuer import Issuer
 from detcompile.serving.texts import Texts
+from detcompile.serving.tools.families import FAMILIES, family_of
 
 __all__ = ["Service"]
 
@@ -28,6 +29,7 @@ class Service:
     Args:
         name: what clients call the model; None takes the name that it was loaded by.
         chat_template: replaces the tokenizer's own.
+        tool_parser: family of models as which it writes calls of functions; None for that of its chat template.
         max_queue: samples that may be open at a time.
         max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
@@ -46,6 +48,7 @@ class Service:
         *,
         name: str | None = None,
         chat_template: str | None = None,
+        tool_parser: str | None = None,
         max_queue: int = 512,
         max_queued_tokens: int = 262144,
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
@@ -58,6 +61,7 @@ class Service:
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
         self._name = name
+        self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
         self._given_template = None if chat_template is None else ChatTemplate(chat_template)
         self._serves = False
         self._max_queue = max_queue
@@ -76,6 +80,8 @@ class Service:
         self.texts = Texts(hello)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
+        known = None if self.template is None else family_of(self.template.source)
+        self.tool_family = self._given_family or known
         self._serves = True
         return hello
 

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 import detcompile
+from detcompile.config import engine_secret
 from detcompile.serving.engines import protocol
+from detcompile.serving.engines.handshake import front_of
 
 POISON = 666
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
@@ -34,7 +36,10 @@ HELLO = protocol.Hello(
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    serve(front_of(sys.argv[1:], engine_secret()))
+
+
+def serve(connection: socket.socket) -> None:
     reader, lock = connection.makefile("rb"), threading.Lock()
     open_requests: dict[str, protocol.Add] = {}
 
@@ -43,7 +48,10 @@ def main() -> None:
             connection.sendall(protocol.frame(report))
 
     def receive():
-        (size,) = protocol.LENGTH.unpack(reader.read(4))
+        head = reader.read(4)
+        if not head:
+            os._exit(0)  # the front is gone
+        (size,) = protocol.LENGTH.unpack(head)
         return protocol.decode_command(reader.read(size))
 
     def draw() -> None:

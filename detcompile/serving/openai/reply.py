@@ -118,8 +118,8 @@ class Reply(ABC):
         logprobs = None if sample.logprobs is None else sample.logprobs[read]
         choice = {
             "index": index,
-            **self._content(index, answer, text, logprobs, first=read.start == 0),
-            "finish_reason": reason,
+            **self._content(index, answer, text, logprobs, first=read.start == 0, last=reason is not None),
+            "finish_reason": self._reason(index, reason),
         }
         if reason is not None:
             choice["stop_reason"] = stop
@@ -135,9 +135,13 @@ class Reply(ABC):
 
     @abstractmethod
     def _content(
-        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool
+        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
         """The fields of a choice that hold its text and logprobs."""
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        """Why a choice has ended, as clients are told it."""
+        return reason
 
     def _receipt(self) -> dict[str, Any]:
         """Make the receipt, and name it in the headers; with its envelope for the body, where it was asked for.

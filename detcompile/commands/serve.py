@@ -61,6 +61,8 @@ class Receipts:
         """What makes them."""
         key = None if self.sign is None else read_signing_key(self.sign)
         log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
+        if log is not None and log.num_cut:
+            print(f"{self.receipt_log}: cut off {log.num_cut} bytes of a line without an end", file=sys.stderr)
         return Issuer(self.receipts, key, log, __version__)
 
 

@@ -55,8 +55,8 @@ FLOORS = [
         {"templates.cpu", "templates.device"},
     ],
     [
-        {"passes.lowering", "passes.packaging"},
-        {"passes.warm"},
+        {"passes.lowering", "passes.packaging", "passes.training"},
+        {"passes.preparation", "passes.warm"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},

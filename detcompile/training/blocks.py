@@ -64,7 +64,7 @@ class RegionCall:
 
     Args:
         shared: numbers of the values of the first region that it takes.
-        sources: of its other inputs, in order.
+        sources: where its other inputs come from, in order.
         rows: whether it takes the rows of the region before.
         differentiated: numbers of the shared values that have a gradient.
     """
@@ -88,8 +88,8 @@ class RegionCall:
         """Names of the parameters that it reads."""
         return [source.weight for source in self.sources if source.weight is not None]
 
-    def prepare(self, trained: Collection[str | None]) -> Certificate:
-        """Compile it, unless that was done for another layer; the proof of its backward.
+    def prepare(self, trained: Collection[str | None]) -> Certificate | None:
+        """Compile it, unless that was done for another layer; the proof of its backward, if it has one.
 
         Args:
             trained: names of parameters that are trained.
@@ -130,10 +130,10 @@ class Block(Holder):
 
     Args:
         prefix: what the names of its parameters begin with.
-        dtypes: of each parameter, by its whole name, the dtype that the forward takes it in.
+        dtypes: the dtype that the forward takes each parameter in, by its whole name.
 
     Attributes:
-        ledgers: of its trained parameters, by their whole names.
+        ledgers: what keeps the gradient of each trained parameter, by its whole name.
         recompute: keep the rows that enter it for the backward, and compute all else again then: the same bits.
     """
 

@@ -34,15 +34,18 @@ class TrainingCertificate:
         return f"forward\n{self.forward}\n\nbackward\n{self.backward}"
 
 
-def backward_of(regions: Iterable[tuple[Certificate, int | None]], numerics: Numerics) -> Certificate:
+def backward_of(regions: Iterable[tuple[Certificate | None, int | None]], numerics: Numerics) -> Certificate:
     """One proof of the backward of all regions; those of layers with one structure are one, for all of these layers.
 
     Args:
-        regions: the proof of each region in the order in which they run, and the number of its layer, if it is one.
+        regions: the proof of each region in the order in which they run, None of one without a backward; and the number
+            of its layer, if it is one.
     """
     layers: dict[int, list[int]] = {}
     proofs: dict[int, Certificate] = {}
     for proof, layer in regions:
+        if proof is None:
+            continue
         proofs[id(proof)] = proof
         layers.setdefault(id(proof), []).extend([] if layer is None else [layer])
     entries = tuple(

@@ -56,7 +56,7 @@ def build(model: PreTrainedModel, numerics: Numerics, max_context: int, root: nn
 
 def _calls(traced: TracedRegions, named: Mapping[str, nn.Parameter]) -> Iterator[RegionCall]:
     """The regions in the order in which they run."""
-    names = {id(parameter): name for name, parameter in reversed(named.items())}
+    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     program, (fixed, of_step), unrolled = traced.program, traced.binding, traced.program.unrolled
     sources = [Source(constant=given) for given in fixed]
     for position, leaf, dim in of_step:

@@ -22,7 +22,7 @@ class Ledger:
 
     Args:
         parameter: the parameter; None where something else keeps the sum (training.sharding).
-        name: its name, in messages.
+        name: what messages call the parameter.
         guard: bounds the gradient, so that sums which may not be exact are refused.
     """
 
@@ -73,7 +73,7 @@ class _Door(torch.autograd.Function):
         return stand_in(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.ledger.open(ctx.parameter, grad)
         return grad, None
 

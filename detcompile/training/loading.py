@@ -34,12 +34,12 @@ def trainer(
     loss: not on micro-batches, packing, padding, the order of sequences, or data-parallel ranks (docs/training.md).
 
     Args:
-        model: a name, or a Hugging Face causal LM in eval mode, as for ``compile``; a module is changed in place, and
-            is of no use afterwards. Parameters with ``requires_grad=False`` are frozen: no gradient of them is computed.
+        model: a name, or a Hugging Face causal LM in eval mode, as for ``compile``; a module is changed in place and is
+            of no use afterwards. Parameters with ``requires_grad=False`` are frozen: no gradient of them is computed.
         numerics: the declared orders; those of the engine that generates with these weights.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. An engine's has to be
             the same where rotary tables look at it.
-        progress, dtype, device, revision, token, trust_remote_code: as for ``compile``.
+        progress, dtype, device, revision, token, trust_remote_code: what ``compile`` takes them for.
 
     Raises:
         UnsupportedModel: the model cannot be captured, or an operation of it has no gradient.

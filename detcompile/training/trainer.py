@@ -35,7 +35,8 @@ class Trainer(nn.Module):
     float32: they depend on the weights, the sequences and the weight of each token in the loss, and on nothing else.
 
     Attributes:
-        config: the Hugging Face model's. tokenizer: its tokenizer, None if it has none.
+        config: the Hugging Face model's configuration.
+        tokenizer: the tokenizer of the model's folder; None if there is none.
         numerics: the declared orders.
         max_context: tokens a sequence may hold.
         vocab_size: one more than the largest token id.
@@ -129,7 +130,7 @@ class Trainer(nn.Module):
         again in the backward.
 
         Args:
-            input_ids, attention_mask, position_ids: as in ``forward``.
+            input_ids, attention_mask, position_ids: what ``forward`` takes.
             temperature: what logits are divided by.
 
         Raises:

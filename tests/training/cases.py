@@ -50,4 +50,5 @@ def gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequenc
         for place, number in enumerate(group):
             weight[place, : len(rows[number]) - 1] = weights[number]
         (-(logprobs * weight).sum() / sum(map(len, rows))).backward()
-    return {name: parameter.grad.clone() for name, parameter in trainer.named_parameters() if parameter.grad is not None}
+    named = trainer.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}

@@ -67,7 +67,7 @@ def test_gradients_are_no_further_from_float64_than_those_of_torch(name: str, dt
     for group in GROUPS:
         names = [name for name in truth if re.search(group, name)]
         ours, torchs = (distance(values, truth, names) for values in (found, plain))
-        assert ours <= 1.05 * torchs, group
+        assert ours <= (1.05 if dtype is torch.bfloat16 else 1.25) * torchs, group
 
 
 def by_torch(name: str, dtype: torch.dtype, other: torch.dtype, rows: list[Tensor]) -> dict[str, Tensor]:

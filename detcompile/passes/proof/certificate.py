@@ -139,8 +139,7 @@ def certify(
         backward: the graph computes gradients, in which rows meet as the templates' orders say.
     """
     context, checked = context_of(graph, roles, {} if states is None else states, backward), only_checked(graph)
-    entries, offenders = [], []
-    sums: dict[SumOrder, None] = {}
+    entries, offenders, sums = [], [], dict[SumOrder, None]()
     for node in graph.nodes:
         if node.op == "placeholder":
             context.states[node] = input_state(node, roles.get(node.name, Role("weight")))

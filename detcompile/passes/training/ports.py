@@ -47,7 +47,8 @@ def to_train(gm: fx.GraphModule, trained: Sequence[int], leaves: Any, grid: int)
         UnsupportedModel: an operation has no gradient, or a trained weight reaches one that gives it none.
     """
     graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, known := {})
+    known: dict[fx.Node, Any] = {}
+    result = graph.graph_copy(gm.graph, known)
     output = graph.output(result)
     output.meta = dict(next(iter(gm.graph.find_nodes(op="output"))).meta)
     inputs = [known[node] for node in gm.graph.find_nodes(op="placeholder")]

@@ -44,11 +44,11 @@ class TrainedRegion:
         mode = detect_fake_mode(values)
         assert mode is not None
         self._mode = mode
-        self.backwards: dict[Any, Certificate] = {}  # of each program
+        self.backwards: dict[Any, Certificate | None] = {}  # of each program; None where nothing has a gradient
         self._programs: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def sizes(self) -> dict[int, tuple[int, int]]:
-        """Of each input that is a number: an input whose extent it is, and the dimension; none of what is not found."""
+        """Of numbers among the inputs: an input and its dimension that have this extent, by the position of the number."""
         found: dict[Any, tuple[int, int]] = {}
         for place, node in enumerate(self._inputs):
             if isinstance(node.meta["val"], Tensor):

@@ -77,13 +77,14 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
     certify_batches(model, numerics, seen.expected, found)
     repeats = found or Repeats(tuple(range(len(layers))))
     example = whole_sequences(next(model.parameters()).device)
+    keep: Any = partial(TrainedRegion, numerics=numerics)  # in the place of code
     backend = Backend(
         numerics,
         packed_roles(()),
         expects=Expected(repeats.prefix),
         compile_graph=never_run,
         layers=LayerInputs(list(layers), repeats, example[2], (), trains=True),
-        compile_region=partial(TrainedRegion, numerics=numerics),
+        compile_region=keep,
     )
     with contextlib.suppress(NotRun):
         trace_once(WholeSequences(marked_layers(model, repeats.prefix)), backend, example)
@@ -94,7 +95,7 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
 
 def _made_of_parameters(program: LayeredProgram, inputs: Sequence[Any]) -> frozenset[int]:
     """Numbers of the values which the first region gives to all others, and which a parameter enters."""
-    first: TrainedRegion = program.runs[program.unrolled.regions[0]]
+    first: Any = program.runs[program.unrolled.regions[0]]
     graph = first.region.gm.graph
     made = {
         node

@@ -19,7 +19,7 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """
     base: Any = AutoHTTPProtocol
 
-    class BoundedProtocol(base):  # type: ignore[misc]
+    class BoundedProtocol(base):
         """A connection that is looked at from time to time."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:

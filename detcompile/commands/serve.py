@@ -52,7 +52,7 @@ class Bounds:
     stall: Annotated[float, typer.Option(min=0.1, help="Seconds that a connection may stand still.")] = STALL_SECONDS
 
     def of_service(self) -> dict[str, Any]:
-        """Those that Service takes, by its names."""
+        """The bounds that Service takes, by its names."""
         return {name: getattr(self, name) for name in ("max_queue", "max_queued_tokens", "queue_timeout", "timeout")}
 
 
@@ -64,7 +64,7 @@ class Web:
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
 
     def options(self) -> dict[str, Any]:
-        """Both, the log opened."""
+        """Keys and log, the log opened."""
         return {"origins": self.cors or (), "request_log": None if self.request_log is None else _log(self.request_log)}
 
 
@@ -79,7 +79,7 @@ class Receipts:
     receipt_log: Annotated[Path | None, typer.Option(help="File that every receipt is appended to, chained.")] = None
 
     def issuer(self) -> Issuer:
-        """What makes them."""
+        """The issuer of receipts."""
         key = None if self.sign is None else read_signing_key(self.sign)
         log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
         if log is not None and log.num_cut:
@@ -119,7 +119,7 @@ class Chat:
     ] = None
 
     def options(self) -> dict[str, Any]:
-        """Both, the template as text."""
+        """Name and template, the template as text."""
         template = None if self.chat_template is None else _read(self.chat_template)
         return {"chat_template": template, "tool_parser": self.tool_parser}
 

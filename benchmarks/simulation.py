@@ -147,6 +147,7 @@ def simulate(trace: list[Arrival], config: EngineConfig, num_blocks: int, cost: 
             continue
         seconds, decode_keys = cost.of(plan.entries)
         now += seconds
+        scheduler.observe(plan, sum(entry.num_tokens for entry in plan.entries), seconds)
         simulation.most_decode_keys = max(simulation.most_decode_keys, decode_keys)
         _finish(plan.entries, scheduler, served, now, len(simulation.step_tokens))
         simulation.step_tokens.append(sum(entry.num_tokens for entry in plan.entries))

@@ -75,7 +75,7 @@ FLOORS = [
         {"runtime.metrics", "runtime.request_book"},
         {"runtime.scheduler", "runtime.step_work"},
         {"runtime.policies"},
-        {"runtime.dense", "runtime.engine_config", "runtime.processes", "runtime.speculation"},
+        {"runtime.dense", "runtime.engine_config", "runtime.pacing", "runtime.processes", "runtime.speculation"},
         {"runtime.step"},
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},

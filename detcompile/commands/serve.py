@@ -150,6 +150,10 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None
     block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None
     num_blocks: Annotated[int | None, typer.Option(help="Of the KV cache; default: as memory allows.")] = None
+    tbt_slo: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds between two tokens of an answer that 99 of 100 steps should hold."),
+    ] = None
 
 
 def command(

@@ -34,6 +34,9 @@ class EngineConfig:
         cuda_graphs: replay steps whose shapes come back from CUDA graphs; None does on a GPU.
         overlap: plan and launch a step before the last one's tokens are read back; None does on a GPU.
         aging: steps after which a waiting request counts as one priority more urgent.
+        tbt_slo: milliseconds that should pass between two tokens of an answer at most, in 99 of 100 steps. Steps that
+            decode take no more prompt tokens than fit, by what steps have taken so far; None: the budget alone bounds
+            them. For "stall_free" alone.
 
     Raises:
         InvalidInput: a value that cannot be.
@@ -50,6 +53,7 @@ class EngineConfig:
     cuda_graphs: bool | None = None
     overlap: bool | None = None
     aging: int = 1000
+    tbt_slo: float | None = None
 
     @property
     def whole_prompts(self) -> bool:
@@ -64,6 +68,9 @@ class EngineConfig:
             _require(getattr(self, name) >= least, name, self, f"at least {least}")
         _require(self.max_num_seqs <= MOST_SEQUENCES, "max_num_seqs", self, f"at most {MOST_SEQUENCES}")
         _require(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", self, "None, or at least 2")
+        _require(self.tbt_slo is None or self.tbt_slo > 0, "tbt_slo", self, "None, or above 0 milliseconds")
+        if self.tbt_slo is not None and self.scheduler != "stall_free":
+            raise InvalidInput(f"EngineConfig: tbt_slo needs scheduler='stall_free', and not {self.scheduler!r}")
         _require(0 < self.memory_fraction <= 1, "memory_fraction", self, "above 0 and at most 1")
 
 

@@ -41,6 +41,9 @@ class EngineStats:
         num_evicted_blocks: blocks whose cached content was forgotten for lack of empty ones.
         host_seconds: time spent on the host in all steps together.
         recent: the last steps, oldest first.
+        token_bound: tokens that the last step with decodes and a prompt could have had for its tbt_slo; 0 without one.
+        num_late_steps: steps with decodes that took longer than tbt_slo.
+        cost_error_seconds: absolute differences of what steps took and what was predicted, added up, with a tbt_slo.
     """
 
     num_steps: int
@@ -56,6 +59,9 @@ class EngineStats:
     num_evicted_blocks: int
     host_seconds: float
     recent: tuple[StepRecord, ...]
+    token_bound: int = 0
+    num_late_steps: int = 0
+    cost_error_seconds: float = 0.0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -82,7 +88,7 @@ class Tally:
 
     def stats(self, scheduler: Scheduler, blocks: KVBlocks) -> EngineStats:
         """The counts, and the state of the engine's parts now."""
-        found, pool = blocks.statistics, blocks.pool
+        found, pool, pace = blocks.statistics, blocks.pool, scheduler.pace
         return EngineStats(
             num_steps=self._num_steps,
             num_prefill_tokens=self._num_prefill_tokens,
@@ -97,4 +103,7 @@ class Tally:
             num_evicted_blocks=found.num_evictions,
             host_seconds=self._host_seconds,
             recent=tuple(self._records),
+            token_bound=0 if pace is None else pace.bound,
+            num_late_steps=0 if pace is None else pace.num_late,
+            cost_error_seconds=0.0 if pace is None else pace.error_seconds,
         )

@@ -80,6 +80,7 @@ class Pipeline:
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
         self._in_flight: _InFlight | None = None
         self._clock = clock
+        self._settled: float | None = None  # when the step before ended, if it left sequences that run
         self._resumed = self._seconds = 0.0  # since when the clock runs, and what it counted before; from step to step
 
     @property
@@ -230,10 +231,16 @@ class Pipeline:
         return goes_on, count, row
 
     def _observe(self, step: PlannedStep) -> None:
-        """Tell the switch what a step took, from the end of the one before, and gave."""
+        """Tell the switch what a step took, from the end of the one before, and gave.
+
+        The pace counts the caller's time in between, too: those who wait for their tokens wait for it.
+        """
         now = self._clock()
         seconds = self._seconds + now - self._resumed
         self._resumed, self._seconds = now, 0.0
+        since = seconds if self._settled is None else now - self._settled
+        self._settled = now if self._scheduler.running else None
+        self._scheduler.observe(step.plan, len(step.work.arrays.input_ids), since)
         if self._speculator is not None:
             self._speculator.timed(step.load, seconds, drafting=step.drafting)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 from detcompile.runtime.engine_config import EngineConfig, SchedulerName
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.pacing.cost_model import StepShape
+from detcompile.runtime.pacing.pace import LEAST_CHUNK, Pace
 from detcompile.runtime.requests.queues import Queues
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import StepEntry
@@ -29,13 +31,16 @@ class NextStep:
     Args:
         cut: token budget of a step while memory is short, which parts prompts under every policy; None where the
             config's budget holds.
+        pace: bounds the prompt tokens of a step that decodes; None where only the budget does.
 
     Attributes:
         budget: tokens that may still enter.
         entries: parts of the step by sequence, decodes first, then in the order in which they entered.
     """
 
-    def __init__(self, queues: Queues, blocks: KVBlocks, config: EngineConfig, cut: int | None) -> None:
+    def __init__(
+        self, queues: Queues, blocks: KVBlocks, config: EngineConfig, cut: int | None, pace: Pace | None = None
+    ) -> None:
         self.budget = config.max_num_batched_tokens if cut is None else cut
         self.entries: dict[Sequence, StepEntry] = {}
         self.preempted: list[Sequence] = []
@@ -45,6 +50,8 @@ class NextStep:
         self._config = config
         self._parts_prompts = cut is not None or config.scheduler != "prefill_first"
         self._prompt_logits = PROMPT_LOGPROBS_CHUNK  # rows of prompt tokens that may still be asked for
+        self._pace = pace
+        self._shape = StepShape()  # of the entries, for the pace
         self._lost: set[Sequence] = set()  # the preempted ones, to look up
 
     def ready(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -84,6 +91,8 @@ class NextStep:
         running, waiting = self._queues.running, self._queues.waiting
         if self.preempted or not waiting or len(running) >= self._config.max_num_seqs:
             return
+        if self._pace is not None and self._pace.full(self._shape):
+            return
         started = 0
         waiting.sort(key=self._queues.urgency)
         for sequence in waiting:
@@ -98,7 +107,7 @@ class NextStep:
             running[sequence] = None
             self.admitted.append(sequence)
             room = len(sequence.block_tables[0]) * self._blocks.pool.block_size - sequence.num_computed
-            self._enter(sequence, min(room, self.chunk(sequence)))
+            self._enter(sequence, min(room, self._first_chunk(sequence)))
         del waiting[:started]
 
     def chunk(self, sequence: Sequence) -> int:
@@ -106,7 +115,12 @@ class NextStep:
         wanted = sequence.num_uncomputed
         if sequence.gives_prompt_logits(sequence.num_computed):
             wanted = min(wanted, self._prompt_logits)
-        return min(wanted, self.budget) if self._parts_prompts else wanted
+        wanted = min(wanted, self.budget) if self._parts_prompts else wanted
+        return wanted if self._pace is None else self._pace.chunk(self._shape, sequence.num_computed, wanted)
+
+    def _first_chunk(self, sequence: Sequence) -> int:
+        """The chunk of a sequence that has its blocks: some of it also where its cached beginning fills the pace."""
+        return self.chunk(sequence) or min(sequence.num_uncomputed, self.budget, LEAST_CHUNK)
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.
@@ -125,7 +139,7 @@ class NextStep:
             return False
         if blocks.admit(sequence, chunk, reuse=reuse) is None:
             return False
-        grown = blocks.grow(sequence, sequence.num_computed + self.chunk(sequence))
+        grown = blocks.grow(sequence, sequence.num_computed + self._first_chunk(sequence))
         assert grown, "the peak counts these blocks"
         return True
 
@@ -139,7 +153,9 @@ class NextStep:
         self._enter(sequence, num_tokens)
 
     def _enter(self, sequence: Sequence, num_tokens: int) -> None:
-        self.entries[sequence] = StepEntry(sequence, sequence.num_computed, num_tokens)
+        self.entries[sequence] = entry = StepEntry(sequence, sequence.num_computed, num_tokens)
+        if self._pace is not None:
+            self._shape = self._shape.with_part(entry)
         self.budget = max(0, self.budget - num_tokens)
         if sequence.gives_prompt_logits(sequence.num_computed):
             self._prompt_logits -= num_tokens
@@ -151,6 +167,8 @@ class NextStep:
         entry = self.entries.pop(sequence, None)
         if entry is not None:
             self.budget += entry.num_tokens
+            if self._pace is not None:
+                self._shape = StepShape.of(self.entries.values())
             if sequence.gives_prompt_logits(entry.start):
                 self._prompt_logits += entry.num_tokens
         self._queues.preempt(sequence)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from detcompile.errors import InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.pacing.cost_model import StepShape
+from detcompile.runtime.pacing.pace import Pace
 from detcompile.runtime.policies import NextStep, new_policy
 from detcompile.runtime.requests.queues import Queues
 from detcompile.runtime.requests.sequence import Sequence
@@ -37,10 +39,12 @@ class Scheduler:
     Attributes:
         running: sequences that run, in the order of their admission; never changed from outside.
         waiting: sequences that wait, in any order; never changed from outside.
+        pace: what bounds prompt tokens beside decodes, and learns from ``observe``; None without a tbt_slo.
     """
 
     def __init__(self, config: EngineConfig, blocks: KVBlocks) -> None:
         self.config = config
+        self.pace = None if config.tbt_slo is None else Pace(config.tbt_slo / 1e3)
         self.blocks = blocks
         self._queues = Queues(config.aging)
         self.running, self.waiting = self._queues.running, self._queues.waiting
@@ -131,6 +135,11 @@ class Scheduler:
                 found[sequence] = error
         return found
 
+    def observe(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
+        """A planned step of so many tokens, those of drafts among them, ended so long after the one before it."""
+        if self.pace is not None:
+            self.pace.observe(StepShape.of(plan.entries)._replace(num_tokens=num_tokens), seconds)
+
     def undo(self, plan: StepPlan) -> None:
         """A planned step was not launched: its sequences have computed what they had before, and keep their blocks."""
         for entry in plan.entries:
@@ -150,7 +159,7 @@ class Scheduler:
         return stateful
 
     def _next_step(self) -> NextStep:
-        return NextStep(self._queues, self.blocks, self.config, self._cut)
+        return NextStep(self._queues, self.blocks, self.config, self._cut, self.pace)
 
     def _drop(self, step: NextStep) -> None:
         """Nothing of a step that could not be planned was run; what lost its blocks on the way has lost them."""

@@ -101,6 +101,11 @@ class _EngineCounts(Collector):
             "detcompile:answers_resumed", "Answers that went on on another engine.", value=self._fleet.num_resumed
         )
         yield CounterMetricFamily("detcompile:engine_steps", "Steps of the engine.", value=found.num_steps)
+        late, error = found.num_late_steps, found.cost_error_seconds
+        yield GaugeMetricFamily("detcompile:token_bound", "Tokens of a step, for --tbt-slo.", value=found.token_bound)
+        yield CounterMetricFamily("detcompile:late_steps", "Steps that took longer than --tbt-slo.", value=late)
+        yield CounterMetricFamily("detcompile:step_seconds", "Time spent in steps.", value=found.busy_seconds)
+        yield CounterMetricFamily("detcompile:step_error_seconds", "What predictions of it were off.", value=error)
         yield GaugeMetricFamily("vllm:num_requests_running", "Sequences that run.", value=found.num_running)
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait.", value=found.num_waiting)
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use.", value=used)

@@ -1,6 +1,5 @@
 """Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, Verification
 from detcompile.serving.engines.fleet import Fleet
+from detcompile.serving.engines.notices import Bell
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.metrics import Metrics
@@ -73,6 +73,8 @@ class Service:
         self._max_queue = max_queue
         self._max_queued_tokens = max_queued_tokens
         self._numbers = count()
+        self._num_open = 0  # samples
+        self._num_queued = 0  # prompt tokens of answers without a token
 
     async def start(self, spec: EngineSpec) -> Hello:
         """Start the engine and wait until it serves.
@@ -145,17 +147,9 @@ class Service:
         """
         self.require_ready()
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
-        changed = asyncio.Event()
+        changed = Bell()
         answers = [Answer(f"{next(self._numbers)}", prompt, params, changed, priority) for prompt in prompts]
-        for answer in answers:
-            self.open[answer.request_id] = answer
-            self.deadlines.watch(answer)
-        try:
-            for answer in answers:
-                self.fleet.add(answer)
-        except DetcompileError as error:
-            self.release(answers)
-            raise error_of(error) from error
+        self._begin(answers)
         return answers
 
     def verify(self, receipt: bytes, lengths: Sequence[int]) -> Verification:
@@ -171,13 +165,7 @@ class Service:
         self.require_ready()
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
-        self.open[verification.request_id] = verification
-        self.deadlines.watch(verification)
-        try:
-            self.fleet.add(verification)
-        except DetcompileError as error:
-            self.release([verification])
-            raise error_of(error) from error
+        self._begin([verification])
         return verification
 
     def release(self, answers: Sequence[Answer]) -> None:
@@ -188,8 +176,12 @@ class Service:
             if cancelled:
                 self.fleet.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
-            known = self.open.pop(answer.request_id, None) is not None
-            if known and not isinstance(answer, Verification):
+            if self.open.pop(answer.request_id, None) is None:
+                continue
+            self._num_open -= answer.params.n
+            if answer.first_token is None:
+                self._num_queued -= len(answer.prompt_ids)
+            if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:
@@ -200,8 +192,7 @@ class Service:
         """
         if num_samples > self._max_queue:
             raise HTTPError(400, f"{num_samples} answers in one request, of {self._max_queue} at most: ask in parts")
-        num_open = sum(answer.params.n for answer in self.open.values())
-        queued = sum(len(answer.prompt_ids) for answer in self.open.values() if answer.first_token is None)
+        num_open, queued = self._num_open, self._num_queued
         fits = num_open + num_samples <= self._max_queue and queued + num_tokens <= self._max_queued_tokens
         if fits or not self.open:
             return
@@ -214,5 +205,21 @@ class Service:
             retry_after=wait,
         )
 
+    def _begin(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self.open[answer.request_id] = answer
+            self._num_open += answer.params.n
+            self._num_queued += len(answer.prompt_ids)
+            self.deadlines.watch(answer)
+        try:
+            for answer in answers:
+                self.fleet.add(answer)
+        except DetcompileError as error:
+            self.release(answers)
+            raise error_of(error) from error
+
     def _progressed(self, answer: Answer, delta: Delta) -> None:
+        waited = answer.first_token is None
         self.metrics.progressed(answer, delta)
+        if waited and answer.first_token is not None and answer.request_id in self.open:
+            self._num_queued -= len(answer.prompt_ids)

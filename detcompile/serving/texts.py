@@ -31,7 +31,7 @@ class Texts:
 
     def __init__(self, hello: Hello) -> None:
         self.present = hello.tokenizer is not None
-        self.all_special_ids = hello.special_ids
+        self.all_special_ids = frozenset(hello.special_ids)  # shared by all detokenizers
         self.backend_tokenizer = None if hello.tokenizer is None else Tokenizer.from_str(hello.tokenizer)
         joins_bytes = self.present and isinstance(self._backend.decoder, decoders.ByteLevel)
         self._byte_of = _byte_letters() if joins_bytes else None

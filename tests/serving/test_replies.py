@@ -9,6 +9,7 @@ import pytest
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.notices import Bell
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.metrics import Metrics
@@ -50,12 +51,13 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
     ids = texts._encode("x東京🎉y", False)
     assert len(ids) > 5
 
-    answer = Answer("1", [5], SamplingParams(seed=1, max_tokens=len(ids)), asyncio.Event())
+    answer = Answer("1", [5], SamplingParams(seed=1, max_tokens=len(ids)), Bell())
 
     async def draw() -> None:
         for place, token in enumerate(ids, 1):
             sample = SampleDelta(0, [token], None, "length" if place == len(ids) else None, None)
             answer.extend(Delta("1", [sample], place == len(ids), None, None, 0, None))
+            answer.changed.ring()
             await asyncio.sleep(0.01)
 
     async def chunks() -> list[dict]:

@@ -1,11 +1,12 @@
 """Answers in the making: what the engine has given for each prompt so far, and a way to wait for more."""
 
-import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.notices import Bell
 from detcompile.serving.engines.protocol import Delta, Token
 from detcompile.serving.receipts.verdict import Verdict
 
@@ -19,8 +20,10 @@ class AnswerSample:
         finish_reason: None while it runs.
     """
 
+    __slots__ = ("finish_reason", "logprobs", "stop_reason", "token_ids")
+
     def __init__(self, wants_logprobs: bool) -> None:
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
         self.logprobs: list[Token] | None = [] if wants_logprobs else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -31,7 +34,7 @@ class Answer:
 
     Args:
         params: what was asked, with its seed.
-        changed: set whenever there is news; answers that are read together share one.
+        changed: rung whenever there is news; answers that are read together share one.
         priority: the engine serves lower ones first.
 
     Attributes:
@@ -42,12 +45,18 @@ class Answer:
         num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
     """
 
+    __slots__ = (
+        "_told_prompt_logprobs", "arrival", "changed", "deaths", "deaths_alone", "error", "finished", "first_token",
+        "num_cached_tokens", "params", "priority", "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id",
+        "samples", "tries",
+    )  # fmt: skip
+
     def __init__(
         self,
         request_id: str,
         prompt_ids: list[int],
         params: SamplingParams,
-        changed: asyncio.Event,
+        changed: Bell,
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
@@ -79,10 +88,10 @@ class Answer:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def extend(self, delta: Delta) -> None:
-        """Take what is new."""
+        """Take what is new; ``changed`` is the caller's to ring."""
         for part in delta.samples:
             sample = self.samples[part.index]
-            sample.token_ids += part.token_ids
+            sample.token_ids.extend(part.token_ids)
             if sample.logprobs is not None and part.logprobs is not None:
                 sample.logprobs += part.logprobs
             sample.finish_reason, sample.stop_reason = part.finish_reason, part.stop_reason
@@ -95,7 +104,6 @@ class Answer:
         if delta.error is not None:
             self.error = EngineError(delta.error)
         self.finished = delta.finished
-        self.changed.set()
 
     def resumption(self) -> dict[int, list[int]] | None:
         """What an engine has to know to go on with it: the tokens of the samples that run; None where none has any."""
@@ -103,13 +111,13 @@ class Answer:
         if not self.num_tokens:
             return None
         samples = enumerate(self.samples)
-        return {index: sample.token_ids for index, sample in samples if sample.finish_reason is None}
+        return {index: list(sample.token_ids) for index, sample in samples if sample.finish_reason is None}
 
     def fail(self, error: DetcompileError) -> None:
         """Nothing more comes."""
         if not self.finished:
             self.error, self.finished = error, True
-        self.changed.set()
+        self.changed.ring()
 
 
 class Verification(Answer):
@@ -124,14 +132,14 @@ class Verification(Answer):
 
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
         asked = SamplingParams(n=len(lengths))
-        super().__init__(request_id, [0] * sum(lengths), asked, asyncio.Event())
+        super().__init__(request_id, [0] * sum(lengths), asked, Bell())
         self.receipt = receipt
         self.verdict: Verdict | None = None
 
     def settle(self, verdict: Verdict) -> None:
         """Take the verdict: nothing more comes."""
         self.verdict, self.finished = verdict, True
-        self.changed.set()
+        self.changed.ring()
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
@@ -140,13 +148,14 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
     Raises:
         DetcompileError: the ``error`` of the first that has one.
     """
+    changed = answers[0].changed
     while True:
-        finished = all(answer.finished for answer in answers)
-        error = next((answer.error for answer in answers if answer.error is not None), None)
-        if error is not None:
-            raise error
+        finished = True
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+            finished = finished and answer.finished
         yield
         if finished:
             return
-        await answers[0].changed.wait()
-        answers[0].changed.clear()
+        await changed.wait()

@@ -1,7 +1,7 @@
 """EngineLink: the front's end of an engine process, which starts one and notices when it is gone or hangs."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from detcompile.errors import (
@@ -16,6 +16,7 @@ from detcompile.errors import (
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, Verification
 from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
+from detcompile.serving.engines.notices import Notices
 from detcompile.serving.engines.protocol import (
     LENGTH,
     Add,
@@ -42,6 +43,7 @@ DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
 LOOK_SECONDS = 0.25
+TOGETHER = 256  # deltas that are taken in one turn of the event loop
 STOPPED_LOOKS = 3  # in a row that find it stopped, after which it is ended
 
 
@@ -81,6 +83,7 @@ class EngineLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._connection: Connection | None = None
         self._heard = False  # since the last look
+        self._notices = Notices()
 
     @property
     def ready(self) -> bool:
@@ -164,24 +167,34 @@ class EngineLink:
         try:
             while True:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._take(decode_report(await reader.readexactly(size)))
+                report = decode_report(await reader.readexactly(size))
+                if isinstance(report, Tokens):
+                    await self._take_tokens(report.deltas)
+                else:
+                    self._take(report)
         except (asyncio.IncompleteReadError, OSError):
             self._fail(WorkerError(f"the engine process ended ({await connection.ending()})"))
         except Exception as error:  # no frame of this protocol, above all
             self._fail(WorkerError(f"the engine process sent what is no report: {error!r}"))
 
+    async def _take_tokens(self, deltas: Sequence[Delta]) -> None:
+        """A step's tokens. The event loop has its turn in between: with many streams these take a while."""
+        self._heard = True
+        for place, delta in enumerate(deltas, 1):
+            answer = self.answers.get(delta.request_id)
+            if answer is None:
+                continue  # cancelled
+            if delta.finished:
+                del self.answers[delta.request_id]
+            answer.extend(delta)
+            self._notices.put(answer.changed)
+            self._on_news(answer, delta)
+            if place % TOGETHER == 0:
+                await asyncio.sleep(0)
+
     def _take(self, report: Report) -> None:
         self._heard = True
-        if isinstance(report, Tokens):
-            for delta in report.deltas:
-                answer = self.answers.get(delta.request_id)
-                if answer is None:
-                    continue  # cancelled
-                if delta.finished:
-                    del self.answers[delta.request_id]
-                answer.extend(delta)
-                self._on_news(answer, delta)
-        elif isinstance(report, Verified):
+        if isinstance(report, Verified):
             verification = self.answers.pop(report.request_id, None)
             if isinstance(verification, Verification):
                 verification.settle(report.verdict)
@@ -196,7 +209,7 @@ class EngineLink:
             if refused is not None:
                 refused.fail(InvalidInput(report.message))
                 self._on_news(refused, None)
-        else:
+        elif isinstance(report, Broken):
             self._fail(_error_of(report))
 
     async def _watch(self, connection: Connection) -> None:

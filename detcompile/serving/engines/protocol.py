@@ -33,7 +33,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 3
+VERSION = 4
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -96,7 +96,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     chat_template: str | None
 
 
-class Token(msgspec.Struct, array_like=True):
+class Token(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: its token, and the likeliest tokens, likeliest first."""
 
     token_id: int
@@ -104,7 +104,7 @@ class Token(msgspec.Struct, array_like=True):
     top: list[tuple[int, float]]
 
 
-class SampleDelta(msgspec.Struct, array_like=True):
+class SampleDelta(msgspec.Struct, array_like=True, gc=False):
     """What a sample has drawn since its last delta."""
 
     index: int
@@ -114,7 +114,7 @@ class SampleDelta(msgspec.Struct, array_like=True):
     stop_reason: int | str | None
 
 
-class Delta(msgspec.Struct, array_like=True):
+class Delta(msgspec.Struct, array_like=True, gc=False):
     """What is new of a request."""
 
     request_id: str
@@ -144,9 +144,12 @@ class Statistics(msgspec.Struct, array_like=True):
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     busy_seconds: float = 0.0
+    token_bound: int = 0
+    num_late_steps: int = 0
+    cost_error_seconds: float = 0.0
 
 
-class Tokens(msgspec.Struct, tag=True):
+class Tokens(msgspec.Struct, tag=True, gc=False):
     """What a step has given."""
 
     deltas: list[Delta]

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.openai.schema import StreamOptions
@@ -56,6 +58,7 @@ class Reply(ABC):
         self._with_ids = with_ids
         self._hidden = hidden
         self._whole = True
+        self._beginning = b""  # of every event
         self.seed = as_int64(answers[0].params.seed or 0)
         self._head: dict[str, Any] = {
             "id": self.prefix + secrets.token_hex(12),
@@ -124,7 +127,7 @@ class Reply(ABC):
         if reason is not None:
             choice["stop_reason"] = stop
         if self._with_ids:
-            choice["token_ids"] = sample.token_ids[read]
+            choice["token_ids"] = list(sample.token_ids[read])
             if read.start == 0:
                 choice["prompt_token_ids"] = answer.prompt_ids
         return choice
@@ -162,8 +165,12 @@ class Reply(ABC):
     def _chunk(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, more: Mapping[str, Any] = NOTHING
     ) -> bytes:
-        chunk = {"object": self.chunk_kind, **self._head, "choices": choices, **more}
-        return event(chunk | {"usage": usage} if self._include_usage else chunk)
+        """An event. What stands before the choices is the same in all events of a stream, and is made once."""
+        if not self._beginning:
+            self._beginning = event({"object": self.chunk_kind, **self._head, "choices": 0})[: -len(b"0}\n\n")]
+        rest = {**more, "usage": usage} if self._include_usage else more
+        end = b"," + msgspec.json.encode(rest)[1:] + b"\n\n" if rest else b"}\n\n"
+        return self._beginning + msgspec.json.encode(choices) + end
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(answer.prompt_ids) for answer in self._answers)

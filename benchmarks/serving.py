@@ -1,0 +1,294 @@
+"""Tokens a second and waiting times of a server under load: requests arrive when their time comes (an open loop).
+
+    python -m benchmarks.serving --url http://127.0.0.1:8000 --rates 4,6,8       # a server that runs
+    python -m benchmarks.serving --serve --options="--tbt-slo 25" --rates 4,6,8  # one that is started for it
+    python -m benchmarks.serving --front-alone                                   # no model behind the front
+    python -m benchmarks.serving --beside-offline                                # the same by an engine without HTTP
+
+Poisson arrivals and log-normal lengths (median, 90th percentile, most) by ``--seed``, of token ids that are random.
+``--model`` names what is served; ``--shape 8b`` in its place is Qwen3-8B's shape with drawn weights. Needs what
+``pip install "detcompile[serve]"`` brings; the client (benchmarks.http_load) is a process of its own, over httptools.
+
+Writes benchmarks/results/serving-<mode>-<device>-<commit>.json: tokens a second, milliseconds to the first event and
+between events, errors, and seconds of CPU time of every process, as other work may share the machine.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kill_drill import engine_processes
+from benchmarks.simulation import log_normal_trace
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6,
+    "tie_word_embeddings": False, "eos_token_id": 151645,
+}  # fmt: skip
+PATIENT = ["--max-queue", "16384", "--max-queued-tokens", "100000000", "--timeout", "3600", "--queue-timeout", "3600"]
+Requests = list[tuple[float, dict[str, Any]]]
+
+
+def requests_of(arguments: argparse.Namespace, rate: float, vocab_size: int) -> Requests:
+    """The trace: when each request comes, and what it asks for; all at once where the rate is 0."""
+    shapes = {"prompt": arguments.prompt, "output": arguments.answer}
+    trace = log_normal_trace(arguments.requests, rate or math.inf, arguments.seed, **shapes)
+    asked = {"temperature": arguments.temperature, "ignore_eos": True, "stream": True}
+    asked |= {"stream_options": {"include_usage": True}}
+    tokens = random.Random(arguments.seed)
+    found: Requests = []
+    for seed, arrival in enumerate(trace):
+        own = {"prompt": tokens.choices(range(3, vocab_size), k=arrival.num_prompt), "max_tokens": arrival.num_output}
+        found.append((arrival.time, asked | own | {"seed": seed}))
+    return found
+
+
+def run_load(url: str, requests: Requests, key: str | None = None, *, texts: bool = False) -> dict[str, Any]:
+    """What the client finds."""
+    plan = {"url": url, "requests": requests, "key": key, "texts": texts}
+    command = [sys.executable, "-m", "benchmarks.http_load"]
+    done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, check=True, cwd=ROOT)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+class Watched:
+    """Processes of a server: their CPU time since now, and the memory of the front, looked at ten times a second.
+
+    Attributes:
+        most: largest resident memory of the front, in bytes.
+    """
+
+    def __init__(self, front: int) -> None:
+        self._front = front
+        self._engines = engine_processes(front) or children(front)
+        self._before = self._seconds()
+        self._memory = self.most = resident_bytes(front)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def found(self) -> dict[str, Any]:
+        """Of all since the start; looks no more."""
+        self._over.set()
+        self._thread.join()
+        front, engines = (after - before for before, after in zip(self._before, self._seconds()))
+        return {
+            "front CPU seconds": round(front, 2),
+            "engine CPU seconds": round(engines, 2),
+            "front MB before": round(self._memory / 2**20, 1),
+            "front MB more": round((self.most - self._memory) / 2**20, 1),
+        }
+
+    def _look(self) -> None:
+        while not self._over.wait(0.1):
+            self.most = max(self.most, resident_bytes(self._front))
+
+    def _seconds(self) -> tuple[float, float]:
+        return cpu_seconds(self._front), sum(map(cpu_seconds, self._engines))
+
+
+def children(pid: int) -> list[int]:
+    """Processes that one has started."""
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in paths for child in path.read_text().split()]
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, with its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """A server of its own process, once it is ready: its address, and its process."""
+    process = subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("serving "):
+                break
+        else:
+            raise RuntimeError("the server ended: " + "".join(said))
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield line.split(" on ")[1].split(";")[0], process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def front_alone(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Streams over an engine without a model: what the front delivers, in which time, and its memory."""
+    body = {"prompt": [5, 6, 7], "max_tokens": arguments.tokens, "stream": True, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True}
+    requests = [(row * arguments.ramp / arguments.streams, body) for row in range(arguments.streams)]
+    warm = [(row / 500, body | {"max_tokens": 8}) for row in range(200)]
+    with serving(["benchmarks.scripted_engine", "--interval", str(arguments.interval)]) as (url, front):
+        run_load(url, warm)
+        watched = Watched(front)
+        found = run_load(url, requests) | watched.found()
+    found["microseconds of the front a token"] = round(1e6 * found["front CPU seconds"] / found["tokens"], 2)
+    found["tokens a second of the front's CPU time"] = round(found["tokens"] / found["front CPU seconds"])
+    found["KB a stream"] = round(found["front MB more"] * 1024 / arguments.streams, 1)
+    return {"found": found}
+
+
+def beside_offline(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same requests by an engine of this process and by a server, in turn."""
+    from benchmarks.offline_engine import Offline
+
+    with model_of(arguments) as (model, options):
+        offline = Offline(model, "--random" in options, arguments.num_blocks)
+        requests = requests_of(arguments, 0, offline.vocab_size)
+        bounds = ["--num-blocks", str(arguments.num_blocks), "--no-spare", *PATIENT, *options]
+        rounds: list[dict[str, Any]] = []
+        with serving(["detcompile", "serve", model, "--port", "0", *bounds]) as (url, front):
+            run_load(url, requests[: len(requests) // 4])
+            offline.run(requests[: len(requests) // 4])
+            for _ in range(arguments.rounds):
+                watched = Watched(front)
+                over_http = run_load(url, requests, texts=offline.has_texts) | watched.found()
+                rounds.append(compared(over_http, offline.run(requests)))
+                print(json.dumps(rounds[-1]), flush=True)
+        return {"median ratio": statistics.median(one["ratio"] for one in rounds), "rounds": rounds}
+
+
+def compared(over_http: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A round: both, and how much of the offline engine's speed is left over HTTP."""
+    texts, own_texts = over_http.pop("texts", []), own.pop("texts")
+    differ = sum(one != other for one, other in zip(texts, own_texts, strict=True))
+    ratio = over_http["tokens a second"] / own["tokens a second"]
+    by_time = own["CPU seconds"] / over_http["engine CPU seconds"]
+    ratios = {"ratio": round(ratio, 3), "ratio of the engines' CPU seconds": round(by_time, 3)}
+    return {"http": over_http, "offline": own, "texts that differ": differ} | ratios
+
+
+def served(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A server that is started with some options."""
+    with model_of(arguments) as (model, options):
+        more = [*options, *PATIENT, *shlex.split(arguments.options)]
+        with serving(["detcompile", "serve", model, "--port", "0", *more]) as (url, _front):
+            run_load(url, requests_of(arguments, 0, arguments.vocab_size)[:8])
+            return at_rates(arguments, url) | {"metrics": own_metrics(url)}
+
+
+def at_rates(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
+    """The trace at each rate."""
+    found = {}
+    for rate in arguments.rates:
+        requests = requests_of(arguments, rate, arguments.vocab_size)
+        found[f"{rate:g} requests a second"] = run_load(url, requests, arguments.key)
+        print(rate, json.dumps(found[f"{rate:g} requests a second"]), flush=True)
+    return {"found": found}
+
+
+def own_metrics(url: str) -> dict[str, float]:
+    """Counts of the engine under names of ours, from /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("detcompile:")]
+    return {line[0]: float(line[1]) for line in lines if "{" not in line[0]}
+
+
+@contextlib.contextmanager
+def model_of(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """What to serve, and options that it needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shape is None:
+            yield arguments.model, []
+        else:
+            (Path(folder) / "config.json").write_text(json.dumps(QWEN3_8B))
+            yield folder, ["--random"]
+
+
+def hardware() -> str:
+    """This machine: its GPU where torch sees one, and its processor and cores."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    processor = names[0] if names else platform.machine()
+    gpu = ""
+    with contextlib.suppress(ImportError):
+        import torch
+
+        gpu = torch.cuda.get_device_name() + ", " if torch.cuda.is_available() else ""
+    return f"{gpu}{processor}, {len(os.sched_getaffinity(0))} cores"
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--url")
+    for name in ("--serve", "--front-alone", "--beside-offline"):
+        mode.add_argument(name, dest="mode", action="store_const", const=name.removeprefix("--"))
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--key", help="API key of the server at --url")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--shape", choices=["8b"])
+    parser.add_argument("--options", default="", help="of detcompile serve, with --serve")
+    parser.add_argument("--rates", type=_numbers(float), default=(6.0,), help="requests a second; 0: all at once")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=_numbers(int), default=(64, 128, 512), help="tokens: median, P90, most")
+    parser.add_argument("--answer", type=_numbers(int), default=(96, 160, 512), help="tokens: median, P90, most")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocab-size", type=int, default=2000, help="prompts take ids below it")
+    parser.add_argument("--rounds", type=int, default=5, help="with --beside-offline")
+    parser.add_argument("--num-blocks", type=int, default=1500, help="KV blocks, with --beside-offline")
+    parser.add_argument("--streams", type=int, default=1000, help="with --front-alone")
+    parser.add_argument("--tokens", type=int, default=250, help="tokens a stream, with --front-alone")
+    parser.add_argument("--interval", type=float, default=0.04, help="seconds a step, with --front-alone")
+    parser.add_argument("--ramp", type=float, default=4.0, help="seconds until all streams began, with --front-alone")
+    return parser.parse_args()
+
+
+def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(kind(part) for part in text.split(","))
+
+
+def main() -> int:
+    arguments = parsed()
+    modes = {"front-alone": front_alone, "beside-offline": beside_offline, "serve": served}
+    mode = arguments.mode or "url"
+    found = at_rates(arguments, arguments.url) if mode == "url" else modes[mode](arguments)
+    given = {name: value for name, value in vars(arguments).items() if name not in ("key", "out", "url", "commit")}
+    report = {"commit": arguments.commit, "hardware": hardware(), "arguments": given} | found
+    device = hardware().split(",")[0].replace(" ", "-").lower()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"serving-{mode}-{device}-{arguments.commit}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

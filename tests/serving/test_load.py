@@ -1,0 +1,18 @@
+"""The load generator of benchmarks/serving.py counts what a server gives, and its engine without a model is one."""
+
+from benchmarks.serving import run_load, serving
+
+LASTING = {"prompt": [5, 6, 7], "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_streams_tokens_and_errors_are_counted() -> None:
+    wrong = LASTING | {"max_tokens": -1}
+    requests = [(0.01 * row, wrong if row % 10 == 3 else LASTING) for row in range(40)]
+    with serving(["benchmarks.scripted_engine", "--interval", "0.02"]) as (url, _front):
+        found = run_load(url, requests, texts=True)
+        again = run_load(url, requests[:1], texts=True)
+    assert (found["requests"], found["errors"], found["tokens"]) == (40, 4, 36 * 8)
+    assert found["first errors"] == ["status 400"] * 4
+    assert found["events"] == 36 * (8 + 2)  # usage and [DONE]
+    assert 1.0 < found["ms to the first event"]["P50"] < 5000 and found["ms between events"]["P50"] > 5.0
+    assert len(found["texts"]) == 40 and len(set(found["texts"])) > 30 and again["tokens"] == 8

@@ -22,24 +22,31 @@ class Deadlines:
         self._first = first
         self._whole = whole
         self._cancel = cancel
-        self._timers: dict[str, list[asyncio.TimerHandle]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # one an answer: there are many
 
     def watch(self, answer: Answer) -> None:
         """An answer has begun to wait."""
-        loop = asyncio.get_running_loop()
-        timers = [loop.call_later(self._whole, self._end, answer, "took over", self._whole, 504)]
-        if not isinstance(answer, Verification):  # which has no tokens of its own
-            timers.append(loop.call_later(self._first, self._end_unless_begun, answer))
-        self._timers[answer.request_id] = timers
+        has_tokens = not isinstance(answer, Verification)
+        seconds = min(self._first, self._whole) if has_tokens else self._whole
+        self._look_after(seconds, answer, asyncio.get_running_loop().time())
 
     def forget(self, answer: Answer) -> None:
         """Nobody waits for an answer any more."""
-        for timer in self._timers.pop(answer.request_id, ()):
+        timer = self._timers.pop(answer.request_id, None)
+        if timer is not None:
             timer.cancel()
 
-    def _end_unless_begun(self, answer: Answer) -> None:
-        if answer.first_token is None:
+    def _look_after(self, seconds: float, answer: Answer, since: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[answer.request_id] = loop.call_at(since + seconds, self._look, seconds, answer, since)
+
+    def _look(self, seconds: float, answer: Answer, since: float) -> None:
+        if seconds >= self._whole:
+            self._end(answer, "took over", self._whole, 504)
+        elif answer.first_token is None:
             self._end(answer, "waited for its first token for over", self._first, 503)
+        else:
+            self._look_after(self._whole, answer, since)
 
     def _end(self, answer: Answer, what: str, seconds: float, status: int) -> None:
         if not answer.finished:

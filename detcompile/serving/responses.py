@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,21 +40,24 @@ class _Awaited(Response, ABC):
         self._answers = answers
         self._release = release
         self._fields = headers
+        self._left = False  # by the client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, or stop where the client leaves first."""
         scope[ANSWERS] = self._answers
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(self._release_when_left(receive))
         try:
-            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+            await self._send(send)
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            found = await asyncio.gather(sending, leaving, return_exceptions=True)
+            leaving.cancel()
             self._release(self._answers)
-        if isinstance(found[0], Exception):
-            raise found[0]
+
+    async def _release_when_left(self, receive: Receive) -> None:
+        """The answers fail once the client is gone, which ends the sending, too."""
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        self._left = True
+        self._release(self._answers)
 
     @abstractmethod
     async def _send(self, send: Send) -> None:
@@ -87,7 +90,8 @@ class Whole(_Awaited):
                 continue
             body = msgspec.json.encode(self._result())
         except DetcompileError as error:
-            await self._refuse(send, error_of(error))
+            if not self._left:
+                await self._refuse(send, error_of(error))
             return
         await self._begin(send, 200, JSON, {"Content-Length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
@@ -118,6 +122,8 @@ class Events(_Awaited):
                     await self._begin(send, 200, "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"})
                 await send(_body(data))
         except DetcompileError as error:
+            if self._left:
+                return
             refusal = error_of(error)
             if not begun:
                 await self._refuse(send, refusal)
@@ -128,8 +134,3 @@ class Events(_Awaited):
 
 def _body(data: bytes, *, last: bool = False) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": not last}
-
-
-async def _left(receive: Callable[[], Awaitable[Message]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue

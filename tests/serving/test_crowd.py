@@ -1,0 +1,80 @@
+"""Mixed requests under load come again by their seeds: in another crowd and order, streamed or not, and as receipts."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.draws import seed_of_run
+from tests.exhaustive import EXHAUSTIVE
+from tests.serving.conftest import Server
+from tests.serving.receipts.receipt_cases import REQUESTS
+
+WORDS = ["def ", "class ", "return ", "é東", "x = 1\n", "# a comment\n", "for i in (1, 2):\n    ", "\t", "import os\n"]
+PATHS = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
+CHAT = [{"temperature": 0}, {"logprobs": True, "top_logprobs": 2}, {"n": 2, "top_p": 0.8}, {"stop": ["e"]}]
+
+
+def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """A route and a request, some with a seed."""
+    text = "".join(draw.choices(WORDS, k=draw.randrange(1, 30)))
+    asked: dict[str, Any] = {"max_tokens": draw.randrange(1, 24), "return_token_ids": True, "receipt": True}
+    if draw.random() < 0.3:
+        asked["seed"] = draw.choice([0, -1, draw.getrandbits(62)])
+    if draw.random() < 0.2:
+        return "chat", asked | {"messages": [{"role": "user", "content": text}]} | draw.choice(CHAT)
+    return "completion", asked | {"prompt": text} | draw.choice(list(REQUESTS.values()))
+
+
+def joined(choices: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Tokens, text, logprobs and the end of every choice, of one answer or of all chunks of a stream."""
+    found: dict[int, dict[str, Any]] = {}
+    for choice in choices:
+        own = found.setdefault(choice["index"], {"ids": [], "text": "", "logprobs": [], "end": None})
+        own["ids"] += choice.get("token_ids", [])
+        own["text"] += choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+        logprobs = choice.get("logprobs") or {}
+        own["logprobs"] += logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
+        own["end"] = (choice["finish_reason"], choice.get("stop_reason")) if choice["finish_reason"] else own["end"]
+    return found
+
+
+async def answered(client: httpx.AsyncClient, kind: str, body: dict[str, Any], stream: bool) -> tuple[Any, int, Any]:
+    """The choices, the seed, and the receipt."""
+    answer = await client.post(PATHS[kind], json=body | {"stream": stream})
+    assert answer.status_code == 200, (body, answer.text)
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line] if stream else [answer.text]
+    chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+    receipts = [chunk["receipt"] for chunk in chunks if "receipt" in chunk]
+    return joined([choice for chunk in chunks for choice in chunk["choices"]]), chunks[0]["seed"], receipts[0]
+
+
+async def crowd(url: str, asked: list[tuple[str, dict[str, Any]]], streams: list[bool], most: int) -> list[Any]:
+    """All of these, so many at a time."""
+    room = asyncio.Semaphore(most)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=most)) as client:
+
+        async def one(kind: str, body: dict[str, Any], stream: bool) -> Any:
+            async with room:
+                return await answered(client, kind, body, stream)
+
+        return await asyncio.gather(*(one(*own, stream) for own, stream in zip(asked, streams, strict=True)))
+
+
+@pytest.mark.parametrize("count", [100, *(pytest.param(count, marks=EXHAUSTIVE) for count in (1000, 10_000))])
+def test_mixed_requests_come_again_by_their_seeds(count: int, server: Server, http: httpx.Client) -> None:
+    draw = random.Random(f"{seed_of_run()} crowd {count}")
+    asked = [drawn(draw) for _ in range(count)]
+    streams = [draw.random() < 0.5 for _ in range(count)]
+    first = asyncio.run(crowd(server.url, asked, streams, 48))
+    order = draw.sample(range(count), count)
+    seeded = [(asked[row][0], asked[row][1] | {"seed": first[row][1]}) for row in order]
+    again = asyncio.run(crowd(server.url, seeded, [not streams[row] for row in order], 5))
+    different = [asked[row] for row, (choices, seed, _) in zip(order, again) if (choices, seed) != first[row][:2]]
+    assert different == []
+    for row in draw.sample(range(count), count // 4):
+        verdict = http.post("/v1/verify", json=first[row][2]).json()
+        assert verdict["outcome"] == "equal", (asked[row], verdict)

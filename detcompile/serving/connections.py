@@ -25,6 +25,7 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             """Begin to look."""
             super().connection_made(transport)
+            self._begun: tuple[Any, ...] = ()
             self._seen = (None, 0)
             self._still = 0
             self._timer = asyncio.get_running_loop().call_later(seconds / LOOKS, self._look)
@@ -33,6 +34,24 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
             """Look no more."""
             self._timer.cancel()
             super().connection_lost(exc)
+            self._leave()
+
+        def on_headers_complete(self) -> None:
+            """Remember the request: uvicorn knows the newest one alone, and an earlier one may be answered still."""
+            super().on_headers_complete()
+            begun = (*self._begun, self.cycle)
+            self._begun = tuple(cycle for cycle in begun if cycle is not None and not cycle.response_complete)
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuse bytes that are no request, and close the connection."""
+            super().send_400_response(msg)
+            self._leave()
+
+        def _leave(self) -> None:
+            """Whatever is answered on this connection has no client any more."""
+            for cycle in self._begun:
+                cycle.disconnected = not cycle.response_complete
+                cycle.message_event.set()
 
         def _look(self) -> None:
             cycle, buffered = self.cycle, self.transport.get_write_buffer_size()

@@ -1,5 +1,6 @@
 """Requests that are nearly right, and bytes that are none: no 5xx, no engine lost, no bit of a canary moved."""
 
+import copy
 import json
 import random
 import socket
@@ -49,20 +50,24 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def odd(draw: random.Random) -> Any:
+    return copy.deepcopy(draw.choice(ODD))  # a later mutation may put something into it
+
+
 def other_value(draw: random.Random, body: dict[str, Any], others: list[dict[str, Any]]) -> None:
     container, key = draw.choice(places(body))
     kind = draw.randrange(5)
     if kind == 0:
         del container[key]
     elif kind == 1 and isinstance(container, dict):
-        container[draw.choice([name for other in others for name in other])] = draw.choice(ODD)
+        container[draw.choice([name for other in others for name in other])] = odd(draw)
     elif kind == 2:
         source, name = draw.choice(places(draw.choice(others)))
-        container[key] = source[name]
+        container[key] = copy.deepcopy(source[name])
     elif kind == 3:
         container[key] = [container[key]] * draw.choice([0, 1, 2, 70])
     else:
-        container[key] = draw.choice(ODD)
+        container[key] = odd(draw)
 
 
 def mutated(draw: random.Random) -> tuple[str, bytes]:

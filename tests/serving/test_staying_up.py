@@ -114,6 +114,25 @@ def test_a_client_that_does_not_read_ends_its_request() -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("rest", [b"", b"no request\r\n\r\n"], ids=["leaves", "sends what is no request"])
+def test_the_first_of_several_requests_of_a_connection_ends_with_it(rest: bytes, stream: bool) -> None:
+    """Without waiting for the first answer a client asks again, and is gone: nothing is drawn or sent any more."""
+    with scripted_server() as address, socket.create_connection(address) as connection:
+        body = json.dumps({"prompt": "x", "max_tokens": 2000, "stream": stream}).encode()
+        connection.sendall((HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body) * 2)
+        time.sleep(0.5)
+        if rest:
+            connection.sendall(rest)
+        else:
+            connection.close()
+        url = f"http://{address[0]}:{address[1]}/metrics"
+        end = time.monotonic() + 15
+        while "detcompile:requests_cancelled_total 1.0" not in httpx.get(url).text:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
 def test_who_reads_slowly_or_waits_is_not_cut_off() -> None:
     """A stream that lasts longer than a connection may stand still, and requests that come one after another."""
     with scripted_server() as address:

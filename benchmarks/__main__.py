@@ -11,7 +11,8 @@ import sys
 import torch
 
 SCRIPTS = (
-    "templates", "experts_and_quantized", "model", "dispatch", "serve", "memory", "speculation", "at_size", "cpu"
+    "templates", "training_ops", "experts_and_quantized", "model", "dispatch", "serve", "memory", "speculation",
+    "at_size", "cpu",
 )  # fmt: skip
 SEVERAL_GPUS = ("collectives",)
 

@@ -44,8 +44,14 @@ if TYPE_CHECKING:
     from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
     from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
     from detcompile.runtime.speculation.speculator import SpeculationConfig
+    from detcompile.training.gradient_norm import clip_grad_norm_
+    from detcompile.training.loading import trainer
+    from detcompile.training.optimizer import AdamW
+    from detcompile.training.policy_loss import policy_loss
+    from detcompile.training.trainer import Trainer
 
 __all__ = [
+    "AdamW",
     "ArchiveError",
     "Backend",
     "Certificate",
@@ -76,18 +82,23 @@ __all__ = [
     "ScheduleError",
     "SpeculationConfig",
     "StorageError",
+    "Trainer",
     "UncertifiedOp",
     "UnsupportedModel",
     "WorkerError",
+    "clip_grad_norm_",
     "compile",
     "export",
     "load",
     "load_model",
+    "policy_loss",
+    "trainer",
 ]
 
 __version__ = "0.1.0"
 
 PLACES = {  # modules of the public names
+    "AdamW": "detcompile.training.optimizer",
     "ArchiveError": "detcompile.errors",
     "Backend": "detcompile.passes.backend",
     "Certificate": "detcompile.passes.proof.certificate",
@@ -118,13 +129,17 @@ PLACES = {  # modules of the public names
     "ScheduleError": "detcompile.errors",
     "SpeculationConfig": "detcompile.runtime.speculation.speculator",
     "StorageError": "detcompile.errors",
+    "Trainer": "detcompile.training.trainer",
     "UncertifiedOp": "detcompile.errors",
     "UnsupportedModel": "detcompile.errors",
     "WorkerError": "detcompile.errors",
+    "clip_grad_norm_": "detcompile.training.gradient_norm",
     "compile": "detcompile.api",
     "export": "detcompile.exporting",
     "load": "detcompile.models.exported",
     "load_model": "detcompile.api",
+    "policy_loss": "detcompile.training.policy_loss",
+    "trainer": "detcompile.training.loading",
 }
 
 

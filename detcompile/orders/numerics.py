@@ -8,19 +8,32 @@ import functools
 import hashlib
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from detcompile.errors import InvalidInput, NumericsError
+from detcompile.orders.gradient_orders import Exact
 from detcompile.orders.matmul_orders import Blocked, EvenOdd, Sequential, Tree
 from detcompile.orders.row_orders import Row
 from detcompile.orders.token_orders import KV
 
-__all__ = ["KV_BLOCK", "Numerics", "kv_order", "matmul_order", "row_order", "state_order"]
+__all__ = [
+    "KEY_BLOCK",
+    "KV_BLOCK",
+    "Numerics",
+    "kv_order",
+    "matmul_order",
+    "row_order",
+    "state_order",
+    "token_product_order",
+    "token_row_order",
+]
 
 KV_BLOCK = 64  # keys that one step of the online softmax takes
+KEY_BLOCK = 128  # keys that one step of a query's gradient takes
 _TILE_BLOCK = 32  # k of AMX's tiles of bfloat16
+_FINEST_GRID, _COARSEST_GRID = -96, 0  # magnitudes up to 2^-45 and to 2^51
 _FP32_BLOCK = 128  # one long float32 chain is less accurate than cuBLAS, blocks of 128 are more
 
 
@@ -72,6 +85,12 @@ class Numerics:
     Attributes:
         tp_sizes: tensor-parallel sizes among which the bits stay equal; starts with 1, each divides the next.
         kv_chunk: keys in one attention chunk, counted from position 0; a multiple of 64.
+        token_leaf: tokens of one sequence whose gradient of a weight is one float32 sum; a multiple of 64.
+        token_grid: exponent of two to whose multiples such sums are rounded, so that they can be added exactly.
+        train_tp_sizes: tensor-parallel sizes of a trainer among which gradients stay equal; (1,) alone for now.
+
+    The last three decide the bits of gradients alone. They are part of a trainer's fingerprint and not of a compiled
+    model's: ``repr`` leaves them out, and ``for_training`` has all.
 
     Raises:
         NumericsError: when built, if a choice contradicts itself.
@@ -79,6 +98,9 @@ class Numerics:
 
     tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
     kv_chunk: int = 512
+    token_leaf: int = field(default=1024, repr=False)
+    token_grid: int = field(default=-44, repr=False)
+    train_tp_sizes: tuple[int, ...] = field(default=(1,), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tp_sizes", _checked_tp_sizes(self.tp_sizes))
@@ -87,6 +109,26 @@ class Numerics:
                 f"Numerics.kv_chunk={self.kv_chunk!r}: attention walks blocks of {KV_BLOCK} keys; use a positive "
                 f"multiple of {KV_BLOCK}, such as {_nearest_chunk(self.kv_chunk)}"
             )
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        leaf, grid, sizes = self.token_leaf, self.token_grid, self.train_tp_sizes
+        if type(leaf) is not int or leaf < 1 or leaf % KV_BLOCK:
+            raise NumericsError(
+                f"Numerics.token_leaf={leaf!r}: a leaf of a gradient's sum is whole blocks of {KV_BLOCK} tokens; use a "
+                f"positive multiple of {KV_BLOCK}, such as 1024"
+            )
+        if type(grid) is not int or not _FINEST_GRID <= grid <= _COARSEST_GRID:
+            raise NumericsError(
+                f"Numerics.token_grid={grid!r}: sums are rounded to multiples of 2^token_grid; use an integer from "
+                f"{_FINEST_GRID} to {_COARSEST_GRID}, such as -44"
+            )
+        if not isinstance(sizes, tuple | list) or tuple(sizes) != (1,):
+            raise NumericsError(
+                f"Numerics.train_tp_sizes={sizes!r}: a trainer has one tensor-parallel rank; use (1,), and shard it "
+                "with FSDP"
+            )
+        object.__setattr__(self, "train_tp_sizes", (1,))
 
     @property
     def leaves(self) -> int:
@@ -104,8 +146,13 @@ class Numerics:
         return self.radices[:level], self.radices[level:]
 
     def digest(self) -> str:
-        """sha256, in hex, of every choice; the same in every process."""
+        """sha256, in hex, of every choice that decides the bits of a forward; the same in every process."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def for_training(self) -> str:
+        """Every choice as text, as a trainer's fingerprint has them."""
+        choices = ", ".join(f"{choice.name}={getattr(self, choice.name)!r}" for choice in fields(self))
+        return f"Numerics({choices})"
 
 
 def matmul_order(
@@ -177,6 +224,22 @@ def state_order(length: int, device_type: str) -> Sequential | Row:
 def kv_order(numerics: Numerics) -> KV:
     """How attention walks the keys of a sequence."""
     return KV(numerics.kv_chunk, KV_BLOCK)
+
+
+def token_product_order(numerics: Numerics, dtype: torch.dtype, isa: str = "") -> Exact:
+    """How the gradient of a matrix sums over tokens; a leaf of fewer tokens is shorter, and otherwise the same.
+
+    Args:
+        dtype: dtype of the rows and of their gradients.
+        isa: the CPU's instruction set, as in ``matmul_order``.
+    """
+    leaf = matmul_order(numerics.token_leaf, dtype, (), isa)
+    return Exact(leaf, numerics.token_leaf, numerics.token_grid)
+
+
+def token_row_order(numerics: Numerics) -> Exact:
+    """How the gradient of what each token scales or looks up sums over tokens: a leaf is one row."""
+    return Exact(Sequential(1), 1, numerics.token_grid)
 
 
 def _cpu_lanes(length: int) -> int:

@@ -20,6 +20,10 @@ import detcompile.templates.rows.norms
 import detcompile.templates.rows.softmax
 import detcompile.templates.rows.sums
 import detcompile.templates.tokens.embedding
+import detcompile.templates.training.attention
+import detcompile.templates.training.logprobs
+import detcompile.templates.training.row_gradients
+import detcompile.templates.training.token_sums
 
 __all__ = ["ours"]
 

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders import KV, Blocked, EvenOdd, Row, Sequential, Tree, numerics
-from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order
+from detcompile.orders import KV, Blocked, EvenOdd, Exact, Row, Sequential, Tree, numerics
+from detcompile.orders.numerics import (
+    Numerics,
+    kv_order,
+    matmul_order,
+    row_order,
+    token_product_order,
+    token_row_order,
+)
 
 CHAINS = st.lists(st.integers(2, 4), max_size=4).map(
     lambda radices: tuple(itertools.accumulate(radices, lambda size, radix: size * radix, initial=1))
@@ -71,6 +78,33 @@ def test_a_broken_divisor_chain_is_refused(tp_sizes, message):
 def test_a_broken_chunk_is_refused(kv_chunk, such_as):
     with pytest.raises(NumericsError, match=f"kv_chunk={kv_chunk!r}: .* multiple of 64, such as {such_as}"):
         Numerics(kv_chunk=kv_chunk)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"token_leaf": 100}, r"token_leaf=100: .* multiple of 64, such as 1024"),
+        ({"token_leaf": 0}, "token_leaf=0: "),
+        ({"token_leaf": 1024.0}, r"token_leaf=1024\.0: "),
+        ({"token_grid": 1}, "token_grid=1: .* from -96 to 0, such as -44"),
+        ({"token_grid": -97}, "token_grid=-97: "),
+        ({"token_grid": -44.0}, r"token_grid=-44\.0: "),
+        ({"train_tp_sizes": (1, 2)}, r"train_tp_sizes=\(1, 2\): .* use \(1,\), and shard it"),
+        ({"train_tp_sizes": 1}, "train_tp_sizes=1: "),
+    ],
+)
+def test_broken_choices_of_gradients_are_refused(choice, message):
+    with pytest.raises(NumericsError, match=message):
+        Numerics(**choice)
+
+
+def test_choices_of_gradients_are_no_part_of_what_a_forward_is_fingerprinted_by():
+    choices = [Numerics(), Numerics(token_leaf=64), Numerics(token_grid=-40)]
+    assert {repr(choice) for choice in choices} == {"Numerics(tp_sizes=(1, 2, 4, 8), kv_chunk=512)"}
+    assert len({choice.digest() for choice in choices}) == 1
+    assert len({choice.for_training() for choice in choices}) == len(set(choices)) == 3
+    every = "tp_sizes=(1, 2, 4, 8), kv_chunk=512, token_leaf=1024, token_grid=-44, train_tp_sizes=(1,)"
+    assert Numerics(train_tp_sizes=[1]).for_training() == f"Numerics({every})"
 
 
 def test_numerics_cannot_be_changed_or_given_by_position():
@@ -191,3 +225,11 @@ def test_a_device_without_templates_is_refused():
 def test_kv_order_follows_the_declared_chunk():
     assert kv_order(Numerics()) == KV(512, 64)
     assert kv_order(Numerics(kv_chunk=128)) == KV(128, 64)
+
+
+def test_token_orders_follow_the_declared_leaf_and_grid():
+    choice = Numerics(token_leaf=256, token_grid=-40)
+    assert token_product_order(choice, torch.bfloat16) == Exact(Sequential(256), 256, -40)
+    assert token_product_order(choice, torch.bfloat16, "amx") == Exact(EvenOdd(256), 256, -40)
+    assert token_product_order(choice, torch.float32) == Exact(Blocked(256, 128), 256, -40)
+    assert token_row_order(choice) == Exact(Sequential(1), 1, -40)

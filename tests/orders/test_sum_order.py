@@ -7,7 +7,7 @@ import pytest
 import sympy
 
 from detcompile.errors import InvalidInput, NumericsError
-from detcompile.orders import KV, Blocked, EvenOdd, Experts, Row, Sequential, Tree
+from detcompile.orders import KV, Blocked, EvenOdd, Exact, Experts, Keys, Queries, Row, Sequential, Tree
 
 TOKENS = sympy.Symbol("tokens", integer=True, positive=True)
 
@@ -24,6 +24,10 @@ ORDERS = {
     Row(4096, 128, 8, (3, 2)): "Row(4096, lanes=128, vector=8, leaves=3x2)",
     KV(512): "KV(chunk=512, block=64)",
     Experts(8): "Experts(8)",
+    Exact(Sequential(1024), 1024, -44): "Exact(Sequential(1024), tokens=1024, grid=2^-44)",
+    Exact(Sequential(1024), 1024, -40): "Exact(Sequential(1024), tokens=1024, grid=2^-40)",
+    Keys(128): "Keys(block=128)",
+    Queries(4): "Queries(heads=4)",
     Sequential(TOKENS): "Sequential(tokens)",
     Sequential(sympy.Symbol("tokens")): "Sequential(tokens)",
 }
@@ -34,7 +38,7 @@ def test_orders_print_themselves():
 
 
 def test_orders_differ_and_so_do_their_digests():
-    assert len(ORDERS) == len({order.digest() for order in ORDERS}) == 14
+    assert len(ORDERS) == len({order.digest() for order in ORDERS}) == 18
     assert Tree(8, (2,), Sequential(4)).digest() == Tree(8, [2], Sequential(sympy.Integer(4))).digest()
     canonical = b"Tree(k=8, radices=(2), leaf=Sequential(k=4))"
     assert Tree(8, (2,), Sequential(4)).digest() == hashlib.sha256(canonical).hexdigest()
@@ -61,12 +65,16 @@ def test_a_sympy_number_is_a_number():
         KV(TOKENS),
         KV(64 * TOKENS),
         Experts(TOKENS),
+        Exact(Sequential(TOKENS), 64, -44),
+        Exact(Sequential(64), TOKENS, -44),
+        Keys(TOKENS),
+        Queries(TOKENS),
     ],
 )
 def test_an_order_states_its_symbols_wherever_they_hide(order):
     assert order.symbols == {TOKENS}
     assert "tokens" in str(order)
-    inputs = {Row: 1, Experts: 1, KV: 6}.get(type(order), 2)
+    inputs = {Row: 1, Experts: 1, Exact: 1, KV: 6}.get(type(order), 2)
     with pytest.raises(InvalidInput, match="sizes hold tokens"):
         order.evaluate(*[np.ones((1, 1))] * inputs)
 
@@ -89,6 +97,12 @@ def test_numbers_have_no_symbols():
         (lambda: Tree(8, (2, 0), Sequential(4)), "radices=0 must be"),
         (lambda: Row(8, 48), "lanes=48 is not a power of two"),
         (lambda: Row(8, 32, 3), "vector=3 is not a power of two"),
+        (lambda: Exact(Sequential(0), 64, -44), "Sequential: k=0"),
+        (lambda: Exact(Sequential(64), 0, -44), "Exact: tokens=0"),
+        (lambda: Exact(Sequential(64), 64, -150), "grid=-150 must be an exponent of two from -149 to 76"),
+        (lambda: Exact(Sequential(64), 64, -44.0), r"grid=-44\.0 must"),
+        (lambda: Keys(0), "Keys: block=0"),
+        (lambda: Queries(0), "Queries: heads=0"),
         (lambda: KV(100), "a chunk holds whole blocks; use a multiple of 64"),
     ],
 )
@@ -104,6 +118,8 @@ def test_an_impossible_order_is_refused(build, message):
         (lambda: Blocked(8).evaluate(np.ones((2, 8)), np.ones((2, 9))), "but the last dim of w holds 9"),
         (lambda: Row(8, 32).evaluate(np.ones((2, 9))), "but the last dim of terms holds 9"),
         (lambda: Experts(3).evaluate(np.ones((2, 9))), "but the first dim of partials holds 2"),
+        (lambda: Keys(64).evaluate(np.ones((2, 3)), np.ones((2, 4))), "but the last dim of ds holds 3"),
+        (lambda: Queries(3).evaluate(np.ones((2, 4, 4)), np.ones((2, 4, 8))), "but the first dim of weights holds 2"),
         (lambda: KV(64).evaluate(np.ones(4), np.ones((3, 4)), np.ones((3, 4)), 3, 0, 1.0), "position 3 has no key"),
         (lambda: Tree(12, (3, 2), Sequential(2)).subtree(2), "cannot be shared by 2 ranks, only by 1, 3, 6"),
         (lambda: Tree(12, (3, 2), Sequential(2)).combine([1.0] * 4), "shared by 4 ranks, only by 1, 3, 6"),

@@ -16,6 +16,7 @@ FAMILIES = {
     "rows": ["rows", "recurrences", "tokens", "collectives"],
     "products": ["matmul", "experts", "quantized"],
     "attention": ["attention"],
+    "training": ["training"],
 }
 
 

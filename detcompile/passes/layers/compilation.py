@@ -21,7 +21,7 @@ from detcompile.passes.proof.provenance import Rows
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.progress import stage
 
-__all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers"]
+__all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers", "role_of"]
 
 
 class Layered(NamedTuple):
@@ -57,9 +57,9 @@ def compile_layers(
         NotCut: layers read of each other something else than their rows.
     """
     whole, states = proved
-    regions = cut(gm, rows, owned_inputs(gm, inputs, owners))
+    regions = cut(gm, rows, owned_inputs(gm, inputs, owners), [owners.is_trained(given) for given in inputs])
     unrolled = unroll(regions, inputs, owners)
-    known_roles = {node.name: _role(node, state) for node, state in states.items() if node.op != "placeholder"}
+    known_roles = {node.name: role_of(node, state) for node, state in states.items() if node.op != "placeholder"}
     certificates: dict[int, Certificate] = {}
     runs: dict[int, Run] = {}
     by_form: dict[str, Run] = {}
@@ -105,8 +105,8 @@ def inputs_of_all_layers(
     return found
 
 
-def _role(node: fx.Node, state: Any) -> Role:
-    """The role of a value that another region made."""
+def role_of(node: fx.Node, state: Any) -> Role:
+    """The role, in a graph, of a value that another one made."""
     spaces: dict[int, str] = {}
     if isinstance(state, Rows) and isinstance(node.meta.get("val"), torch.Tensor):
         sizes = shape_of(node)

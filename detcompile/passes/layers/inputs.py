@@ -28,12 +28,18 @@ class LayerInputs:
         repeats: structures of the layers.
         step: an example with the caches of all layers.
         groups: KV groups of all layers.
+        trains: the weights are to be trained.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], repeats: Repeats, step: StepInputs, groups: Sequence[KVGroup]
+        self,
+        layers: Sequence[nn.Module],
+        repeats: Repeats,
+        step: StepInputs,
+        groups: Sequence[KVGroup],
+        trains: bool = False,
     ) -> None:
-        self.repeats = repeats
+        self.repeats, self._trains = repeats, trains
         self._step = step
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._weights = [dict((*layer.named_parameters(), *layer.named_buffers())) for layer in layers]
@@ -49,6 +55,10 @@ class LayerInputs:
     def is_owned(self, given: Any) -> bool:
         """Whether an input belongs to some layer, or to the layers of a group."""
         return id(given) in self._owned
+
+    def is_trained(self, given: Any) -> bool:
+        """Whether an input is a weight that is to be trained."""
+        return self._trains and isinstance(given, nn.Parameter)
 
     def require_joinable(self, groups: Sequence[Sequence[Any]]) -> None:
         """Ask that the weights of each group, which become one, belong to one layer, or all to none.

@@ -37,6 +37,8 @@ __all__ = [
     "matmul",
     "of_experts",
     "paged_attention",
+    "require_heads_of_tokens",
+    "require_per_head",
     "rope_cache",
     "row_by_row",
     "row_reduced",
@@ -170,22 +172,23 @@ def paged_attention(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
     _require_step({name: kwargs[name] for name in METADATA}, cache.group, ctx)
-    _require_per_head(kwargs.get("sinks"), kwargs.get("alibi_slopes"), ctx=ctx)
+    require_per_head(kwargs.get("sinks"), kwargs.get("alibi_slopes"), ctx=ctx)
     heads = [ctx.rows(kwargs[name]) for name in ("q", "k", "v")]
     for value in heads:
-        _require_heads_of_tokens(value)
+        require_heads_of_tokens(value)
     if kwargs.get("relative_bias") is not None:
-        _require_heads_of_tokens(ctx.rows(kwargs["relative_bias"]))
+        require_heads_of_tokens(ctx.rows(kwargs["relative_bias"]))
     out = Rows((heads[0].dims[0], heads[0].dims[1], heads[2].dims[2]))
     return (out, *(ctx.states[base] for base in kwargs["_all_bases"]))
 
 
-def _require_heads_of_tokens(value: Rows) -> None:
+def require_heads_of_tokens(value: Rows) -> None:
+    """Refuse what is not [tokens, heads, features]."""
     if [axis.row for axis in value.dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in value.dims[1:]):
         raise Refusal(f"attention over {[describe(dim) for dim in value.dims]} instead of [tokens, heads, features]")
 
 
-def _require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
+def require_per_head(sinks: Any = None, alibi_slopes: Any = None, *, ctx: Context) -> None:
     """Sinks and slopes are of the heads alone: one value for every row."""
     for name, values in (("sinks", sinks), ("slopes", alibi_slopes)):
         if values is not None:
@@ -197,7 +200,7 @@ def rope_cache(node: fx.Node, ctx: Context) -> tuple[Any, ...]:
     kwargs = node.kwargs
     cache, _ = _written_caches(node, ctx)
     _require_step({"slot_mapping": kwargs["slot_mapping"]}, cache.group, ctx)
-    _require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
+    require_per_head(kwargs["q_weight"], kwargs["k_weight"], ctx=ctx)
     for name in ("q", "k", "v", "cos", "sin"):
         dims = ctx.rows(kwargs[name]).dims
         if [axis.row for axis in dims[0]] != ["tokens"] or not all(is_feature(dim) for dim in dims[1:]):
@@ -217,11 +220,11 @@ def cached_attention(node: fx.Node, ctx: Context) -> Rows:
     if (k.part, v.part) != ("k_caches", "v_caches") or k.index != v.index:
         raise Refusal(f"keys are read from {k.part}[{k.index}], values from {v.part}[{v.index}]")
     _require_step(dict(zip(list(METADATA)[1:], node.args[3:6], strict=True)), k.group, ctx)
-    _require_per_head(*node.args[10:12], ctx=ctx)
+    require_per_head(*node.args[10:12], ctx=ctx)
     q = ctx.rows(node.args[0])
-    _require_heads_of_tokens(q)
+    require_heads_of_tokens(q)
     if len(node.args) > 13 and node.args[13] is not None:
-        _require_heads_of_tokens(ctx.rows(node.args[13]))
+        require_heads_of_tokens(ctx.rows(node.args[13]))
     return Rows((*q.dims[:2], created([sympy_size(node.meta["val"].shape[2])], {}).dims[0]))
 
 
@@ -229,7 +232,7 @@ def dense_attention(node: fx.Node, ctx: Context) -> Rows:
     """Row t of a sequence reads its rows up to t: by the template's contract, and only if t counts tokens in order."""
     if ctx.packed:
         raise Refusal("attention outside the attention interface reads the step's tokens as one sequence")
-    _require_per_head(*node.args[7:9], ctx=ctx)
+    require_per_head(*node.args[7:9], ctx=ctx)
     q, k, v = (ctx.rows(arg) for arg in node.args[:3])
     biases = [ctx.rows(arg) for arg in node.args[10:11] if arg is not None]
     for value in (q, k, v, *biases):

@@ -13,8 +13,17 @@ import sympy
 import torch
 from torch import fx
 
-from detcompile.orders import Sequential
-from detcompile.orders.numerics import Numerics, kv_order, matmul_order, row_order, state_order
+from detcompile.orders import Keys, Sequential
+from detcompile.orders.numerics import (
+    KEY_BLOCK,
+    Numerics,
+    kv_order,
+    matmul_order,
+    row_order,
+    state_order,
+    token_product_order,
+    token_row_order,
+)
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import FUNCTIONALIZED, arguments_of, operation_of, shape_of
 from detcompile.passes.proof.collective_rules import (
@@ -23,6 +32,7 @@ from detcompile.passes.proof.collective_rules import (
     matmul_all_reduce,
     tree_all_reduce,
 )
+from detcompile.passes.proof.gradient_rules import gradient, packed_attention
 from detcompile.passes.proof.indexing_rules import embedding
 from detcompile.passes.proof.pointwise import pointwise
 from detcompile.passes.proof.provenance import Refusal, Rule
@@ -64,9 +74,10 @@ def order_of_product(node: fx.Node, numerics: Numerics) -> SumOrder:
 def order_of_row(node: fx.Node, numerics: Numerics) -> SumOrder:
     """A reduction of rows: over the last dimension, whole or in the declared leaves."""
     given = arguments_of(node)
-    value = given["x"].meta["val"]
+    (rows,) = (given[name] for name in ("x", "y", "logits") if name in given)
+    value = rows.meta["val"]
     radices = _declared(given.get("radices") or (), numerics)
-    return row_order(_static(shape_of(given["x"])[-1]), value.device.type, radices, value.dtype)
+    return row_order(_static(shape_of(rows)[-1]), value.device.type, radices, value.dtype)
 
 
 def order_of_head_norm(node: fx.Node, numerics: Numerics) -> SumOrder | None:
@@ -84,6 +95,12 @@ def order_of_attention(node: fx.Node, numerics: Numerics) -> SumOrder:
     if chunk != numerics.kv_chunk:
         raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
     return kv_order(numerics)
+
+
+def order_of_attention_gradients(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The gradients of queries, over keys; those of keys and values are in the order Queries, by the same template."""
+    order_of_attention(node, numerics)
+    return Keys(KEY_BLOCK)
 
 
 def order_of_convolution(node: fx.Node, numerics: Numerics) -> SumOrder:
@@ -109,6 +126,25 @@ def order_of_partial(node: fx.Node, numerics: Numerics) -> SumOrder:
     given = arguments_of(node)
     trees = [arguments_of(user)["radices"] for user in node.users]
     return _shared(given["x"], given["radices"], given["tp"], trees, numerics)
+
+
+def order_of_tokens(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The gradient of a matrix: over tokens, in leaves of the declared length on the declared grid."""
+    value = _on_declared_grid(node, numerics)["g"].meta["val"]
+    return token_product_order(numerics, value.dtype, isa_of(value.device))
+
+
+def order_of_token_rows(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The gradient of what each token scales or looks up: over tokens, on the declared grid."""
+    _on_declared_grid(node, numerics)
+    return token_row_order(numerics)
+
+
+def _on_declared_grid(node: fx.Node, numerics: Numerics) -> Mapping[str, Any]:
+    given = arguments_of(node)
+    if given["grid"] != numerics.token_grid:
+        raise Refusal(f"a sum over tokens on the grid 2^{given['grid']}, declared is 2^{numerics.token_grid}")
+    return given
 
 
 def _shared(
@@ -157,13 +193,17 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.expert_matmul.default: Template("template", rows=expert_matmul, order=order_of_product),
     ours.expert_matmul_partial.default: Template("collective", rows=expert_matmul_partial, order=order_of_partial),
     ours.gated_matmul.default: Template("template", rows=gated_matmul, order=order_of_product),
+    ours.layer_norm_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.layer_norm.default: Template("template", rows=row_by_row, order=order_of_row),
     ours.linear_recurrence.default: Template("recurrence", rows=packed_recurrence(SCAN), order=order_of_state),
     ours.log_softmax.default: Template("template", rows=row_by_row, order=order_of_row),
     ours.logsumexp.default: Template("template", rows=row_reduced, order=order_of_row),
     ours.matmul.default: Template("template", rows=matmul, order=order_of_product),
     ours.matmul_all_reduce.default: Template("collective", rows=matmul_all_reduce, order=order_of_ranks),
+    ours.packed_attention.default: Template("attention", rows=packed_attention, order=order_of_attention),
+    ours.packed_attention_backward.default: Template("attention", rows=gradient, order=order_of_attention_gradients),
     ours.paged_attention.default: Template("attention", rows=paged_attention, order=order_of_attention),
+    ours.rms_norm_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.rms_norm.default: Template("template", rows=row_by_row, order=order_of_row),
     ours.rope_cache.default: Template("template", rows=rope_cache, order=order_of_head_norm),
     ours.row_sum.default: Template("template", rows=row_reduced, order=order_of_row),
@@ -171,7 +211,13 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.running_max.default: Template("recurrence", rows=packed_recurrence(GREATEST), order=sums_nothing),
     ours.sharded_embedding.default: Template("collective", rows=embedding, order=sums_nothing),
     ours.silu_mul.default: Template("template", rows=pointwise, order=sums_nothing),
+    ours.softmax_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.softmax.default: Template("template", rows=row_by_row, order=order_of_row),
+    ours.token_logprobs_backward.default: Template("template", rows=gradient, order=order_of_row),
+    ours.token_logprobs.default: Template("template", rows=gradient, order=order_of_row),
+    ours.token_matmul.default: Template("template", rows=gradient, order=order_of_tokens),
+    ours.token_scatter.default: Template("template", rows=gradient, order=order_of_token_rows),
+    ours.token_sum.default: Template("template", rows=gradient, order=order_of_token_rows),
     ours.tree_all_reduce.default: Template("collective", rows=tree_all_reduce, order=sums_nothing),
     ours.wkv.default: Template("recurrence", rows=packed_recurrence(AVERAGE), order=sums_nothing),
 }

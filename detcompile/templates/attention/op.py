@@ -32,7 +32,14 @@ from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.attention.scores import RULE, AttentionRule
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["dense_attention_cpu", "holds_copies", "paged_attention_cpu", "reference_attention"]
+__all__ = [
+    "CpuScores",
+    "check_heads",
+    "dense_attention_cpu",
+    "holds_copies",
+    "paged_attention_cpu",
+    "reference_attention",
+]
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -71,7 +78,7 @@ def paged_attention_cpu(
         InvalidInput: tensors that do not fit together, or metadata that points outside the caches; nothing is written.
         NumericsError: kv_chunk is not a multiple of 64.
     """
-    _check_heads("paged_attention", q, k, v, rule.kv_chunk, 3)
+    check_heads("paged_attention", q, k, v, rule.kv_chunk, 3)
     rule.check("detcompile::paged_attention", q, q.shape[1])
     T, Hq, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[2]
@@ -82,7 +89,7 @@ def paged_attention_cpu(
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     S, max_blocks = step.block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *caches.k.stride()[:3], *caches.v.stride()[:3])
-    given, limits = _CpuScores(rule), (rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
+    given, limits = CpuScores(rule), (rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
     sizes = (T, S, Hq, Hkv, D, Dv, num_blocks, block_size, max_blocks, *limits, given.extent, len(slot_mapping))
     where = ctypes.c_int64()
     fault = cpu_library.library(isa).detcompile_paged_attention(
@@ -105,7 +112,7 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
         InvalidInput: tensors that do not fit together.
         NumericsError: kv_chunk is not a multiple of 64.
     """
-    _check_heads("dense_attention", q, k, v, rule.kv_chunk, 4)
+    check_heads("dense_attention", q, k, v, rule.kv_chunk, 4)
     rule.check("detcompile::dense_attention", q, q.shape[1])
     B, Hq, T, D = q.shape
     Hkv, Dv = v.shape[1], v.shape[3]
@@ -116,7 +123,7 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
         )
     out = torch.empty((B, Hq, T, Dv), dtype=q.dtype)
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
-    given = _CpuScores(rule)
+    given = CpuScores(rule)
     cpu_library.library(isa).detcompile_dense_attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         (ctypes.c_int64 * 9)(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), B, T, Hq, Hkv, D, Dv,
@@ -183,7 +190,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) ->
     return torch.softmax(scores, -1)[..., : k.shape[2]] @ v
 
 
-class _CpuScores:
+class CpuScores:
     """The fields of struct Scores of attention_scores.h; holds the memory that its addresses point to.
 
     Attributes:
@@ -217,7 +224,8 @@ def _unit_last_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, kv_chunk: int, dims: int) -> None:
+def check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, kv_chunk: int, dims: int) -> None:
+    """Raises for heads that do not fit together, [T, heads, width] or [B, heads, T, width], and for a bad kv_chunk."""
     if not q.dim() == k.dim() == v.dim() == dims:
         raise InvalidInput(f"detcompile::{op}: q, k and v have {q.dim()}, {k.dim()}, {v.dim()} dims; give them {dims}.")
     fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[0] == k.shape[0]

@@ -61,7 +61,7 @@ EXPORT void detcompile_dense_attention(const char* q, const char* k, const char*
   int64_t bytes = item_size(dtype);
   for (int64_t b = 0; b < B; b++)
     sequences.push_back({q + b * strides[0] * bytes, k + b * strides[3] * bytes, v + b * strides[6] * bytes,
-                         out + b * Hq * T * Dv * bytes, nullptr, T, 0, relative ? relative + b * Hq * T * extent : nullptr});
+                         out + b * Hq * T * Dv * bytes, nullptr, T, 0, relative ? relative + b * Hq * T * extent : nullptr, nullptr});
   attend(h, sequences, num_threads);
 }
 
@@ -89,7 +89,7 @@ EXPORT int64_t detcompile_paged_attention(const char* q, const char* k, const ch
     int64_t first = cu_seqlens[s], num_queries = cu_seqlens[s + 1] - first;
     sequences.push_back({q + first * strides[0] * bytes, k_cache, v_cache, out + first * Hq * Dv * bytes,
                          block_table + s * meta.max_blocks, num_queries, seq_lens[s] - num_queries,
-                         relative ? relative + first * Hq * sizes[12] : nullptr});
+                         relative ? relative + first * Hq * sizes[12] : nullptr, nullptr});
   }
   attend(h, sequences, num_threads);
   int64_t used = cu_seqlens[S];

@@ -35,6 +35,7 @@ struct Sequence {
   const int32_t* table;  // null: keys are contiguous
   int64_t num_queries, first_position;
   const float* relative;  // biases of its first query, or null
+  float* lse;             // [num_queries, Hq]: gets the logarithm of each row's sum of exponentials, or null
 };
 
 // Keys [begin, end) of a block, as a row sees them; without any, both may lie outside of the block

@@ -38,6 +38,9 @@ struct Scores {
   int64_t extent;       // distances that a query has a bias for, the first of them 0
 
   bool plain() const { return c == 1.0f; }
+  float log_sum(float maximum, float sum) const {  // in natural units
+    return float(double(maximum) * (plain() ? 0.69314718055994530942 : 1.0) + log_of(sum));
+  }
   // of keys at `distance` and nearer, one less a lane; 0 past the extent, and for keys that are not visible
   Vec biases(const float* relative, int64_t distance) const {
     float found[kLanes];

@@ -255,6 +255,7 @@ struct Tile {
     for (int64_t row = 0; row < row_tiles.rows; row++) {
       // a sink is one more key, without a value; where it dwarfs all others, infinity makes a row of zeros
       if (h.scores.sinks) l_total[row] = l_total[row] + power(h.scores.sinks[head(row)] - m_total[row]);
+      if (s.lse) s.lse[(task.begin + row / h.group()) * h.Hq + head(row)] = h.scores.log_sum(m_total[row], l_total[row]);
       int64_t index = (task.begin + row / h.group()) * h.out_token_stride + head(row) * h.out_head_stride;
       for (int64_t d = 0; d < h.Dv; d += kLanes) {
         Vec y = load(o_total + row * Dv_padded + d) / splat(l_total[row]) + splat(0.0f);

@@ -159,7 +159,7 @@ bool is_list(const Tensor& tensor, ScalarType dtype) {
   return tensor.dim() == 1 && tensor.scalar_type() == dtype && tensor.is_contiguous();
 }
 
-// As _check_heads, _check_caches and _check_metadata of templates/attention/op.py
+// As check_heads, _check_caches and _check_metadata of templates/attention/op.py
 bool heads_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
   for (const Tensor* rows : {&q, &k, &v}) {
     if (rows->dim() != 3 || rows->numel() == 0 || rows->stride(2) != 1) return false;

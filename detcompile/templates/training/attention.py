@@ -1,0 +1,242 @@
+"""packed_attention and its gradients: causal attention of whole sequences that lie behind each other, without a cache.
+
+Legend: T tokens, S sequences, Hq Hkv query and key heads (Hkv divides Hq), D Dv head dims.
+
+    out, lse = packed_attention(q, k, v, cu_seqlens, rule)
+    dq, dk, dv, sink_rows = packed_attention_backward(g, q, k, v, out, lse, cu_seqlens, rule)
+
+out [T, Hq, Dv] has the bytes of paged_attention, in the order KV; lse [T, Hq] is the logarithm of each row's sum of
+exponentials, a sink's among them, float32. The gradients, float32 inside, rounded once to the dtype of q:
+
+    P  = e^(score - lse), and 0 where a key is not seen;    delta = sum of g * out, in row_order of Dv
+    dS = P * (g v - delta), times 1 - tanh^2 under a soft cap
+    dq = scale * (dS k), over keys in the order Keys;  dk = scale * (dS q), dv = P g, over queries in the order Queries
+
+P and dS are rounded to the dtype of q before these products. sink_rows [T, Hq] float32 are -e^(sink - lse) * delta: the
+gradient of a sink is their token_sum; without sinks there are none, [0, Hq]. ALiBi's slopes have no gradient.
+
+A row of dq depends on its sequence up to its own token, a row of dk and dv on its sequence from its own token on; what
+else is packed, and where, does not matter. Rows past cu_seqlens[S] are padding and get zeros.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.attention.op import CpuScores, check_heads
+from detcompile.templates.attention.scores import RULE, AttentionRule
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.training.attention_gpu import packed_attention_backward_cuda, packed_attention_cuda
+
+__all__ = [
+    "Attended",
+    "packed_attention_backward_cpu",
+    "packed_attention_cpu",
+    "reference_packed_attention",
+]
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    f"packed_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, {RULE}) -> (Tensor, Tensor)", tags=_TAGS
+)
+_LIBRARY.define(
+    "packed_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, "
+    f"{RULE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+class Attended(NamedTuple):
+    """What a forward was given and what it gave, as its backward takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def packed_attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule, *, isa: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The op on the CPU: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cu_seqlens [S + 1] int32 -> out, lse.
+
+    Raises:
+        InvalidInput: tensors that do not fit together.
+        NumericsError: kv_chunk is not a multiple of 64.
+    """
+    check_packed("packed_attention", q, k, v, cu_seqlens, rule)
+    q, k, v, cu_seqlens = (tensor.contiguous() for tensor in (q, k, v, cu_seqlens))
+    out, lse = _like_forward(q, v)
+    given = CpuScores(rule)
+    sizes = (*_sizes(q, v, cu_seqlens), rule.sliding_window, rule.kv_chunk, rule.attention_chunk)
+    bad = cpu_library.library(isa).detcompile_packed_attention(
+        *(tensor.data_ptr() for tensor in (q, k, v, cu_seqlens, out, lse)), (ctypes.c_int64 * 9)(*sizes),
+        *given.addresses, given.extent, cpu_library.dtype_code(q), cpu_library.thread_count(),
+    )  # fmt: skip
+    _require_placed("packed_attention", bad, q.shape[0])
+    return out, lse
+
+
+def packed_attention_backward_cpu(
+    g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule, *, isa: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op on the CPU: g [T, Hq, Dv] -> dq, dk and dv like q, k and v, and sink_rows [T or 0, Hq] float32.
+
+    Raises:
+        InvalidInput: tensors that do not fit together, or biases by distance, which have no gradient here.
+        NumericsError: kv_chunk is not a multiple of 64.
+    """
+    check_gradient(g, given, cu_seqlens, rule)
+    g, cu_seqlens = g.contiguous(), cu_seqlens.contiguous()
+    q, k, v, out, lse = (tensor.contiguous() for tensor in given)
+    dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
+    sink_rows = torch.zeros(0 if rule.sinks is None else len(q), q.shape[1])
+    heads = (rule.alibi_slopes, rule.sinks)
+    slopes, sinks = (None if values is None else values.float().contiguous() for values in heads)
+    scalars = (ctypes.c_float * 4)(rule.pre_scale, rule.softcap, math.log2(math.e), rule.scale)
+    sizes = (ctypes.c_int64 * 8)(*_sizes(q, v, cu_seqlens), rule.sliding_window, rule.attention_chunk)
+    bad = cpu_library.library(isa).detcompile_packed_attention_backward(
+        *(tensor.data_ptr() for tensor in (g, q, k, v, out, lse, cu_seqlens, dq, dk, dv)),
+        None if sinks is None else sink_rows.data_ptr(), sizes, scalars,
+        *(None if values is None else values.data_ptr() for values in (slopes, sinks)),
+        cpu_library.dtype_code(q), cpu_library.thread_count(),
+    )  # fmt: skip
+    _require_placed("packed_attention_backward", bad, q.shape[0])
+    return dq, dk, dv, sink_rows
+
+
+def _packed_attention_cuda(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    check_packed("packed_attention", q, k, v, cu_seqlens, rule)
+    return packed_attention_cuda(q, k, v, cu_seqlens, rule)
+
+
+def _packed_attention_backward_cuda(
+    g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_gradient(g, given, cu_seqlens, rule)
+    return packed_attention_backward_cuda(g, given, cu_seqlens, rule)
+
+
+def _flat(attend: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, v, cu_seqlens, *rule: attend(q, k, v, cu_seqlens, AttentionRule(*rule))
+
+
+def _flat_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda g, q, k, v, out, lse, cu_seqlens, *rule: backward(
+        g, Attended(q, k, v, out, lse), cu_seqlens, AttentionRule(*rule)
+    )
+
+
+_LIBRARY.impl("packed_attention", _flat(packed_attention_cpu), "CPU")
+_LIBRARY.impl("packed_attention", _flat(_packed_attention_cuda), "CUDA")
+_LIBRARY.impl("packed_attention_backward", _flat_backward(packed_attention_backward_cpu), "CPU")
+_LIBRARY.impl("packed_attention_backward", _flat_backward(_packed_attention_backward_cuda), "CUDA")
+
+
+@torch.library.register_fake("detcompile::packed_attention", lib=_LIBRARY)
+def _(q, k, v, *rest):
+    return _like_forward(q, v)
+
+
+@torch.library.register_fake("detcompile::packed_attention_backward", lib=_LIBRARY)
+def _(g, q, k, v, out, lse, cu_seqlens, *rule):
+    sinks = AttentionRule(*rule).sinks
+    rows = lse.new_empty(lse.shape if sinks is not None else (0, q.shape[1]))
+    return (*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), rows)
+
+
+def _like_forward(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window, ctx.chunk, ctx.cap, sinks, slopes, ctx.attention_chunk, bias = inputs
+    ctx.save_for_backward(*tensors, *output, sinks, slopes, bias)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, g: Tensor, _lse: Tensor) -> tuple[Any, ...]:
+    q, k, v, cu_seqlens, out, lse, sinks, slopes, bias = ctx.saved_tensors
+    rule = AttentionRule(ctx.scale, ctx.window, ctx.chunk, ctx.cap, sinks, slopes, ctx.attention_chunk, bias)
+    dq, dk, dv, rows = torch.ops.detcompile.packed_attention_backward(g, q, k, v, out, lse, cu_seqlens, *rule)
+    d_sinks = None if sinks is None else torch.ops.detcompile.token_sum(rows).to(sinks.dtype)
+    return dq, dk, dv, None, None, None, None, None, d_sinks, None, None, None
+
+
+torch.library.register_autograd("detcompile::packed_attention", _backward, setup_context=_setup, lib=_LIBRARY)
+
+
+def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Tensor:
+    """The value of ``out`` in float64, unrounded, with gradients of torch's own."""
+    groups = q.shape[1] // k.shape[1]
+    parts = []
+    for start, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]):
+        own = (tensor[start:end].double().transpose(0, 1) for tensor in (q, k, v))
+        q_, k_, v_ = (tensor.repeat_interleave(count, 0) for tensor, count in zip(own, (1, groups, groups)))
+        position = torch.arange(end - start, device=q.device)
+        distance = position[:, None] - position
+        hidden = distance < 0
+        if rule.sliding_window:
+            hidden = hidden | (distance >= rule.sliding_window)
+        if rule.attention_chunk:
+            hidden = hidden | (position[:, None] // rule.attention_chunk != position // rule.attention_chunk)
+        scores = q_ @ k_.transpose(1, 2) * rule.scale
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        if rule.alibi_slopes is not None:
+            scores = scores - rule.alibi_slopes.double()[:, None, None] * distance
+        scores = scores.masked_fill(hidden, -math.inf)
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.double()[:, None, None].expand(-1, end - start, 1)], -1)
+        parts.append((torch.softmax(scores, -1)[..., : end - start] @ v_).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def check_packed(op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> None:
+    """Raises for operands of packed attention that do not fit together."""
+    check_heads(op, q, k, v, rule.kv_chunk, 3)
+    rule.check(f"detcompile::{op}", q, q.shape[1])
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0 or cu_seqlens.dtype != torch.int32:
+        raise InvalidInput(
+            f"detcompile::{op}: cu_seqlens {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} must be [S + 1] int32, where "
+            "each sequence begins and the last one ends."
+        )
+
+
+def check_gradient(g: Tensor, given: Attended, cu_seqlens: Tensor, rule: AttentionRule) -> None:
+    """Raises for operands of packed attention's backward that do not fit together."""
+    q, k, v, out, lse = given
+    check_packed("packed_attention_backward", q, k, v, cu_seqlens, rule)
+    shape = (*q.shape[:2], v.shape[2])
+    if not g.shape == out.shape == shape or g.dtype != q.dtype or out.dtype != q.dtype or lse.shape != shape[:2]:
+        raise InvalidInput(
+            f"detcompile::packed_attention_backward: g {g.dtype} {tuple(g.shape)} and out {out.dtype} "
+            f"{tuple(out.shape)} must be {q.dtype} {shape}, and lse {tuple(lse.shape)} {shape[:2]}. Pass what "
+            "packed_attention gave."
+        )
+    if rule.relative_bias is not None:
+        raise InvalidInput(
+            "detcompile::packed_attention_backward: biases by distance have no gradient here. Train a model without "
+            "relative_bias."
+        )
+
+
+def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
+    return (q.shape[0], len(cu_seqlens) - 1, q.shape[1], v.shape[1], q.shape[2], v.shape[2])
+
+
+def _require_placed(op: str, bad: int, T: int) -> None:
+    if bad >= 0:
+        raise InvalidInput(
+            f"detcompile::{op}: cu_seqlens must start at 0 and ascend to at most T = {T}; it does not at sequence "
+            f"{bad}. Take it from training.packing.packed_step."
+        )

@@ -1,0 +1,82 @@
+"""Schedules of packed attention's gradients: which exist for a problem, the likely fastest first.
+
+A schedule never decides bits; `templates.device.gate` sees to that.
+"""
+
+import functools
+from dataclasses import dataclass
+
+__all__ = ["GradientProblem", "GradientTiles", "candidates", "reference_tiles"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientProblem:
+    """All that a choice of schedules may depend on.
+
+    Attributes:
+        of_keys: whether the gradients of keys and values are wanted, and not that of queries.
+        dtype: name of the dtype of queries, keys and values.
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        d: head dim of queries and keys.
+        dv: head dim of values.
+        windowed: whether a query sees a limited number of tokens.
+        chunked: whether what is windowed are chunks of tokens.
+        needs_scores: see scores.AttentionRule.
+        capped: whether scores have a soft cap.
+        alibi: whether scores have slopes.
+    """
+
+    of_keys: bool
+    dtype: str
+    heads: int
+    kv_heads: int
+    d: int
+    dv: int
+    windowed: bool
+    chunked: bool
+    needs_scores: bool
+    capped: bool
+    alibi: bool
+
+    def __str__(self) -> str:
+        flags = ("windowed", "chunked", "needs_scores", "capped", "alibi")
+        words = [flag for flag in flags if getattr(self, flag)]
+        kind = "dk dv" if self.of_keys else "dq"
+        return " ".join([f"{kind} {self.dtype} {self.heads}/{self.kv_heads} d={self.d}/{self.dv}", *words])
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTiles:
+    """Queries and keys of a tile, warps of a program, and tiles that are in flight.
+
+    Of dq both divide 128, and a tile has 64 keys at most: Triton would add the one product of a block of 128 to the
+    running sum inside of the product, which is another order.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"gradient-{self.block_m}x{self.block_n}-w{self.warps}s{self.stages}"
+
+
+def reference_tiles(problem: GradientProblem) -> GradientTiles:
+    """The schedule whose bits the gate asks of all others."""
+    return GradientTiles(16, 16, 4, 1) if problem.dtype == "float32" else GradientTiles(32, 32, 4, 1)
+
+
+@functools.cache
+def candidates(problem: GradientProblem) -> tuple[GradientTiles, ...]:
+    """Schedules for this problem, the likely fastest first."""
+    if problem.dtype == "float32":
+        rows = [(32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)]
+    elif max(problem.d, problem.dv) > 128:
+        rows = [(64, 64, 8, 1), (32, 64, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
+    elif problem.of_keys:
+        rows = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)]
+    else:
+        rows = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 4, 1)]
+    return tuple(GradientTiles(*row) for row in rows)

@@ -1,0 +1,96 @@
+"""ExactnessGuard: whether the sums that made each parameter's gradient were exact; those that may not be are refused.
+
+Gradients of weights are sums of multiples of 2^grid in float64, exact up to 2^(53 + grid). A template sees to its own
+sum: an element whose terms have magnitudes of more than 2^(51 + grid) together comes back as +inf. (A term that is not
+finite makes NaN of it, so that +inf says nothing else.) What is added to it afterwards, of other micro-batches and of
+other ranks, is bounded by the guard: it adds up the largest magnitude of each.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from detcompile.errors import NumericsError
+
+__all__ = ["ExactnessGuard", "limit_of", "magic_of"]
+
+
+def magic_of(grid: int) -> float:
+    """What is added to a float64 and taken away again, to round it to a multiple of 2^grid."""
+    return 1.5 * 2.0 ** (52 + grid)
+
+
+def limit_of(grid: int) -> float:
+    """What the magnitudes of the terms of one sum may add up to."""
+    return float(2.0 ** (51 + grid))
+
+
+class ExactnessGuard:
+    """Bounds of the gradients of named parameters since the last ``clear``.
+
+    Args:
+        names: names of the parameters, the same in the same order on every rank.
+        grid: ``Numerics.token_grid``.
+    """
+
+    def __init__(self, names: Sequence[str], grid: int) -> None:
+        self.names, self.grid = tuple(names), grid
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._bounds: dict[int, Tensor] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Count one gradient of a parameter, float64 of any shape; the host does not wait for the device."""
+        place = self._places[name]
+        largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
+        self._bounds[place] = largest + self._bounds[place] if place in self._bounds else largest
+
+    def forget(self, name: str) -> None:
+        """Start anew with one parameter, whose gradient was set to None."""
+        self._bounds.pop(self._places[name], None)
+
+    def clear(self) -> None:
+        """Start anew, as after an optimizer's step."""
+        self._bounds.clear()
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """The bound of each parameter [P] float64, of this rank alone; add those of all ranks before ``require``."""
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([self._bounds.get(place, nothing) for place in range(len(self.names))])
+
+    def require(self, bounds: Tensor) -> None:
+        """Refuse the gradients of parameters whose bounds [P] are beyond exactness.
+
+        Raises:
+            NumericsError: names the first of these parameters, and how many there are.
+        """
+        limit = limit_of(self.grid)
+        beyond = [(name, bound) for name, bound in zip(self.names, bounds.tolist(), strict=True) if bound > limit]
+        if not beyond:
+            return
+        (name, bound), others = beyond[0], len(beyond) - 1
+        of_others = f", and so of {others} other parameters" if others else ""
+        what = f"may reach {bound:.3g}" if bound != float("inf") else f"exceed {limit:g}"
+        raise NumericsError(
+            f"the sums that make the gradient of {name} {what}; multiples of 2^{self.grid} are added exactly up to "
+            f"{limit:g}{of_others}. Divide the loss by the number of its tokens, or choose a coarser "
+            "Numerics(token_grid=...)"
+        )
+
+    def require_one(self, name: str) -> None:
+        """Refuse the gradient of one parameter if its bound, of this rank, is beyond exactness; as ``require``."""
+        bounds = torch.zeros(len(self.names), dtype=torch.float64)
+        bounds[self._places[name]] = self._bounds[self._places[name]]
+        self.require(bounds)
+
+    def check(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Add the bounds of all ranks of ``group``, where torch.distributed is initialized, and ``require`` them.
+
+        Raises:
+            NumericsError: the sums of a parameter's gradient may not have been exact.
+        """
+        bounds = self.bounds(device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(bounds, group=group)
+        self.require(bounds)

@@ -1,0 +1,215 @@
+"""token_logprobs and its gradient: of each row of logits, the target's log-probability and the entropy, float32.
+
+Legend: M rows, V vocabulary size.
+
+    x = logits / temperature (float32; not divided where that is 1), m its maximum, s = sum of exp(x - m)
+    logprob = (x[target] - m) - log(s):  the bytes of log_softmax, which the engine's logprobs are
+    entropy = -sum of p * log p, with p = exp(log p)
+
+    dlogits = round(((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature)
+
+Sums are in row_order(V, device type, radices). Rows are independent, so that they may be computed in any pieces; on a
+GPU they are, of ELEMENTS_AT_ONCE logits. The backward computes log p again, which has the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.rows.softmax_gpu import log_softmax_cuda
+from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda
+from detcompile.templates.training.row_gradients_gpu import logit_gradients
+
+__all__ = [
+    "reference_token_logprobs",
+    "token_logprobs_backward_cpu",
+    "token_logprobs_backward_cuda",
+    "token_logprobs_cpu",
+    "token_logprobs_cuda",
+]
+
+ELEMENTS_AT_ONCE = 1 << 26  # bounds the memory of float32 copies
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    "token_logprobs(Tensor logits, Tensor targets, float temperature=1.0, int[] radices=[]) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "token_logprobs_backward(Tensor g, Tensor? g_entropy, Tensor logits, Tensor targets, float temperature=1.0, "
+    "int[] radices=[]) -> Tensor",
+    tags=_TAGS,
+)
+
+
+def token_logprobs_cpu(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = (), isa: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The op on the CPU, logits [M, V], targets [M] integers -> logprobs and entropies [M] float32.
+
+    Raises:
+        InvalidInput: operands that do not fit together, a target out of the vocabulary, or a temperature that is not
+            positive.
+    """
+    _check("token_logprobs", logits, targets, temperature)
+    logits, targets = logits.contiguous(), _in_vocabulary(targets, logits.shape[1])
+    logprobs, entropies = torch.empty(len(logits)), torch.empty(len(logits))
+    cpu_library.library(isa).detcompile_token_logprobs(
+        *(tensor.data_ptr() for tensor in (logits, targets, logprobs, entropies)), temperature, *logits.shape,
+        cpu_library.radices_array(tuple(radices)), len(radices), cpu_library.dtype_code(logits),
+        cpu_library.thread_count(),
+    )  # fmt: skip
+    return logprobs, entropies
+
+
+def token_logprobs_backward_cpu(
+    g: Tensor,
+    g_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    radices: Sequence[int] = (),
+    isa: str | None = None,
+) -> Tensor:
+    """The op on the CPU: gradients [M] float32 of logprobs and entropies -> dlogits [M, V] of the logits' dtype.
+
+    Raises:
+        InvalidInput: as token_logprobs_cpu, or gradients that are not one float32 a row.
+    """
+    _check_gradients(g, g_entropy, logits, targets, temperature)
+    logits, targets, g = logits.contiguous(), _in_vocabulary(targets, logits.shape[1]), g.contiguous()
+    g_entropy = None if g_entropy is None else g_entropy.contiguous()
+    out = torch.empty(logits.shape, dtype=logits.dtype)
+    cpu_library.library(isa).detcompile_token_logprobs_backward(
+        g.data_ptr(), None if g_entropy is None else g_entropy.data_ptr(),
+        *(tensor.data_ptr() for tensor in (logits, targets, out)), temperature, *logits.shape,
+        cpu_library.radices_array(tuple(radices)), len(radices), cpu_library.dtype_code(logits),
+        cpu_library.thread_count(),
+    )  # fmt: skip
+    return out
+
+
+def token_logprobs_cuda(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """The op on the GPU; a target out of the vocabulary is not looked for."""
+    _check("token_logprobs", logits, targets, temperature)
+    logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    for rows in _pieces(logits):
+        of_all = _log_softmax(logits[rows], temperature, radices)
+        logprobs[rows] = of_all.gather(1, targets[rows, None].long()).squeeze(1)
+        entropies[rows] = _entropies(of_all)
+    return logprobs, entropies
+
+
+def token_logprobs_backward_cuda(
+    g: Tensor,
+    g_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    radices: Sequence[int] = (),
+) -> Tensor:
+    """The op on the GPU; a target out of the vocabulary is not looked for."""
+    _check_gradients(g, g_entropy, logits, targets, temperature)
+    logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
+    out = torch.empty_like(logits)
+    for rows in _pieces(logits):
+        of_all = _log_softmax(logits[rows], temperature, radices)
+        surprise = None if g_entropy is None else (_entropies(of_all), g_entropy.contiguous()[rows])
+        logit_gradients(of_all, targets[rows], g[rows], surprise, temperature, out[rows])
+    return out
+
+
+def _pieces(logits: Tensor) -> list[slice]:
+    step = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    return [slice(start, start + step) for start in range(0, len(logits), step)]
+
+
+def _log_softmax(logits: Tensor, temperature: float, radices: Sequence[int]) -> Tensor:
+    """[rows, V] float32. A tensor divides, as CUDA turns a division by a number into a product."""
+    if temperature != 1.0:
+        logits = logits.float() / logits.new_full((), temperature, dtype=torch.float32)
+    return log_softmax_cuda(logits, torch.float32, list(radices))
+
+
+def _entropies(logprobs: Tensor) -> Tensor:
+    terms = logprobs.exp() * logprobs.clamp_min(-1e30)
+    return -row_sum_cuda(terms)
+
+
+_LIBRARY.impl("token_logprobs", token_logprobs_cpu, "CPU")
+_LIBRARY.impl("token_logprobs", token_logprobs_cuda, "CUDA")
+_LIBRARY.impl("token_logprobs_backward", token_logprobs_backward_cpu, "CPU")
+_LIBRARY.impl("token_logprobs_backward", token_logprobs_backward_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::token_logprobs", lib=_LIBRARY)
+def _(logits, targets, temperature=1.0, radices=()):
+    return tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.register_fake("detcompile::token_logprobs_backward", lib=_LIBRARY)
+def _(g, g_entropy, logits, targets, temperature=1.0, radices=()):
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, targets, ctx.temperature, ctx.radices = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets)
+
+
+def _backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None) -> tuple[Any, ...]:
+    logits, targets = ctx.saved_tensors
+    if g is None:
+        if g_entropy is None:
+            return None, None, None, None
+        g = torch.zeros_like(g_entropy)
+    ours = torch.ops.detcompile.token_logprobs_backward
+    return ours(g, g_entropy, logits, targets, ctx.temperature, ctx.radices), None, None, None
+
+
+torch.library.register_autograd("detcompile::token_logprobs", _backward, setup_context=_setup, lib=_LIBRARY)
+
+
+def reference_token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The op's values in float64, with gradients of torch's own."""
+    logprobs = torch.log_softmax(logits.double() / temperature, -1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _check(op: str, logits: Tensor, targets: Tensor, temperature: float) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0 or targets.shape != logits.shape[:1] or targets.is_floating_point():
+        raise InvalidInput(
+            f"detcompile::{op}: logits {tuple(logits.shape)} must be [M, V > 0] and targets {targets.dtype} "
+            f"{tuple(targets.shape)} one integer for each row."
+        )
+    if not temperature > 0:
+        raise InvalidInput(f"detcompile::{op}: temperature={temperature} must be positive; 1.0 is the model's own.")
+
+
+def _check_gradients(g: Tensor, g_entropy: Tensor | None, logits: Tensor, targets: Tensor, temperature: float) -> None:
+    _check("token_logprobs_backward", logits, targets, temperature)
+    for name, given in (("g", g), ("g_entropy", g_entropy)):
+        if given is not None and (given.shape != logits.shape[:1] or given.dtype != torch.float32):
+            raise InvalidInput(
+                f"detcompile::token_logprobs_backward: {name} {given.dtype} {tuple(given.shape)} must be float32 "
+                f"{tuple(logits.shape[:1])}."
+            )
+
+
+def _in_vocabulary(targets: Tensor, size: int) -> Tensor:
+    targets = targets.to(torch.int64).contiguous()
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < size:
+        bad = int(((targets < 0) | (targets >= size)).nonzero()[0])
+        raise InvalidInput(
+            f"detcompile::token_logprobs: target {int(targets[bad])} of row {bad} is outside of the vocabulary's [0, "
+            f"{size}). Leave out rows without a target."
+        )
+    return targets

@@ -1,0 +1,183 @@
+"""token_matmul, token_sum and token_scatter: gradients of weights, as sums over tokens that are exact.
+
+Legend: T rows, N K features, L leaves, V rows of a table, D its width.
+
+    token_matmul(g [T, N], x [T, K], leaves [L + 1])  ->  [N, K]   sum over rows of g[t, n] x[t, k]
+    token_sum(g [T, N])                               ->  [N]      sum over rows of g[t, n]
+    token_scatter(g [T, D], ids [T], V)               ->  [V, D]   sum over the rows of each id
+
+Each in float64, in the order Exact: a leaf is a float32 sum, rounded once to a multiple of 2^grid (to nearest even),
+and multiples are added exactly. So nothing depends on which leaves meet in a call, or in which order, and results of
+calls may be added to each other, in float64, in any order too.
+
+A leaf of token_matmul is rows leaves[i] to leaves[i + 1] (times rows_a_token), a float32 chain in matmul_order of their
+number; rows outside of all leaves are not read. A leaf of the others is a row. Elements that are beyond exactness are
++inf, and those with a term that is not finite are NaN: training.exactness.
+"""
+
+import torch
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.matmul.op import pack_call
+from detcompile.templates.training.exactness import limit_of, magic_of
+from detcompile.templates.training.token_sums_gpu import token_matmul_cuda, token_scatter_cuda, token_sum_cuda
+
+__all__ = [
+    "reference_token_matmul",
+    "reference_token_scatter",
+    "token_matmul_cpu",
+    "token_scatter_cpu",
+    "token_sum_cpu",
+]
+
+GRID = -44  # of Numerics.token_grid
+
+_LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    f"token_matmul(Tensor g, Tensor x, Tensor leaves, int rows_a_token=1, int grid={GRID}) -> Tensor", tags=_TAGS
+)
+_LIBRARY.define(f"token_sum(Tensor g, int grid={GRID}) -> Tensor", tags=_TAGS)
+_LIBRARY.define(f"token_scatter(Tensor g, Tensor ids, int num_rows, int grid={GRID}) -> Tensor", tags=_TAGS)
+
+
+def token_matmul_cpu(
+    g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = GRID, isa: str | None = None
+) -> Tensor:
+    """The op on the CPU, g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64.
+
+    Raises:
+        InvalidInput: operands that do not fit together, or leaves that do not ascend within the rows.
+    """
+    check_product(g, x, leaves)
+    out = torch.empty((g.shape[1], x.shape[1]), dtype=torch.float64)
+    g_NT, x_KT, leaves = g.t().contiguous(), x.contiguous().t(), leaves.contiguous()
+    call = pack_call(g_NT, x_KT, None, None, torch.empty(0), ())  # the product of a leaf goes to memory of its own
+    bad = cpu_library.library(isa).detcompile_token_matmul(
+        call, leaves.data_ptr(), len(leaves) - 1, rows_a_token, magic_of(grid), limit_of(grid), out.data_ptr()
+    )
+    if bad >= 0:
+        raise InvalidInput(
+            f"detcompile::token_matmul: leaf {bad}, rows {leaves[bad]} to {leaves[bad + 1]} (times {rows_a_token}), is "
+            f"not within {g.shape[0]} rows in ascending order. Take leaves from training.packing.leaf_table."
+        )
+    return out
+
+
+def token_sum_cpu(g: Tensor, grid: int = GRID, isa: str | None = None) -> Tensor:
+    """The op on the CPU, g [T, N] -> [N] float64.
+
+    Raises:
+        InvalidInput: g has not two dims, or a dtype without a template.
+    """
+    check_rows("token_sum", g)
+    g = g if g.stride(1) == 1 else g.contiguous()
+    out = torch.empty(g.shape[1], dtype=torch.float64)
+    cpu_library.library(isa).detcompile_token_sum(
+        g.data_ptr(), g.stride(0), out.data_ptr(), *g.shape, magic_of(grid), limit_of(grid),
+        cpu_library.dtype_code(g), cpu_library.thread_count(),
+    )  # fmt: skip
+    return out
+
+
+def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, isa: str | None = None) -> Tensor:
+    """The op on the CPU, g [T, D], ids [T] integers -> [V, D] float64.
+
+    Raises:
+        InvalidInput: ids that are not one a row, or one outside of [0, V).
+    """
+    check_scattered(g, ids)
+    g = g if g.stride(1) == 1 else g.contiguous()
+    ids = ids.to(torch.int64).contiguous()
+    out = torch.empty((num_rows, g.shape[1]), dtype=torch.float64)
+    bad = cpu_library.library(isa).detcompile_token_scatter(
+        g.data_ptr(), g.stride(0), ids.data_ptr(), out.data_ptr(), g.shape[0], num_rows, g.shape[1],
+        magic_of(grid), limit_of(grid), cpu_library.dtype_code(g), cpu_library.thread_count(),
+    )  # fmt: skip
+    if bad >= 0:
+        raise InvalidInput(
+            f"detcompile::token_scatter: id {int(ids[bad])} at row {bad} is outside the table's [0, {num_rows}). Check "
+            "that the tokenizer belongs to this model."
+        )
+    return out
+
+
+def _token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = GRID) -> Tensor:
+    check_product(g, x, leaves)
+    return token_matmul_cuda(g, x, leaves, rows_a_token, grid)
+
+
+def _token_sum_cuda(g: Tensor, grid: int = GRID) -> Tensor:
+    check_rows("token_sum", g)
+    return token_sum_cuda(g, grid)
+
+
+def _token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID) -> Tensor:
+    check_scattered(g, ids)
+    return token_scatter_cuda(g, ids, num_rows, grid)
+
+
+_LIBRARY.impl("token_matmul", token_matmul_cpu, "CPU")
+_LIBRARY.impl("token_matmul", _token_matmul_cuda, "CUDA")
+_LIBRARY.impl("token_sum", token_sum_cpu, "CPU")
+_LIBRARY.impl("token_sum", _token_sum_cuda, "CUDA")
+_LIBRARY.impl("token_scatter", token_scatter_cpu, "CPU")
+_LIBRARY.impl("token_scatter", _token_scatter_cuda, "CUDA")
+
+
+@torch.library.register_fake("detcompile::token_matmul", lib=_LIBRARY)
+def _(g, x, leaves, rows_a_token=1, grid=GRID):
+    return g.new_empty((g.shape[1], x.shape[1]), dtype=torch.float64)
+
+
+@torch.library.register_fake("detcompile::token_sum", lib=_LIBRARY)
+def _(g, grid=GRID):
+    return g.new_empty((g.shape[1],), dtype=torch.float64)
+
+
+@torch.library.register_fake("detcompile::token_scatter", lib=_LIBRARY)
+def _(g, ids, num_rows, grid=GRID):
+    return g.new_empty((num_rows, g.shape[1]), dtype=torch.float64)
+
+
+def reference_token_matmul(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1) -> Tensor:
+    """The op's value in float64, without a grid."""
+    rows = slice(int(leaves[0]) * rows_a_token, int(leaves[-1]) * rows_a_token)
+    return g[rows].double().t() @ x[rows].double()
+
+
+def reference_token_scatter(g: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+    """The op's value in float64, without a grid."""
+    return g.new_zeros((num_rows, g.shape[1]), dtype=torch.float64).index_add_(0, ids.long(), g.double())
+
+
+def check_product(g: Tensor, x: Tensor, leaves: Tensor) -> None:
+    """Raises InvalidInput for operands of token_matmul that do not fit together."""
+    if g.dim() != 2 or x.dim() != 2 or g.shape[0] != x.shape[0] or g.dtype != x.dtype:
+        raise InvalidInput(
+            f"detcompile::token_matmul: g {g.dtype} {tuple(g.shape)} and x {x.dtype} {tuple(x.shape)} must be [T, N] "
+            "and [T, K] of one dtype. Flatten the dims before the last."
+        )
+    if leaves.dim() != 1 or len(leaves) == 0 or leaves.dtype != torch.int32:
+        raise InvalidInput(
+            f"detcompile::token_matmul: leaves {leaves.dtype} {tuple(leaves.shape)} must be [L + 1] int32, where each "
+            "leaf begins and the last one ends. Take them from training.packing.leaf_table."
+        )
+
+
+def check_rows(op: str, g: Tensor) -> None:
+    """Raises InvalidInput for gradients that are no matrix."""
+    if g.dim() != 2:
+        raise InvalidInput(f"detcompile::{op}: g {tuple(g.shape)} must be [T, N]. Flatten the dims before the last.")
+
+
+def check_scattered(g: Tensor, ids: Tensor) -> None:
+    """Raises InvalidInput for operands of token_scatter that do not fit together."""
+    check_rows("token_scatter", g)
+    if ids.shape != g.shape[:1] or ids.is_floating_point():
+        raise InvalidInput(
+            f"detcompile::token_scatter: ids {ids.dtype} {tuple(ids.shape)} must be one integer for each of the "
+            f"{g.shape[0]} rows of g. Flatten both."
+        )

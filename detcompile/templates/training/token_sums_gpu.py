@@ -1,0 +1,158 @@
+"""token_matmul, token_sum and token_scatter on the GPU: exact sums, so that tiles, splits and atomics change no bit.
+
+Legend: T rows, N K features, L leaves, BT BN BK tile sizes, V rows of a table, D its width.
+
+A leaf of token_matmul is one fp32 accumulator that walks the rows upwards through ``tl.dot``, as matmul's do; float32
+operands take a fresh one each 128 rows. What may change its bits is compared by the gate. A leaf's magnitude may be up
+to 2^(45 + grid), and a row of the gradient with a greater one is +inf in a whole tile.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from detcompile.templates.device.cuda_graphs import graph_seconds
+from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
+from detcompile.templates.device.integers import cdiv
+from detcompile.templates.device.launcher import launcher
+from detcompile.templates.matmul import kernels as matmul_kernels
+from detcompile.templates.training import token_kernels
+from detcompile.templates.training.exactness import limit_of
+from detcompile.templates.training.token_schedules import TokenProblem, TokenTiles, candidates, reference_schedule
+
+__all__ = [
+    "TOKEN_MATMUL",
+    "run_token_matmul",
+    "token_matmul_cuda",
+    "token_problem",
+    "token_scatter_cuda",
+    "token_sum_cuda",
+    "tune_token_matmul",
+]
+
+_ROWS_A_PROGRAM = 512  # of token_sum
+
+
+def token_matmul_cuda(g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = -44) -> Tensor:
+    """g [T, N], x [T, K], leaves [L + 1] int32 -> [N, K] float64. Leaves are taken as they are, without a look at them.
+
+    Raises:
+        ScheduleError: during CUDA graph capture, if no launch of this problem came before it.
+    """
+    g, x = _unit_rows(g), _unit_rows(x)
+    if len(leaves) == 1 or g.shape[1] == 0 or x.shape[1] == 0:
+        return g.new_zeros((g.shape[1], x.shape[1]), dtype=torch.float64)
+    schedule = TOKEN_MATMUL.schedule(token_problem(g, x, grid), g.device)
+    return run_token_matmul(schedule, g, x, leaves, rows_a_token, grid)
+
+
+def run_token_matmul(
+    schedule: TokenTiles, g: Tensor, x: Tensor, leaves: Tensor, rows_a_token: int = 1, grid: int = -44
+) -> Tensor:
+    """The op under one schedule, gate or no gate: for tests, the gate itself and benchmarks."""
+    g, x = _unit_rows(g), _unit_rows(x)
+    N, K = g.shape[1], x.shape[1]
+    out = torch.empty((N, K), dtype=torch.float64, device=g.device)
+    programs = cdiv(N, schedule.block_n) * cdiv(K, schedule.block_k)
+    given: tuple[Tensor | TensorDescriptor, ...] = g, x
+    if schedule.tma:
+        widths = (schedule.block_n, schedule.block_k)
+        given = tuple(TensorDescriptor.from_tensor(r, [schedule.block_t, w]) for r, w in zip((g, x), widths))
+    launcher(token_kernels.token_matmul_kernel)[(programs,)](
+        *given, leaves, out, len(leaves) - 1, rows_a_token, N, K, g.stride(0), x.stride(0), GRID=grid,
+        UPPER_BITS=_bits(46 + grid), LOWER_BITS=_bits(23 + grid), BN=schedule.block_n, BK=schedule.block_k,
+        BT=schedule.block_t, GROUP=schedule.group, BLOCKED=g.dtype is torch.float32, TMA=schedule.tma,
+        ON_GPU=g.is_cuda, num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _bits(exponent: int) -> int:
+    """The bits of 1.5 * 2^exponent in float32."""
+    return (127 + exponent) << 23 | 1 << 22
+
+
+def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
+    """g [T, N] -> [N] float64."""
+    g = _unit_rows(g)
+    T, N = g.shape
+    if T == 0 or N == 0:
+        return g.new_zeros(N, dtype=torch.float64)
+    parts = cdiv(T, _ROWS_A_PROGRAM)
+    sums, magnitudes = (torch.empty((parts, N), dtype=torch.float64, device=g.device) for _ in range(2))
+    launcher(token_kernels.token_sum_kernel)[(cdiv(N, 128), parts)](
+        g, sums, magnitudes, T, N, g.stride(0), GRID=grid, ROWS=_ROWS_A_PROGRAM, BR=16, BC=128, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    total = sums.sum(0)
+    return total.where((magnitudes.sum(0) <= limit_of(grid)) | total.isnan(), float("inf"))
+
+
+def token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = -44) -> Tensor:
+    """g [T, D], ids [T] in [0, V) -> [V, D] float64."""
+    g, (T, D) = _unit_rows(g), g.shape
+    out = g.new_zeros((num_rows, D), dtype=torch.float64)
+    if T and D:
+        found, order = ids.long().sort()
+        ends = torch.searchsorted(found, found, right=True)
+        launcher(token_kernels.token_scatter_kernel)[(T, cdiv(D, 256))](
+            g, found, order, ends, out, D, g.stride(0), GRID=grid, BR=8, BC=256, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+@functools.lru_cache(4096)  # launches wait for the host
+def _problem(dtype: torch.dtype, n: int, k: int, grid: int, aligned: bool) -> TokenProblem:
+    return TokenProblem(dtype=str(dtype).removeprefix("torch."), n=n, k=k, grid=grid, aligned=aligned)
+
+
+def token_problem(g: Tensor, x: Tensor, grid: int = -44) -> TokenProblem:
+    """What the schedule of a launch may depend on; no number of rows is part of it."""
+    aligned = all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0 for rows in (g, x))
+    return _problem(g.dtype, g.shape[1], x.shape[1], grid, aligned)
+
+
+def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTiles], bytes]:
+    """The gate's probe: what a schedule makes of leaves of many lengths, among rows that are in none."""
+    generator = torch.Generator(device).manual_seed(22)
+    lengths = (3, 1, 130, 64, 0, 257, 512, 1024)
+    leaves = torch.tensor([2, *(2 + sum(lengths[: i + 1]) for i in range(len(lengths)))], dtype=torch.int32)
+    T, dtype = int(leaves[-1]) + 3, getattr(torch, problem.dtype)
+
+    def draw(width: int) -> Tensor:
+        width = min(width, 320 + width % 16)
+        rows = heavy_tailed(T, width, generator=generator, spread=0.5) * 0.02
+        if not problem.aligned:
+            rows = torch.nn.functional.pad(rows, (0, 1 + width % 2))[:, :width]
+        return rows.to(dtype)
+
+    g, x, given = draw(problem.n), draw(problem.k), leaves.to(device)
+    return lambda schedule: bytes_of(run_token_matmul(schedule, g, x, given, 1, problem.grid))
+
+
+TOKEN_MATMUL = Gate(
+    family="token_matmul",
+    sources=(__file__, token_kernels.__file__, matmul_kernels.__file__),
+    reference=reference_schedule,
+    candidates=candidates,
+    probe=probe_bits,
+)
+
+
+def tune_token_matmul(problem: TokenProblem, device: torch.device, T: int, leaf: int = 1024) -> TokenTiles:
+    """Times every admitted schedule on T rows in leaves of ``leaf``; later launches of the problem take the winner."""
+    dtype = getattr(torch, problem.dtype)
+    g, x = (torch.randn(T, width, device=device).to(dtype) * 0.02 for width in (problem.n, problem.k))
+    leaves = torch.tensor([*range(0, T, leaf), T], dtype=torch.int32, device=device)
+
+    def seconds(schedule: TokenTiles) -> float:
+        return graph_seconds([functools.partial(run_token_matmul, schedule, g, x, leaves, 1, problem.grid)] * 2)
+
+    return TOKEN_MATMUL.tune(problem, device, seconds)
+
+
+def _unit_rows(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,0 +1,138 @@
+"""Packed attention on the GPU: serving's bytes, and gradients that no schedule and no packing moves."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile.templates.attention.gpu import dense_attention_cuda
+from detcompile.templates.attention.scores import AttentionRule
+from detcompile.templates.device.gate import Tuner
+from detcompile.templates.training import attention_gpu as gpu
+from detcompile.templates.training.attention import reference_packed_attention
+from detcompile.templates.training.attention_schedules import GradientTiles, candidates, reference_tiles
+from tests.bits import assert_bitwise_equal
+from tests.templates.cases import normal
+from tests.templates.training.cases import cu_seqlens_of, packings, split
+from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+
+pytestmark = NEEDS_TRITON
+LENGTHS = [3, 140] if INTERPRETED else [3, 700, 1, 129, 64, 1500]
+HEADS, KV_HEADS, D, DV = (4, 2, 16, 24) if INTERPRETED else (8, 2, 128, 128)
+COLLECTED_ON = DEVICE if INTERPRETED or torch.cuda.is_available() else "cpu"  # where these tests are skipped
+SLOPES, SINKS = 2.0 ** -torch.arange(1.0, HEADS + 1), torch.linspace(-1, 2, HEADS)
+RULES = {
+    "plain": AttentionRule(0.25, 0, 64),
+    "window": AttentionRule(0.25, 50, 64),
+    "tokens in chunks": AttentionRule(0.25, 0, 64, attention_chunk=70),
+    "all": AttentionRule(-0.3, 140, 64, 3.0, SINKS.to(COLLECTED_ON), SLOPES.to(COLLECTED_ON)),
+}
+SCHEDULES = [GradientTiles(32, 64, 4, 1), GradientTiles(64, 32, 4, 2), GradientTiles(16, 64, 4, 1)]
+WIDE = GradientTiles(16, 128, 4, 1)  # not of dq
+
+
+def drawn(dtype: torch.dtype, heads: int = HEADS) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output."""
+    T = sum(LENGTHS)
+    shapes = [(T, heads, D), (T, KV_HEADS, D), (T, KV_HEADS, DV), (T, heads, DV)]
+    return tuple(normal(shape, dtype, seed).to(DEVICE) for seed, shape in enumerate(shapes))
+
+
+def operands_of(dtype: torch.dtype, rule: AttentionRule) -> tuple[tuple[Tensor, ...], Tensor]:
+    q, k, v, g = drawn(dtype)
+    cu_seqlens = cu_seqlens_of(LENGTHS).to(DEVICE)
+    lse = gpu.attention_lse(q, k, cu_seqlens, rule).t().contiguous()
+    return (g, q, k, v, lse, normal((HEADS, len(q)), torch.float32, 9).to(DEVICE)), cu_seqlens
+
+
+def forward_and_backward(q, k, v, g, lengths, rule) -> tuple[Tensor, ...]:
+    cu_seqlens = cu_seqlens_of(lengths).to(DEVICE)
+    out, lse = gpu.packed_attention_cuda(q, k, v, cu_seqlens, rule)
+    return out, lse, *gpu.packed_attention_backward_cuda(g, (q, k, v, out, lse), cu_seqlens, rule)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
+def test_the_forward_has_servings_bytes(name, dtype):
+    q, k, v, _ = drawn(dtype)
+    out, lse = gpu.packed_attention_cuda(q, k, v, cu_seqlens_of(LENGTHS).to(DEVICE), RULES[name])
+    for own, *given in zip(*(split(rows, LENGTHS) for rows in (out, q, k, v))):
+        dense = dense_attention_cuda(*(rows.transpose(0, 1)[None] for rows in given), RULES[name])
+        assert_bitwise_equal(own, dense[0].transpose(0, 1))
+    assert bool(lse.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_no_schedule_moves_a_bit(name, dtype):
+    operands, cu_seqlens = operands_of(dtype, RULES[name])
+    dq, *dkv = (
+        gpu.query_gradient(SCHEDULES[0], operands, cu_seqlens, RULES[name]),
+        *gpu.key_gradients(SCHEDULES[0], operands, cu_seqlens, RULES[name]),
+    )
+    for schedule in SCHEDULES[1:]:
+        assert_bitwise_equal(gpu.query_gradient(schedule, operands, cu_seqlens, RULES[name]), dq, str(schedule))
+    for schedule in (*SCHEDULES[1:], WIDE):
+        for found, expected in zip(gpu.key_gradients(schedule, operands, cu_seqlens, RULES[name]), dkv):
+            assert_bitwise_equal(found, expected, str(schedule))
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
+def test_what_else_is_packed_does_not_matter(name, dtype):
+    given = drawn(dtype)
+    rows = [split(rows, LENGTHS) for rows in given]
+    expected = [split(rows, LENGTHS) for rows in forward_and_backward(*given, LENGTHS, RULES[name]) if len(rows)]
+    for mine in ([0], [1, 0]) if INTERPRETED else itertools.chain(*list(packings(len(LENGTHS)).values())[1:]):
+        lengths = [LENGTHS[number] for number in mine]
+        found = forward_and_backward(*(torch.cat([of[n] for n in mine]) for of in rows), lengths, RULES[name])
+        for ours, whole in zip([split(part, lengths) for part in found if len(part)], expected):
+            for number, own in zip(mine, ours):
+                assert_bitwise_equal(own, whole[number], f"sequence {number} of {mine}")
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("name", ["window", "all"] if INTERPRETED else RULES)
+def test_gradients_are_float64_autograds(name, dtype):
+    q, k, v, g = drawn(dtype)
+    rule = RULES[name]
+    leaves = [rows.double().requires_grad_() for rows in (q, k, v)]
+    sinks = None if rule.sinks is None else rule.sinks.double().requires_grad_()
+    exact_out = reference_packed_attention(*leaves, cu_seqlens_of(LENGTHS), rule._replace(sinks=sinks))
+    exact = torch.autograd.grad(exact_out, leaves if sinks is None else [*leaves, sinks], g.double())
+    _, _, *found = forward_and_backward(q, k, v, g, LENGTHS, rule)
+    if sinks is not None:
+        found[3] = found[3].double().sum(0)
+    most = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for ours, value in zip(found, exact, strict=False):
+        assert (ours.double() - value).norm() < most * value.norm()
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES[:1])
+def test_padding_gets_zeros(dtype):
+    q, k, v, g = drawn(dtype)
+    count = LENGTHS[0]
+    whole = forward_and_backward(*(rows[:count] for rows in (q, k, v, g)), LENGTHS[:1], RULES["all"])
+    for found, own in zip(forward_and_backward(q, k, v, g, LENGTHS[:1], RULES["all"]), whole):
+        assert_bitwise_equal(found[:count], own)
+        assert not found[count:].any()
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_the_gate_admits_the_candidates(of_keys, dtype, tmp_path):
+    q, k, v, _ = drawn(dtype)
+    problem = gpu.gradient_problem(q, k, v, RULES["plain"], of_keys=of_keys)
+    fits = candidates(problem)[:1] if INTERPRETED else candidates(problem)
+    bits = gpu.probe_bits(problem, torch.device(DEVICE))
+    admitted = Tuner("gradients", {}, tmp_path).admitted(str(problem), reference_tiles(problem), fits, bits)
+    assert len(admitted) >= len(fits) // 2  # what takes more memory than the GPU has is refused
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS_GPU) for name in RULES])
+def test_a_second_run_has_the_same_bytes(name):
+    given = drawn(torch.bfloat16)
+    first, second = (forward_and_backward(*given, LENGTHS, RULES[name]) for _ in range(2))
+    for a, b in zip(first, second):
+        assert_bitwise_equal(a, b)

@@ -1,0 +1,58 @@
+"""The guard adds up what gradients may have reached, and names the parameter whose sums may not have been exact."""
+
+import math
+
+import pytest
+import torch
+
+from detcompile.errors import NumericsError
+from detcompile.templates.training.exactness import ExactnessGuard, limit_of
+
+CPU = torch.device("cpu")
+
+
+def double(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_bounds_are_sums_of_largest_magnitudes():
+    guard = ExactnessGuard(("a", "b", "c"), -44)
+    guard.add("b", double(1.0, -3.0))
+    guard.add("b", double(-1.0, 2.0))
+    guard.add("c", double(0.5)[0])
+    assert guard.bounds(CPU).tolist() == [0.0, 5.0, 0.5]
+    guard.check(CPU)
+    guard.clear()
+    assert guard.bounds(CPU).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_cancels_counts_all_the_same():
+    guard = ExactnessGuard(("embed", "norm"), -44)
+    guard.add("norm", double(limit_of(-44)))
+    guard.check(CPU)
+    guard.add("norm", double(-1.0))
+    with pytest.raises(NumericsError, match=r"gradient of norm may reach 129; .* up to 128\. Divide the loss"):
+        guard.check(CPU)
+
+
+def test_a_template_that_gave_up_is_seen():
+    guard = ExactnessGuard(("a", "b", "c"), -40)
+    guard.add("a", double(math.inf, 1.0))
+    guard.add("c", double(math.inf, 1.0))
+    with pytest.raises(NumericsError, match=r"gradient of a exceed 2048; .*, and so of 1 other parameters\. Divide"):
+        guard.check(CPU)
+
+
+def test_nan_is_the_callers():
+    guard = ExactnessGuard(("a",), -44)
+    guard.add("a", double(math.nan, 1.0))
+    guard.check(CPU)
+
+
+def test_bounds_of_ranks_add_up():
+    guards = [ExactnessGuard(("a",), -44) for _ in range(2)]
+    for guard in guards:
+        guard.add("a", double(100.0))
+        guard.check(CPU)
+    with pytest.raises(NumericsError, match="may reach 200"):
+        guards[0].require(sum(guard.bounds(CPU) for guard in guards))

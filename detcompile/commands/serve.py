@@ -1,12 +1,13 @@
 """`detcompile serve`: an OpenAI-compatible server whose answers can be run again."""
 
 import asyncio
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import typer
 
@@ -14,7 +15,7 @@ from detcompile import __version__
 from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "command"]
+__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "Receipts", "Web", "command"]
 
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -22,6 +23,7 @@ if missing:
     raise InvalidInput(f'{", ".join(missing)} is not installed: pip install "detcompile[serve]"')
 
 import uvicorn  # noqa: E402 - once it is known to be there
+from starlette.types import ASGIApp  # noqa: E402
 
 from detcompile.serving.access import read_keys  # noqa: E402
 from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
@@ -33,7 +35,7 @@ from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
 from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
-from detcompile.serving.server import is_loopback, listen, serve  # noqa: E402
+from detcompile.serving.server import STALL_SECONDS, is_loopback, listen, serve  # noqa: E402
 from detcompile.serving.service import Service  # noqa: E402
 
 
@@ -45,6 +47,25 @@ class Bounds:
     max_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that wait; beyond: 429.")] = 262144
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = MAX_BODY
     drain: Annotated[float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.")] = 60.0
+    queue_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a first token; beyond: 503.")] = 60.0
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer; beyond: 504.")] = 600.0
+    stall: Annotated[float, typer.Option(min=0.1, help="Seconds that a connection may stand still.")] = STALL_SECONDS
+
+    def of_service(self) -> dict[str, Any]:
+        """The bounds that Service takes, by its names."""
+        return {name: getattr(self, name) for name in ("max_queue", "max_queued_tokens", "queue_timeout", "timeout")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Web:
+    """Options of who may ask, and of what is noted, by the names that new_app has for them."""
+
+    cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
+    request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+
+    def options(self) -> dict[str, Any]:
+        """Keys and log, the log opened."""
+        return {"origins": self.cors or (), "request_log": None if self.request_log is None else _log(self.request_log)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +79,7 @@ class Receipts:
     receipt_log: Annotated[Path | None, typer.Option(help="File that every receipt is appended to, chained.")] = None
 
     def issuer(self) -> Issuer:
-        """What makes them."""
+        """The issuer of receipts."""
         key = None if self.sign is None else read_signing_key(self.sign)
         log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
         if log is not None and log.num_cut:
@@ -98,7 +119,7 @@ class Chat:
     ] = None
 
     def options(self) -> dict[str, Any]:
-        """Both, the template as text."""
+        """Name and template, the template as text."""
         template = None if self.chat_template is None else _read(self.chat_template)
         return {"chat_template": template, "tool_parser": self.tool_parser}
 
@@ -141,6 +162,7 @@ def command(
     *,
     chat: Chat,
     bounds: Bounds,
+    web: Web,
     receipts: Receipts,
     processes: Processes,
     loading: Loading,
@@ -152,17 +174,30 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    names = {"name": name, **chat.options(), "receipts": receipts.issuer(), "fleet": processes.fleet}
+    names = {"name": name, **chat.options(), **bounds.of_service()}
+    service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=processes.fleet)
+    app = functools.partial(new_app, version=__version__, digests=digests, max_body=bounds.max_body, **web.options())
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
-        sys.exit(runner.run(_served(spec, (host, port), digests, bounds, names)))
+        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app)))
 
 
 async def _served(
-    spec: EngineSpec, address: tuple[str, int], digests: list[bytes], bounds: Bounds, names: dict[str, Any]
+    spec: EngineSpec,
+    address: tuple[str, int],
+    bounds: Bounds,
+    make_service: Callable[[], Service],
+    make_app: Callable[[Service], ASGIApp],
 ) -> int:
     with listen(*address) as sock:
-        service = Service(**names, max_queue=bounds.max_queue, max_queued_tokens=bounds.max_queued_tokens)
-        return await serve(service, new_app(service, __version__, digests, bounds.max_body), spec, sock, bounds.drain)
+        service = make_service()  # of the running loop
+        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall)
+
+
+def _log(path: Path) -> IO[str]:
+    try:
+        return path.open("a")
+    except OSError as error:
+        raise InvalidInput(f"--request-log {path}: {error.strerror}") from error
 
 
 def _dial_in(address: str) -> DialIn:

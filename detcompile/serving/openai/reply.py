@@ -65,7 +65,7 @@ class Reply(ABC):
             "seed": self.seed,
         }
         self._salt = service.receipts.salt()
-        self.headers = {"X-Detcompile-Seed": str(self.seed)}
+        self.headers = {"X-Request-Id": self._head["id"], "X-Detcompile-Seed": str(self.seed)}
         if self._salt is not None:
             self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
 

@@ -1,6 +1,7 @@
 """Trainer: a causal LM to train, whose logits are the bytes that serve it, and whose gradients are exact sums."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from detcompile.training.construction import build
 from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.packing import leaf_table, packed_step, pieces
-from detcompile.training.sharding import shard_blocks, whole
+from detcompile.training.sharding import ExactSum, shard_blocks, whole
 
 __all__ = ["Trainer"]
 
@@ -63,7 +64,7 @@ class Trainer(nn.Module):
         self._ledgers = {name: ledgers[id(held)] for name, held in every_name if id(held) in ledgers}
         for block in self.blocks:
             block.ledgers = {name: held for name, held in self._ledgers.items() if name.startswith(block.prefix)}
-        self._trained = list(trained.values())
+        self._trained, self._sums = list(trained.values()), list[ExactSum]()
         self.certificate  # noqa: B018 - nothing is trained whose backward is not proved
 
     @property
@@ -92,8 +93,9 @@ class Trainer(nn.Module):
     def shard(self, mesh: DeviceMesh | None = None) -> None:
         """Share the parameters among ranks by FSDP2, block by block; torch.distributed is initialised before.
 
-        Every rank then reads its own sequences, and optimizers take ``parameters()``, which are DTensors. No bit of a
-        gradient follows the ranks: each token's weight in the loss has to be a function of the global batch.
+        Every rank then reads its own sequences, in as many micro-batches as the others, and optimizers take
+        ``parameters()``, which are DTensors from now on. No bit of a gradient, of its norm or of weights follows the
+        ranks, where each token's weight in the loss is a function of the global batch: losses are added, not averaged.
 
         Args:
             mesh: one dimension of ranks, or two, to replicate over the first; None for all ranks.
@@ -101,12 +103,12 @@ class Trainer(nn.Module):
         Raises:
             UnsupportedModel: the forward takes parameters of several dtypes, which one collective cannot gather.
         """
-        dtypes = set(self._dtypes.values())
-        if len(dtypes) > 1:
-            raise UnsupportedModel(f"parameters of {sorted(map(str, dtypes))} are not sharded: load the model in one")
+        dtype, *others = set(self._dtypes.values())
+        if others:
+            raise UnsupportedModel(f"parameters of {dtype} and {others} are not sharded: load the model in one dtype")
         for ledger in self._ledgers.values():
             ledger.leave_to(dist.get_world_size() if mesh is None else mesh.size())
-        shard_blocks(self, self.blocks, *dtypes, mesh)
+        self._sums = shard_blocks(self, self.blocks, dtype, mesh)
         register_fsdp_forward_method(self, "logprobs")
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
@@ -206,13 +208,16 @@ class Trainer(nn.Module):
         """The parameters that belong to no layer, at the beginning of a forward."""
         if all(parameter.grad is None for parameter in self._trained):
             self._guard.clear()
+            for held in self._sums:
+                held.clear()
         return weights_of({name: self.get_parameter(name) for name in self._own}, self._ledgers, self._dtypes)
 
     def _rows(self, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
         """What the last layer gives, [1, T, H]."""
         rows, *shared = self._built.first(None, (), step, weights)
+        others = MappingProxyType(weights)  # FSDP, which looks into a dict, would make zeros of all their gradients
         for block in self.blocks:
-            rows = block(rows, shared, step, weights)
+            rows = block(rows, shared, step, others)
         return rows
 
     def _chunked(

@@ -48,7 +48,7 @@ class TrainedRegion:
         self._programs: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def sizes(self) -> dict[int, tuple[int, int]]:
-        """Of each number among the inputs, by its position: an input, and its dimension, that have this extent."""
+        """Where the extent of each number among the inputs is: its position, then an input and the dimension of it."""
         found: dict[Any, tuple[int, int]] = {}
         for place, node in enumerate(self._inputs):
             if isinstance(node.meta["val"], Tensor):

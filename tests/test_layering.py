@@ -84,10 +84,11 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
+        {"serving.dashboard"},
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},
-        {"serving.receipts.issuer"},
+        {"serving.dashboard.history", "serving.receipts.issuer"},
         {"serving.request_log"},
         {
             "serving.access",

@@ -14,6 +14,9 @@ from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.access import Access, read_body
+from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
+from detcompile.serving.dashboard.page import page
+from detcompile.serving.dashboard.state import state_of
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
@@ -51,6 +54,7 @@ def new_app(
     *,
     origins: Sequence[str] = (),
     request_log: IO[str] | None = None,
+    demo: bool = False,
 ) -> ASGIApp:
     """The application.
 
@@ -60,10 +64,11 @@ def new_app(
         max_body: bytes that a request's body may have.
         origins: sites whose pages may use this server from a browser.
         request_log: file that gets a line a request; None for none.
+        demo: whether the page may kill engines.
     """
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
-    _add_posts(app, service, max_body)
-    _add_gets(app, service, version)
+    _add_posts(app, service, max_body, demo)
+    _add_gets(app, service, version, demo)
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
@@ -77,7 +82,7 @@ def new_app(
     return outside if request_log is None else RequestLog(outside, request_log)
 
 
-def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
+def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
     def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
         async def route(request: Request) -> Response:
             body = await read_body(request, max_body)
@@ -97,6 +102,8 @@ def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
     post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
     post(["/v1/responses"], ResponsesRequest, respond)
     post(["/v1/verify"], Envelope, verify)
+    if demo:
+        post(["/dashboard/kill"], KillRequest, kill_engine)
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -138,14 +145,17 @@ def _ready(service: Service) -> Response:
     return _json({"status": "ready"})
 
 
-def _add_gets(app: FastAPI, service: Service, version: str) -> None:
+def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     def get(path: str, answer: Callable[[], Response], *, ready: bool = False) -> None:
         async def route() -> Response:
             if ready:
                 service.require_ready()
             return answer()
 
-        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_"))
+        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_") or "page")
+
+    def state() -> Response:
+        return Response(msgspec.json.encode(state_of(service, version, demo=demo)), media_type=JSON)
 
     def certificate() -> Response:
         return Response(service.hello.certificate, media_type=JSON)
@@ -154,6 +164,8 @@ def _add_gets(app: FastAPI, service: Service, version: str) -> None:
         failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
 
+    get("/", page)
+    get("/dashboard/state", state)
     get("/health", health)
     get("/ready", lambda: _ready(service), ready=True)
     get("/version", lambda: _json({"version": version}))

@@ -40,6 +40,7 @@ class EngineStats:
         num_cached_tokens: prompt tokens found there.
         num_evicted_blocks: blocks whose cached content was forgotten for lack of empty ones.
         host_seconds: time spent on the host in all steps together.
+        idle_share: share of the time of a pipeline's stages in which they had no step, while there were any.
         recent: the last steps, oldest first.
     """
 
@@ -56,6 +57,7 @@ class EngineStats:
     num_evicted_blocks: int
     host_seconds: float
     recent: tuple[StepRecord, ...]
+    idle_share: float = 0.0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -80,7 +82,7 @@ class Tally:
         self._host_seconds += record.host_seconds
         self._records.append(record)
 
-    def stats(self, scheduler: Scheduler, blocks: KVBlocks) -> EngineStats:
+    def stats(self, scheduler: Scheduler, blocks: KVBlocks, idle_share: float) -> EngineStats:
         """The counts, and the state of the engine's parts now."""
         found, pool = blocks.statistics, blocks.pool
         return EngineStats(
@@ -97,4 +99,5 @@ class Tally:
             num_evicted_blocks=found.num_evictions,
             host_seconds=self._host_seconds,
             recent=tuple(self._records),
+            idle_share=idle_share,
         )

@@ -16,9 +16,11 @@ from detcompile.runtime.requests.queues import Queues
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.step.builder import StepEntry
 
-__all__ = ["NextStep", "PROMPT_LOGPROBS_CHUNK", "Policy", "new_policy"]
+__all__ = ["LEAST_SHARE", "NextStep", "PROMPT_LOGPROBS_CHUNK", "Policy", "new_policy"]
 
 PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens a step whose logits are all wanted: bounds the memory of their logprobs
+
+LEAST_SHARE = 64  # tokens of a step that prompts are split into for the sake of stages: fewer take as long
 
 
 class NextStep:
@@ -29,14 +31,20 @@ class NextStep:
     Args:
         cut: token budget of a step while memory is short, which parts prompts under every policy; None where the
             config's budget holds.
+        num_stages: steps that run at a time, one a stage: this one takes its share of what there is to do, and no
+            sequence whose newest token another is about to draw.
+        ahead: tokens of the steps before it that run in other stages.
 
     Attributes:
         budget: tokens that may still enter.
         entries: parts of the step by sequence, decodes first, then in the order in which they entered.
     """
 
-    def __init__(self, queues: Queues, blocks: KVBlocks, config: EngineConfig, cut: int | None) -> None:
+    def __init__(
+        self, queues: Queues, blocks: KVBlocks, config: EngineConfig, cut: int | None, num_stages: int, ahead: int
+    ) -> None:
         self.budget = config.max_num_batched_tokens if cut is None else cut
+        self._num_stages = num_stages
         self.entries: dict[Sequence, StepEntry] = {}
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -46,12 +54,18 @@ class NextStep:
         self._parts_prompts = cut is not None or config.scheduler != "prefill_first"
         self._prompt_logits = PROMPT_LOGPROBS_CHUNK  # rows of prompt tokens that may still be asked for
         self._lost: set[Sequence] = set()  # the preempted ones, to look up
+        if num_stages > 1 and self._parts_prompts:
+            self.budget = min(self.budget, self._share(ahead))
 
     def ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that decode, and those whose prompt is not computed yet."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        elsewhere = 0  # sequences that decode in other stages
         for sequence in self._queues.running:
+            if self._num_stages > 1 and sequence.num_pending:
+                elsewhere += 1
+                continue
             num_tokens = sequence.num_tokens
             num_uncomputed = num_tokens - sequence.num_computed
             if num_uncomputed == 1 and num_tokens > sequence.num_prompt_tokens:
@@ -59,6 +73,9 @@ class NextStep:
                     decodes.append(sequence)
             elif num_uncomputed > 0:
                 prefills.append(sequence)
+        if self._num_stages > 1:
+            decodes.sort(key=lambda s: s.last_step)
+            del decodes[-(-(len(decodes) + elsewhere) // self._num_stages) :]
         return decodes, prefills
 
     def decode(self, ready: Iterable[Sequence]) -> None:
@@ -107,6 +124,16 @@ class NextStep:
         if sequence.gives_prompt_logits(sequence.num_computed):
             wanted = min(wanted, self._prompt_logits)
         return min(wanted, self.budget) if self._parts_prompts else wanted
+
+    def _share(self, ahead: int) -> int:
+        """Tokens of this step, so that as many steps as there are stages have about the same."""
+        queues, most = self._queues, self._num_stages * self.budget
+        total = ahead
+        for sequence in (*queues.running, *queues.waiting):
+            total += max(0, sequence.num_uncomputed)
+            if total >= most:
+                break
+        return max(LEAST_SHARE, -(-total // self._num_stages))
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import SampleRow
 from detcompile.runtime.step.builder import StepArrays
@@ -23,9 +24,11 @@ from detcompile.runtime.step.worker import StepResult, StepWork
 __all__ = [
     "PackedTensor",
     "PackedWork",
+    "RankStep",
     "RemoteRunner",
     "RemoteWorker",
     "WorkReader",
+    "answer",
     "free_abandoned",
     "pack_tensor",
     "unpack_tensor",
@@ -43,6 +46,14 @@ class PackedWork(NamedTuple):
     new: dict[int, tuple[SamplingParams, Sequence[int]]]  # sequences that had no row before: parameters and tokens
     forgotten: tuple[int, ...]  # sequences that will have no more rows
     forbidden: dict[int, tuple[int, ...]]  # by row: tokens that would complete a bad word
+
+
+class RankStep(NamedTuple):
+    """What the first rank of a stage says of a step."""
+
+    result: StepResult | None  # of the last stage
+    hidden: "PackedTensor | None"
+    busy_seconds: float  # that it did not wait for another stage's rows
 
 
 class WorkReader:
@@ -69,6 +80,11 @@ class WorkReader:
             for index, (number, position, num_generated, sample_index) in enumerate(packed.rows.tolist())
         )
         return packed.work._replace(rows=rows)
+
+
+def answer(values: Sequence[Any]) -> Any:
+    """What the one rank that answers a command returned; the others return None."""
+    return next(value for value in values if value is not None)
 
 
 def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
@@ -107,36 +123,56 @@ class RemoteWorker(_Remote):
         args: what ``new_worker`` is given behind the name.
         seconds: longest that making it may take.
         device: device that hidden states are handed out on.
+        num_stages: stages of the pipeline that the workers are, which tell a step's result as soon as they have it.
     """
 
     accepts_rejection = False
     is_alone = False
 
     def __init__(
-        self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], seconds: float, device: torch.device
+        self,
+        group: WorkerGroup,
+        abandoned: "deque[int]",
+        args: Sequence[Any],
+        seconds: float,
+        device: torch.device,
+        *,
+        num_stages: int = 1,
     ) -> None:
         super().__init__(group, abandoned)
         self._device = device
+        self.num_stages = num_stages
+        self._stages = StageClock(num_stages)
         self._tell_abandoned()
         self._numbers: dict[Hashable, int] = {}
         self._next_number = count()
         self._forgotten: list[int] = []
         group.call("new_worker", self.name, *args, seconds=seconds)
 
-    def launch(self, work: StepWork) -> None:
-        """Start a step; nothing waits for it."""
+    def launch(self, work: StepWork) -> int | None:
+        """Start a step; nothing waits for it. Of stages it is collected at once, while they run later ones."""
         self._tell_abandoned()
         self._group.post("launch", self.name, self._pack(work))
+        self._stages.started()
+        return self._group.submit("collect", self.name) if self.num_stages > 1 else None
 
-    def collect(self, launched: None) -> StepResult:
+    def collect(self, launched: int | None) -> StepResult:
         """Wait for the oldest step that was not collected."""
-        result, hidden = self._group.call("collect", self.name)[0]
+        ticket = self._group.submit("collect", self.name) if launched is None else launched
+        told = [step for step in self._group.result(ticket) if step is not None]
+        self._stages.ended(step.busy_seconds for step in told)
+        result, hidden, _ = told[-1]
         assert isinstance(result, StepResult)
         return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
 
     def recover(self) -> None:
         """Never asked for: a rank that could not launch a step leaves the others waiting in it."""
         raise AssertionError("ranks share their steps")
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the stages' time in which they had no step, while there were any; 0 before the first."""
+        return self._stages.idle_share if self.num_stages > 1 else 0.0
 
     @property
     def sampler(self) -> "RemoteWorker":
@@ -183,7 +219,7 @@ class RemoteRunner(_Remote):
 
     def run(self, arrays: StepArrays) -> Tensor:
         """Run a step in the workers, as ``Runner.run`` does; return its logits [R, V] on ``device``."""
-        return unpack_tensor(self._group.call("run", self.name, arrays)[0]).to(self.device)
+        return unpack_tensor(answer(self._group.call("run", self.name, arrays))).to(self.device)
 
     def fill_caches(self, value: float) -> None:
         """Write ``value`` into every slot of the workers' KV caches and every state."""

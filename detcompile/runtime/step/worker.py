@@ -76,10 +76,13 @@ class Worker:
     Attributes:
         accepts_rejection: whether the sampler can accept guesses by rejection.
         is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
+        num_stages, idle_share: of a pipeline, which this is none of.
         memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
     """
 
     accepts_rejection = True
+    num_stages = 1
+    idle_share = 0.0
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self.runner = runner

@@ -116,6 +116,7 @@ class Simulation:
     num_preemptions: int = 0
     most_decode_keys: int = 0
     idle_share: float = 0.0  # of the stages' time while steps were under way
+    idle_share_under_load: float = 0.0  # the same until the last request came
 
     def gaps(self, *, preempted: bool = True) -> list[tuple[float, int]]:
         """(seconds, steps) between any two tokens of an answer; without those that a preemption made, if so wished."""
@@ -152,6 +153,8 @@ def simulate(
         while coming and served[coming[-1]].arrival.time <= now:
             assert scheduler.most_blocks(coming[-1]) <= pool.num_usable, "a request that never fits"
             scheduler.add(coming.pop())
+            if not coming:
+                simulation.idle_share_under_load = stages.idle_share
         plan = scheduler.plan()
         for sequence in plan.preempted:
             served[sequence].preempted_before.add(sequence.num_generated)
@@ -193,7 +196,7 @@ class _Stages:
     @property
     def idle_share(self) -> float:
         """Share of the stages' time in which they had no step, while steps were under way."""
-        return 1 - self._busy / (len(self._free) * self._seconds)
+        return 1 - self._busy / (len(self._free) * self._seconds) if self._seconds else 0.0
 
 
 def latencies(first: list[float], between: list[float]) -> dict[str, float]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from detcompile.passes.proof.certificate import Certificate
     from detcompile.runtime.engine import Engine
     from detcompile.runtime.engine_config import EngineConfig
+    from detcompile.runtime.grammars.grammar import Grammar
     from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
     from detcompile.runtime.requests.sampling_params import SamplingParams
     from detcompile.runtime.speculation.draft_tree import DraftTree
@@ -43,8 +44,14 @@ if TYPE_CHECKING:
     from detcompile.runtime.speculation.mirror_drafter import MirrorDrafter
     from detcompile.runtime.speculation.ngram_drafter import NGramDrafter
     from detcompile.runtime.speculation.speculator import SpeculationConfig
+    from detcompile.training.gradient_norm import clip_grad_norm_
+    from detcompile.training.loading import trainer
+    from detcompile.training.optimizer import AdamW
+    from detcompile.training.policy_loss import policy_loss
+    from detcompile.training.trainer import Trainer
 
 __all__ = [
+    "AdamW",
     "ArchiveError",
     "Backend",
     "Certificate",
@@ -60,6 +67,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "ExportedModel",
+    "Grammar",
     "InvalidInput",
     "LLM",
     "Logprobs",
@@ -74,18 +82,23 @@ __all__ = [
     "ScheduleError",
     "SpeculationConfig",
     "StorageError",
+    "Trainer",
     "UncertifiedOp",
     "UnsupportedModel",
     "WorkerError",
+    "clip_grad_norm_",
     "compile",
     "export",
     "load",
     "load_model",
+    "policy_loss",
+    "trainer",
 ]
 
 __version__ = "0.1.0"
 
 PLACES = {  # modules of the public names
+    "AdamW": "detcompile.training.optimizer",
     "ArchiveError": "detcompile.errors",
     "Backend": "detcompile.passes.backend",
     "Certificate": "detcompile.passes.proof.certificate",
@@ -101,6 +114,7 @@ PLACES = {  # modules of the public names
     "EngineConfig": "detcompile.runtime.engine_config",
     "EngineError": "detcompile.errors",
     "ExportedModel": "detcompile.models.exported",
+    "Grammar": "detcompile.runtime.grammars.grammar",
     "InvalidInput": "detcompile.errors",
     "LLM": "detcompile.offline.llm",
     "Logprobs": "detcompile.runtime.requests.outputs",
@@ -115,13 +129,17 @@ PLACES = {  # modules of the public names
     "ScheduleError": "detcompile.errors",
     "SpeculationConfig": "detcompile.runtime.speculation.speculator",
     "StorageError": "detcompile.errors",
+    "Trainer": "detcompile.training.trainer",
     "UncertifiedOp": "detcompile.errors",
     "UnsupportedModel": "detcompile.errors",
     "WorkerError": "detcompile.errors",
+    "clip_grad_norm_": "detcompile.training.gradient_norm",
     "compile": "detcompile.api",
     "export": "detcompile.exporting",
     "load": "detcompile.models.exported",
     "load_model": "detcompile.api",
+    "policy_loss": "detcompile.training.policy_loss",
+    "trainer": "detcompile.training.loading",
 }
 
 

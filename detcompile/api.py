@@ -25,7 +25,7 @@ from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_mod
 from detcompile.passes.modules.positions import position_tables
 from detcompile.progress import shown
 
-__all__ = ["Compiled", "compile", "compile_here", "load_model"]
+__all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model"]
 
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
@@ -125,7 +125,7 @@ def compile_here(
             raise UnsupportedModel(f"{type(model).__name__} has no language-model head: compile it with tp=1 and pp=1")
         require_ready(model)
         as_pooling_model(model)
-    context = _context(model, max_context)
+    context = context_of(model, max_context)
     parameters = ParameterCount.of(model)
     lowered = lower(model, numerics, context, ranks, replicate_attention, on_read, stage)
     compiled = kind(executor_of(model, lowered, numerics, parameters, ranks))
@@ -141,7 +141,7 @@ def _kind(model: PreTrainedModel) -> type[Compiled]:
     return CompiledEmbedder if model.base_model is model else CompiledClassifier
 
 
-def _context(model: PreTrainedModel, max_context: int | None) -> int:
+def context_of(model: PreTrainedModel, max_context: int | None) -> int:
     """Tokens a sequence may hold; never more than a learned table of positions has rows."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and isinstance(model, PoolingModel):  # RoBERTa's rows of padding are none of a sequence

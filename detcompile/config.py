@@ -111,6 +111,11 @@ def peer_memory_allowed() -> bool:
     return os.environ.get("DETCOMPILE_PEER_MEMORY", "1") != "0"
 
 
+def engine_secret() -> bytes:
+    """What an engine of another machine proves to have to its front, and what the front asks for; empty: not set."""
+    return os.environ.get("DETCOMPILE_ENGINE_SECRET", "").encode()
+
+
 def visible_gpus(first: int, count: int) -> str:
     """Some of the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -3,9 +3,9 @@
 Named by ``executors.ranks`` and called through ``runtime.processes.group``; nothing else imports it.
 """
 
-import time
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ class _Served(NamedTuple):
 
     worker: Worker
     reader: WorkReader
-    launched: deque[tuple[LaunchedStep, float]]  # with the seconds that the launch took, without those it waited
+    launched: deque[tuple[LaunchedStep, Callable[[], float]]]  # with what gives the seconds that it took in a stage
 
 
 class RankServer:
@@ -141,24 +141,21 @@ class RankServer:
         served = self._served(name)
         for number in packed.forgotten:
             served.worker.sampler.forget(number)
-        work = served.reader.read(packed)
-        if not self._is_last:
-            work = work._replace(rows=(), prompts=())  # which are drawn from logits
-        since, waited = time.perf_counter(), self._waited
-        launched = served.worker.launch(work)
-        served.launched.append((launched, time.perf_counter() - since - (self._waited - waited)))
+        with self._connected() as stage:
+            launched = served.worker.launch(served.reader.read(packed))
+            served.launched.append((launched, float if stage is None else stage.timed()))
 
     def collect(self, name: int) -> RankStep | None:
         """Wait for the oldest step launched; its hidden states beside the rest."""
         served = self._served(name)
-        launched, busy_seconds = served.launched.popleft()
+        launched, seconds = served.launched.popleft()
         result = served.worker.collect(launched)
         if self.rank % self.plan.tp:
             return None
         if not self._answers:
-            return RankStep(None, None, busy_seconds)
+            return RankStep(None, None, seconds())
         hidden = None if result.hidden is None else pack_tensor(result.hidden)
-        return RankStep(result._replace(hidden=None), hidden, busy_seconds)
+        return RankStep(result._replace(hidden=None), hidden, seconds())
 
     def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
         """Make a KV cache, and what runs steps over it."""
@@ -166,7 +163,8 @@ class RankServer:
 
     def run(self, name: int, arrays: StepArrays) -> PackedTensor | None:
         """Logits of a step."""
-        logits = self._runner(name).run(arrays)
+        with self._connected():
+            logits = self._runner(name).run(arrays)
         return pack_tensor(logits) if self._answers else None
 
     def fill_caches(self, name: int, value: float) -> None:
@@ -197,11 +195,15 @@ class RankServer:
         stages = [list(range(first, first + plan.tp)) for first in range(0, plan.num_ranks, plan.tp)]
         return [dist.new_group(stage) for stage in stages][self._stage.index]
 
-    @property
-    def _waited(self) -> float:
-        """Seconds that the stage has waited for others."""
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[StageForward | None]:
+        """Steps inside are the pipeline's, if this is a stage of one."""
         forward = self._executor.forwards.plain
-        return forward.waited if isinstance(forward, StageForward) else 0.0
+        if isinstance(forward, StageForward):
+            with forward.connected():
+                yield forward
+        else:
+            yield None
 
     @property
     def _executor(self) -> LocalExecutor:

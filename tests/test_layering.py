@@ -18,7 +18,7 @@ LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
     {"detcompile.serving"},
     {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting", "detcompile.offline"},
-    {"detcompile.api", "detcompile.workers"},
+    {"detcompile.api", "detcompile.training", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},
     {
@@ -55,8 +55,8 @@ FLOORS = [
         {"templates.cpu", "templates.device"},
     ],
     [
-        {"passes.lowering", "passes.packaging"},
-        {"passes.stages", "passes.warm", "passes.whole_model"},
+        {"passes.lowering", "passes.packaging", "passes.training"},
+        {"passes.preparation", "passes.stages", "passes.warm", "passes.whole_model"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},
@@ -79,6 +79,7 @@ FLOORS = [
         {"runtime.step"},
         {"runtime.kv", "runtime.sampling"},
         {"runtime.requests"},
+        {"runtime.grammars"},
         {"runtime.device_memory", "runtime.gc_pauses"},
     ],
     [
@@ -87,10 +88,18 @@ FLOORS = [
         {"serving.receipts.routes"},
         {"serving.service"},
         {"serving.receipts.issuer"},
-        {"serving.access", "serving.metrics", "serving.responses", "serving.texts"},
+        {"serving.request_log"},
+        {
+            "serving.access",
+            "serving.connections",
+            "serving.deadlines",
+            "serving.metrics",
+            "serving.responses",
+            "serving.texts",
+        },
         {"serving.chat_template", "serving.engines", "serving.http_errors"},
         {"serving.receipts"},
-        {"serving.plain_tokenizer"},
+        {"serving.plain_tokenizer", "serving.tools"},
     ],
     [
         {"orders.numerics"},

@@ -1,19 +1,21 @@
 """`detcompile serve`: an OpenAI-compatible server whose answers can be run again."""
 
 import asyncio
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import typer
 
 from detcompile import __version__
+from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "EngineOptions", "Loading", "Processes", "command"]
+__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "Receipts", "Web", "command"]
 
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -21,16 +23,19 @@ if missing:
     raise InvalidInput(f'{", ".join(missing)} is not installed: pip install "detcompile[serve]"')
 
 import uvicorn  # noqa: E402 - once it is known to be there
+from starlette.types import ASGIApp  # noqa: E402
 
 from detcompile.serving.access import read_keys  # noqa: E402
 from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
+from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
+from detcompile.serving.engines.launchers import DialIn  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
 from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
-from detcompile.serving.server import is_loopback, listen, serve  # noqa: E402
+from detcompile.serving.server import STALL_SECONDS, is_loopback, listen, serve  # noqa: E402
 from detcompile.serving.service import Service  # noqa: E402
 
 
@@ -42,6 +47,25 @@ class Bounds:
     max_queued_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens that wait; beyond: 429.")] = 262144
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = MAX_BODY
     drain: Annotated[float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.")] = 60.0
+    queue_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a first token; beyond: 503.")] = 60.0
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer; beyond: 504.")] = 600.0
+    stall: Annotated[float, typer.Option(min=0.1, help="Seconds that a connection may stand still.")] = STALL_SECONDS
+
+    def of_service(self) -> dict[str, Any]:
+        """The bounds that Service takes, by its names."""
+        return {name: getattr(self, name) for name in ("max_queue", "max_queued_tokens", "queue_timeout", "timeout")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Web:
+    """Options of who may ask, and of what is noted, by the names that new_app has for them."""
+
+    cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
+    request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+
+    def options(self) -> dict[str, Any]:
+        """Keys and log, the log opened."""
+        return {"origins": self.cors or (), "request_log": None if self.request_log is None else _log(self.request_log)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +79,11 @@ class Receipts:
     receipt_log: Annotated[Path | None, typer.Option(help="File that every receipt is appended to, chained.")] = None
 
     def issuer(self) -> Issuer:
-        """What makes them."""
+        """The issuer of receipts."""
         key = None if self.sign is None else read_signing_key(self.sign)
         log = None if self.receipt_log is None else ReceiptLog(self.receipt_log)
+        if log is not None and log.num_cut:
+            print(f"{self.receipt_log}: cut off {log.num_cut} bytes of a line without an end", file=sys.stderr)
         return Issuer(self.receipts, key, log, __version__)
 
 
@@ -69,11 +95,33 @@ class Processes:
     spare: Annotated[
         bool, typer.Option(help="Keep a process at hand, without a model, to take the place of one that is lost.")
     ] = True
+    dial_in: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where engines that somebody else starts connect, in place of processes here."),
+    ] = None
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
     def fleet(self, on_delta: Callable[[Answer, Delta], None]) -> Fleet:
         """The engines, which call ``on_delta`` with what they draw."""
-        return Fleet(on_delta, replicas=self.replicas, spare=self.spare, most_restarts=self.max_restarts)
+        launcher = None if self.dial_in is None else _dial_in(self.dial_in)
+        spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
+        return Fleet(on_delta, launcher, replicas=self.replicas, spare=spare, most_restarts=self.max_restarts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Options of conversations, by the names that Service has for them."""
+
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None
+    tool_parser: Annotated[
+        Literal["hermes", "llama3", "mistral"] | None,
+        typer.Option(help="How the model writes calls of functions; default: as its chat template says."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Name and template, the template as text."""
+        template = None if self.chat_template is None else _read(self.chat_template)
+        return {"chat_template": template, "tool_parser": self.tool_parser}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +159,10 @@ def command(
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="File of keys: name:sha256 a line; for all routes.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys.")] = False,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, in place of the tokenizer's.")] = None,
     *,
+    chat: Chat,
     bounds: Bounds,
+    web: Web,
     receipts: Receipts,
     processes: Processes,
     loading: Loading,
@@ -125,18 +174,42 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    template = None if chat_template is None else _read(chat_template)
-    names = {"name": name, "chat_template": template, "receipts": receipts.issuer(), "fleet": processes.fleet}
+    names = {"name": name, **chat.options(), **bounds.of_service()}
+    service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=processes.fleet)
+    app = functools.partial(new_app, version=__version__, digests=digests, max_body=bounds.max_body, **web.options())
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
-        sys.exit(runner.run(_served(spec, (host, port), digests, bounds, names)))
+        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app)))
 
 
 async def _served(
-    spec: EngineSpec, address: tuple[str, int], digests: list[bytes], bounds: Bounds, names: dict[str, Any]
+    spec: EngineSpec,
+    address: tuple[str, int],
+    bounds: Bounds,
+    make_service: Callable[[], Service],
+    make_app: Callable[[Service], ASGIApp],
 ) -> int:
     with listen(*address) as sock:
-        service = Service(**names, max_queue=bounds.max_queue, max_queued_tokens=bounds.max_queued_tokens)
-        return await serve(service, new_app(service, __version__, digests, bounds.max_body), spec, sock, bounds.drain)
+        service = make_service()  # of the running loop
+        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall)
+
+
+def _log(path: Path) -> IO[str]:
+    try:
+        return path.open("a")
+    except OSError as error:
+        raise InvalidInput(f"--request-log {path}: {error.strerror}") from error
+
+
+def _dial_in(address: str) -> DialIn:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidInput(f"--dial-in {address!r}: give HOST:PORT")
+    secret = engine_secret()
+    if len(secret) < SECRET_BYTES:
+        raise InvalidInput(
+            f"--dial-in: set DETCOMPILE_ENGINE_SECRET, here and for the engines, to {SECRET_BYTES} bytes at least"
+        )
+    return DialIn(host.strip("[]"), int(port), secret)
 
 
 def _sizes(text: str | None) -> list[int] | None:

@@ -20,7 +20,7 @@ from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, enter_call
 from detcompile.passes.layers.boundary import take_marks
 from detcompile.passes.layers.compilation import Layered, compile_layers, inputs_of_all_layers
 from detcompile.passes.layers.inputs import LayerInputs
-from detcompile.passes.layers.program import LayeredCode
+from detcompile.passes.layers.program import LayeredCode, Run
 from detcompile.passes.layers.regions import Region
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.programs.binding import CompiledGraph
@@ -67,6 +67,7 @@ class Backend:
         name_inputs: names of a graph's traced inputs; where it is given, the digest of each graph is kept.
         graph_breaks: "raise", or "warn" where torch did not make one graph of a whole call.
         layers: the graph is of a model's first layers, marked by `mark_layers`; the program runs all of them.
+        compile_region: makes code of a certified region of such a graph, as `compile_layers` calls it.
 
     Attributes:
         certificates, programs: one a graph that was compiled.
@@ -85,6 +86,7 @@ class Backend:
         name_inputs: Callable[[Sequence[Any]], list[str]] | None = None,
         graph_breaks: str = "raise",
         layers: LayerInputs | None = None,
+        compile_region: Callable[[Region, Mapping[str, Role], Certificate], Run] | None = None,
     ) -> None:
         if graph_breaks not in GRAPH_BREAKS:
             raise InvalidInput(f"graph_breaks={graph_breaks!r}: it is one of {', '.join(map(repr, GRAPH_BREAKS))}")
@@ -96,6 +98,7 @@ class Backend:
         self.name_inputs = name_inputs
         self.graph_breaks = graph_breaks
         self.layers = layers
+        self.compile_region = compile_region
         self.certificates: list[Certificate] = []
         self.programs: list[CompiledGraph] = []
         self.digests: list[str] = []
@@ -228,7 +231,8 @@ class _Compilation:
             with inductor_config.patch(post_grad_custom_post_pass=GraphPass(finish, key)):
                 return backend.compile_graph(region.gm, fakes, **{**settings, "static_input_idxs": kept})
 
-        return compile_layers(gm, rows, self._inputs, owners, self._named, proved, backend.numerics, compile_region)
+        make = backend.compile_region or compile_region
+        return compile_layers(gm, rows, self._inputs, owners, self._named, proved, backend.numerics, make)
 
     def over_all_layers(self, values: Sequence[Any], checked: frozenset[int]) -> CompiledGraph:
         """The program over all layers, whose inputs are those of the graph and then those of the other layers."""

@@ -9,18 +9,14 @@ from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
 from detcompile.config import programs_kept
-from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.errors import UnsupportedModel
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import PipelineStage, TensorParallel
-from detcompile.passes.adapters.expert_classes import replace_experts
-from detcompile.passes.adapters.scans import pin_recurrences
-from detcompile.passes.capture import PackedForward, StatesForward, freeze_rope, observe_attention, probe_attention
+from detcompile.passes.capture import PackedForward, StatesForward, observe_attention
 from detcompile.passes.layers.structure import Repeats
-from detcompile.passes.modules.experts import pin_experts
-from detcompile.passes.modules.positions import give_positions
-from detcompile.passes.modules.quantized_linear import pin_quantized
 from detcompile.passes.modules.recurrences import Recurrences
+from detcompile.passes.preparation import prepare
 from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.proof.certificate import Certificate
@@ -34,25 +30,7 @@ from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
 
-__all__ = ["Lowered", "MODULE_PASSES", "ModulePass", "lower", "lower_view", "lower_with_states"]
-
-TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, whether or not it then refused it
-
-
-class ModulePass(NamedTuple):
-    """A change of a model's modules, before anything of it is traced."""
-
-    apply: Callable[[PreTrainedModel], Any]  # in place; says what it changed, nothing if the model has none of it
-    whole: str | None = None  # what it changes, in words, where ranks cannot share that
-
-
-MODULE_PASSES = (
-    ModulePass(give_positions),
-    ModulePass(pin_quantized, whole="quantised weights"),
-    ModulePass(pin_experts),
-    ModulePass(replace_experts, whole="experts that take no implementation from outside,"),
-    ModulePass(pin_recurrences, whole="layers with a state"),
-)
+__all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +84,8 @@ def lower(
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
         StorageError: the cache, or Inductor's own, is full or cannot be written.
     """
-    _take(model)
     vocabulary = _vocabulary(model)
-    freeze_rope(model, max_context)
-    recurrences = _change_modules(model, ranks)
-    seen = Seen.of(probe_attention(model, numerics.kv_chunk, recurrences), recurrences)
+    seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole: WholeModel | None = None
     if ranks is not None or stage is not None:
         whole = read_whole(model, numerics, max_context, seen, ranks, on_read)
@@ -172,27 +147,6 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
     if traced.certificate.orders != certificate.orders:
         raise UnsupportedModel(f"{type(model).__name__} sums in other orders if its hidden states are read")
     return forward
-
-
-def _take(model: PreTrainedModel) -> None:
-    """Note that the model's modules are about to change, which they do once."""
-    if getattr(model, TAKEN, False):
-        raise InvalidInput(
-            f"this {type(model).__name__} was given to compile() before and its linears and rotary tables changed: "
-            "load it again"
-        )
-    setattr(model, TAKEN, True)
-
-
-def _change_modules(model: PreTrainedModel, ranks: TensorParallel | None) -> Recurrences | None:
-    """Run MODULE_PASSES in order; the calls that carry a state, if the model has any."""
-    changed = {}
-    for apply, whole in MODULE_PASSES:
-        changed[apply] = apply(model)
-        if changed[apply] and whole is not None and ranks is not None:
-            raise UnsupportedModel(f"{type(model).__name__}: {whole} over several ranks; compile with tp=1")
-    recurrences: Recurrences | None = changed[pin_recurrences]
-    return recurrences
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:

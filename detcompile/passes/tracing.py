@@ -35,7 +35,17 @@ from detcompile.passes.roles import dense_role, packed_roles
 from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import disk_failure
 
-__all__ = ["Seen", "Traced", "certify_batches", "find_repeats", "run_on_two_tokens", "trace_packed", "with_own_code"]
+__all__ = [
+    "Seen",
+    "Traced",
+    "certify_batches",
+    "find_repeats",
+    "marked_layers",
+    "run_on_two_tokens",
+    "trace_once",
+    "trace_packed",
+    "with_own_code",
+]
 
 logger = logging.getLogger(__name__)
 DISK_ADVICE = "Free space there or make it writable, or set TORCHINDUCTOR_CACHE_DIR, or TMPDIR, to another folder."
@@ -92,7 +102,7 @@ def certify_batches(
     position_ids = torch.arange(5, device=device).repeat(3, 1)
     for tensor in (input_ids, position_ids):
         torch._dynamo.mark_dynamic(tensor, [0, 1])
-    _trace(DenseForward(model), backend, (input_ids, position_ids))
+    trace_once(DenseForward(model), backend, (input_ids, position_ids))
 
 
 def trace_packed(
@@ -144,7 +154,7 @@ def _trace_packed(
     leaves = step_leaves(*example)
     every = list(layer_list(model) or ())
     layers = None if repeats is None else LayerInputs(every, repeats, example, seen.groups, here)
-    traced = module if repeats is None else PackedForward(_marked(model, repeats.prefix))
+    traced = module if repeats is None else PackedForward(marked_layers(model, repeats.prefix))
     backend = Backend(
         numerics,
         packed_roles(seen.groups),
@@ -155,7 +165,7 @@ def _trace_packed(
         layers=layers,
     )
     with inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
-        _trace(traced, backend, example if repeats is None else some_layers(example, range(repeats.prefix)))
+        trace_once(traced, backend, example if repeats is None else some_layers(example, range(repeats.prefix)))
     (graph,), (certificate,), (digest,) = backend.programs, backend.certificates, backend.digests
     if here is not None:
         input_ids, position_ids, step, logits_to_keep = some_layers(example, here)
@@ -180,7 +190,7 @@ def run_on_two_tokens(model: PreTrainedModel) -> None:
     DenseForward(model)(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.arange(2, device=device)[None])
 
 
-def _marked(model: PreTrainedModel, count: int) -> PreTrainedModel:
+def marked_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """The model as if it had only its first layers, whose boundaries a trace will show."""
     view = layers_of(model, range(count))
     layers = layer_list(view)
@@ -196,7 +206,7 @@ def with_own_code(module: nn.Module) -> Callable[..., Tensor]:
     return types.MethodType(types.FunctionType(code, function.__globals__), module)
 
 
-def _trace(module: DenseForward | PackedForward, backend: Backend, arguments: Sequence[Any]) -> None:
+def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments: Sequence[Any]) -> None:
     """Make the first call, which compiles; unwrap our own errors and explain Dynamo's and the disk's.
 
     Dynamo makes symbols of numbers that differ from those of a model which had this one's code name before it. Which

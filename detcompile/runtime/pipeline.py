@@ -124,8 +124,8 @@ class Pipeline:
     def _step_alone(self) -> bool:
         """With ``overlap``, settle the step that was launched before, otherwise this one.
 
-        A step that drafts, and one behind a step that did or that bad words wait for, comes after the one before it was
-        settled; so do the smaller steps in the place of one that found no memory.
+        A step that drafts, and one behind a step that did or that bad words or a grammar wait for, comes after the one
+        before it was settled; so do the smaller steps in the place of one that found no memory.
         """
         before = self._in_flight.popleft() if self._in_flight else None
         due = before
@@ -233,6 +233,7 @@ class Pipeline:
         Returns whether the sequence goes on, how many tokens it got, and the row of the last of them.
         """
         sequence, first, verification = draw
+        seated = sequence in self._scheduler.running  # a step of another stage may have taken its blocks
         path: Path = ()
         count = 0
         while True:
@@ -249,10 +250,13 @@ class Pipeline:
             if not goes_on or child is None:
                 break
             path = child
-            sequence.num_computed += 1
+            sequence.num_computed += seated
         if verification is not None and self._speculator is not None:
-            self._speculator.settle(verification, path, cut=child is not None)
-            self._tables.changed(sequence, verification.start // self._scheduler.blocks.pool.block_size)
+            if seated:
+                self._speculator.settle(verification, path, cut=child is not None)
+                self._tables.changed(sequence, verification.start // self._scheduler.blocks.pool.block_size)
+            else:
+                self._speculator.discard(verification)
             self._book.on_draft(sequence, len(verification.tree), len(path))
         return goes_on, count, row
 

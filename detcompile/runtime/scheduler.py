@@ -5,7 +5,6 @@ No choice made here can change a bit. A policy makes up each step (runtime/polic
 sequences stand where they stood.
 """
 
-from collections import deque
 from typing import NamedTuple
 
 from detcompile.errors import InvalidInput
@@ -46,7 +45,6 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: KVBlocks, num_stages: int = 1) -> None:
         self.config = config
         self._num_stages = num_stages
-        self._ahead: deque[int] = deque(maxlen=num_stages - 1)  # tokens of the last steps, which other stages run
         self.blocks = blocks
         self._queues = Queues(config.aging)
         self.running, self.waiting = self._queues.running, self._queues.waiting
@@ -120,7 +118,6 @@ class Scheduler:
         if step.entries:
             self._queues.step += 1
             self._calm += 1
-            self._ahead.append(sum(entry.num_tokens for entry in step.entries.values()))
         preempted, self._preempted = (*self._preempted, *step.preempted), ()
         return StepPlan(tuple(step.entries.values()), preempted, tuple(step.admitted))
 
@@ -157,7 +154,7 @@ class Scheduler:
         return stateful
 
     def _next_step(self) -> NextStep:
-        return NextStep(self._queues, self.blocks, self.config, self._cut, self._num_stages, sum(self._ahead))
+        return NextStep(self._queues, self.blocks, self.config, self._cut, self._num_stages)
 
     def _drop(self, step: NextStep) -> None:
         """Nothing of a step that could not be planned was run; what lost its blocks on the way has lost them."""

@@ -38,7 +38,7 @@ class PlannedStep(NamedTuple):
     prompts: tuple[StepEntry, ...]  # parts whose prompt logprobs are wanted
     load: Load
     drafting: bool  # it may hold drafts, so that where it ends is known once it is read back
-    awaited: bool = False  # bad words of what follows hang on its tokens, which the host has to know
+    awaited: bool = False  # bad words or masks of what follows hang on its tokens, which the host has to know
 
 
 class _Faulty(Exception):
@@ -153,7 +153,8 @@ class StepPlanner:
         prompts = tuple(entry for entry in plan.entries if entry.sequence.gives_prompt_logits(entry.start))
         size = self._scheduler.blocks.pool.block_size
         work = build_work(entries, draws, prompts, self._tables, size, pending)
-        awaited = any(draw.sequence.bad_words is not NO_WORDS for draw in draws)
+        sequences = [draw.sequence for draw in draws]
+        awaited = any(own.bad_words is not NO_WORDS or own.matcher is not None for own in sequences)
         return PlannedStep(plan, work, draws, prompts, self._load, drafting, awaited)
 
     def _unbuildable(

@@ -96,17 +96,19 @@ def _sample_rows(draws: SequenceOf[Draw]) -> tuple[SampleRow, ...]:
         num_tokens, place = sequence.num_tokens, (sequence.sample_index, sequence, sequence.token_ids)
         num_generated = num_tokens - sequence.num_prompt_tokens
         if verification is None:
-            rows.append(SampleRow(sequence.sampling, num_tokens, num_generated, *place, sequence.forbidden_after()))
+            limits = sequence.forbidden_after(), sequence.mask_after()
+            rows.append(SampleRow(sequence.sampling, num_tokens, num_generated, *place, *limits))
             continue
         levels = [
             SampleRow(sequence.sampling, num_tokens + depth, num_generated + depth, *place)
             for depth in range(1 + verification.tree.depth)
         ]
         paths = verification.layout.rows
-        if verification.rejects or any(sequence.bad_words):
+        if verification.rejects or any(sequence.bad_words) or sequence.matcher is not None:
             rows += [
                 levels[len(path)]._replace(
                     forbidden=sequence.forbidden_after(verification.tree.along(path)),
+                    mask=sequence.mask_after(verification.tree.along(path)),
                     proposals=verification.proposals(path),
                 )
                 for path in paths

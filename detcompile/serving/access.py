@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from detcompile.errors import InvalidInput
@@ -63,11 +63,14 @@ async def read_body(request: Request, most: int) -> bytes:
     if kind != JSON:
         raise HTTPError(415, f"send the body as `Content-Type: {JSON}`", code="unsupported_media_type")
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise HTTPError(413, f"the body is over {most} bytes")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise HTTPError(413, f"the body is over {most} bytes")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise HTTPError(400, "the client left before its body had come") from error
     return b"".join(parts)
 
 

@@ -3,19 +3,21 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.access import Access, read_body
 from detcompile.serving.http_errors import HTTPError, error_of
-from detcompile.serving.openai.chat import chat, prompt_of
+from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
+from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -25,23 +27,37 @@ from detcompile.serving.openai.schema import (
 )
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
+from detcompile.serving.request_log import RequestLog
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 
 __all__ = ["MAX_BODY", "new_app"]
 
 MAX_BODY = 4 << 20  # bytes of a request's body
+TOLD = [  # fields of answers that pages of other sites may read
+    "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
+]  # fmt: skip
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
 
 
-def new_app(service: Service, version: str, digests: Sequence[bytes] = (), max_body: int = MAX_BODY) -> ASGIApp:
+def new_app(
+    service: Service,
+    version: str,
+    digests: Sequence[bytes] = (),
+    max_body: int = MAX_BODY,
+    *,
+    origins: Sequence[str] = (),
+    request_log: IO[str] | None = None,
+) -> ASGIApp:
     """The application.
 
     Args:
         version: detcompile's.
         digests: sha256 of the API keys; none lets everybody in.
         max_body: bytes that a request's body may have.
+        origins: sites whose pages may use this server from a browser.
+        request_log: file that gets a line a request; None for none.
     """
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
     _add_posts(app, service, max_body)
@@ -50,7 +66,12 @@ def new_app(service: Service, version: str, digests: Sequence[bytes] = (), max_b
     app.add_exception_handler(DetcompileError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
-    return Access(app, digests)
+    outside: ASGIApp = Access(app, digests)
+    if origins:  # around the keys, as a browser asks whether it may send one without it
+        outside = CORSMiddleware(
+            outside, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=TOLD
+        )
+    return outside if request_log is None else RequestLog(outside, request_log)
 
 
 def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:

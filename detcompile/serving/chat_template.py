@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,12 +40,15 @@ class ChatTemplate:
 
     Attributes:
         digest: sha256 of the source, in hex.
+        source: the template.
+        takes_tools: whether it names functions that may be called.
 
     Raises:
         InvalidInput: the source is no template.
     """
 
     def __init__(self, source: str) -> None:
+        self.source = source
         self.digest = hashlib.sha256(source.encode()).hexdigest()
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -55,6 +58,7 @@ class ChatTemplate:
         sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = sandbox.from_string(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(sandbox.parse(source))
         except TemplateError as error:
             raise InvalidInput(f"the chat template cannot be read: {error}") from error
         self._threads = ThreadPoolExecutor(THREADS, "chat-template")  # long prompts wait to be tokenized in others

@@ -6,12 +6,13 @@ import msgspec
 
 from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 
-__all__ = ["HTTPError", "error_of"]
+__all__ = ["HTTPError", "OverdueError", "error_of"]
 
 TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
     401: "authentication_error",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -49,7 +50,20 @@ class HTTPError(Exception):
         return msgspec.json.encode(self.content)
 
 
+class OverdueError(DetcompileError):
+    """A request that was not answered in time.
+
+    Args:
+        status: the HTTP status that says so.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
+OVERDUE_RETRY_SECONDS = 10
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 
@@ -62,6 +76,8 @@ def error_of(error: DetcompileError, params: frozenset[str] = frozenset()) -> HT
     if isinstance(error, InvalidInput):
         first = str(error).replace(":", " ").split(" ", 1)[0]
         return HTTPError(400, str(error), param=first if first in params else None)
+    if isinstance(error, OverdueError):
+        return HTTPError(error.status, str(error), code="timeout", retry_after=OVERDUE_RETRY_SECONDS)
     if isinstance(error, WorkerError):
         return HTTPError(503, str(error), code="engine_error", retry_after=ENGINE_RETRY_SECONDS)
     return HTTPError(500, str(error), code="engine_error")

@@ -13,9 +13,10 @@ from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, progress
 from detcompile.serving.http_errors import HTTPError, error_of
 
-__all__ = ["Events", "JSON", "Whole", "event"]
+__all__ = ["ANSWERS", "Events", "JSON", "Whole", "event"]
 
 JSON = "application/json"
+ANSWERS = "detcompile.answers"  # of a request, in its scope, for layers around the routes
 DONE = b"data: [DONE]\n\n"
 
 
@@ -42,6 +43,7 @@ class _Awaited(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, or stop where the client leaves first."""
+        scope[ANSWERS] = self._answers
         sending = asyncio.create_task(self._send(send))
         leaving = asyncio.create_task(_left(receive))
         try:

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from detcompile.errors import InvalidInput
+from detcompile.serving.connections import bounded_protocol
 from detcompile.serving.engines.protocol import EngineSpec
 from detcompile.serving.service import Service
 
@@ -21,6 +22,7 @@ __all__ = ["ENGINE_LOST", "is_loopback", "listen", "serve"]
 
 ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: whoever watches should start another
 LAST_ANSWERS_SECONDS = 5  # for connections to end once their requests have
+STALL_SECONDS = 60.0
 LOST_SECONDS = 10.0  # of answering 503 without an engine, so that those who ask learn it, before the server ends
 
 
@@ -92,16 +94,23 @@ class Drain:
         server.should_exit = True
 
 
-async def serve(service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.socket, drain: float) -> int:
+async def serve(
+    service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.socket, drain: float, stall: float = STALL_SECONDS
+) -> int:
     """Serve until a signal, or until the engine is lost; returns the exit code: 0, or ENGINE_LOST then.
 
     The routes answer while the engine starts: /ready says when it serves.
+
+    Args:
+        drain: seconds that open requests have to finish after a signal.
+        stall: seconds that a connection may stand still.
 
     Raises:
         DetcompileError: the engine cannot serve this model.
     """
     config = uvicorn.Config(
         app,
+        http=bounded_protocol(stall),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,

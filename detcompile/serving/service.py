@@ -9,6 +9,7 @@ from itertools import count
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
+from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
@@ -16,6 +17,7 @@ from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.receipts.issuer import Issuer
 from detcompile.serving.texts import Texts
+from detcompile.serving.tools.families import FAMILIES, family_of
 
 __all__ = ["Service"]
 
@@ -28,8 +30,11 @@ class Service:
     Args:
         name: what clients call the model; None takes the name that it was loaded by.
         chat_template: replaces the tokenizer's own.
+        tool_parser: family of models as which it writes calls of functions; None for that of its chat template.
         max_queue: samples that may be open at a time.
         max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
+        queue_timeout: seconds that an answer may wait for its first token.
+        timeout: seconds that an answer may take as a whole.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
         receipts: makes the answers' receipts; None takes an Issuer that signs none.
 
@@ -46,18 +51,23 @@ class Service:
         *,
         name: str | None = None,
         chat_template: str | None = None,
+        tool_parser: str | None = None,
         max_queue: int = 512,
         max_queued_tokens: int = 262144,
+        queue_timeout: float = 60.0,
+        timeout: float = 600.0,
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
         receipts: Issuer | None = None,
     ) -> None:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
+        self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.draining = False
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
         self._name = name
+        self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
         self._given_template = None if chat_template is None else ChatTemplate(chat_template)
         self._serves = False
         self._max_queue = max_queue
@@ -76,6 +86,8 @@ class Service:
         self.texts = Texts(hello)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
+        known = None if self.template is None else family_of(self.template.source)
+        self.tool_family = self._given_family or known
         self._serves = True
         return hello
 
@@ -137,6 +149,7 @@ class Service:
         answers = [Answer(f"{next(self._numbers)}", prompt, params, changed, priority) for prompt in prompts]
         for answer in answers:
             self.open[answer.request_id] = answer
+            self.deadlines.watch(answer)
         try:
             for answer in answers:
                 self.fleet.add(answer)
@@ -159,6 +172,7 @@ class Service:
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
         self.open[verification.request_id] = verification
+        self.deadlines.watch(verification)
         try:
             self.fleet.add(verification)
         except DetcompileError as error:
@@ -169,6 +183,7 @@ class Service:
     def release(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these any more; those that have not ended are cancelled."""
         for answer in answers:
+            self.deadlines.forget(answer)
             cancelled = not answer.finished
             if cancelled:
                 self.fleet.cancel(answer)

@@ -63,6 +63,11 @@ class Texts:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text; None where it is none."""
+        found = None if self.backend_tokenizer is None else self.backend_tokenizer.token_to_id(text)
+        return found if found is not None and found in self._added and self._added[found].special else None
+
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text, as far as it can be told without its neighbours."""
         if not self.present:

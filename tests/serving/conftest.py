@@ -20,7 +20,12 @@ from detcompile.models.hub import TINY_FOLDER
 from detcompile.serving.receipts.keys import write_key_pair
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }} as <tool_call></tool_call></tools>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or () %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}<assistant>"
+)
 START_SECONDS = 240
 # GPU machines may have no packages of the extra; tests/test_package.py holds that the extra `test` brings them.
 NEEDED = ("cryptography", "fastapi", "msgspec", "openai", "prometheus_client", "uvicorn")

@@ -1,7 +1,7 @@
 """An engine process without a model: it speaks the real protocol and gives each sample the tokens 40, 41, 42, …
 
 A sample gets one token every 20 ms, up to its max_tokens. It starts in tenths of a second. A request whose prompt holds
-POISON kills it at its fifth token.
+POISON kills it at its fifth token; one whose prompt holds SILENT draws nothing.
 """
 
 import os
@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 
 import detcompile
+from detcompile.config import engine_secret
 from detcompile.serving.engines import protocol
+from detcompile.serving.engines.handshake import front_of
 
 POISON = 666
+SILENT = 667
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
 HELLO = protocol.Hello(
     name="scripted",
@@ -34,7 +37,10 @@ HELLO = protocol.Hello(
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    serve(front_of(sys.argv[1:], engine_secret()))
+
+
+def serve(connection: socket.socket) -> None:
     reader, lock = connection.makefile("rb"), threading.Lock()
     open_requests: dict[str, protocol.Add] = {}
 
@@ -43,7 +49,10 @@ def main() -> None:
             connection.sendall(protocol.frame(report))
 
     def receive():
-        (size,) = protocol.LENGTH.unpack(reader.read(4))
+        head = reader.read(4)
+        if not head:
+            os._exit(0)  # the front is gone
+        (size,) = protocol.LENGTH.unpack(head)
         return protocol.decode_command(reader.read(size))
 
     def draw() -> None:
@@ -52,7 +61,7 @@ def main() -> None:
             time.sleep(0.02)
             send(protocol.Heartbeat(protocol.Statistics(num_running=len(open_requests))))
             deltas = []
-            for name, add in list(open_requests.items()):
+            for name, add in [(name, add) for name, add in open_requests.items() if SILENT not in add.prompt]:
                 before = len((add.resume or {}).get(0, ()))
                 count = drawn[name] = drawn.get(name, before) + 1
                 if POISON in add.prompt and count == 5:

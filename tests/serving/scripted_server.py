@@ -1,4 +1,4 @@
-"""A server over the scripted engine, on a free port: python -m tests.serving.scripted_server DRAIN_SECONDS."""
+"""A server over the scripted engine, on a free port: python -m tests.serving.scripted_server DRAIN [STALL], seconds."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ async def main() -> int:
     server.LOST_SECONDS = 0.5
     with server.listen("127.0.0.1", 0) as sock:
         app = new_app(service, "test")
-        return await server.serve(service, app, SPEC, sock, float(sys.argv[1]))
+        return await server.serve(service, app, SPEC, sock, *map(float, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import httpx
 
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.fleet import Fleet
+from detcompile.serving.engines.launchers import LocalProcess
 from detcompile.serving.engines.protocol import EngineSpec
 from detcompile.serving.service import Service
 
@@ -24,7 +25,7 @@ SPEC = EngineSpec(model="scripted")
 def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, **options: Any) -> Service:
     """A service over the scripted engine."""
     own = {"replicas": replicas, "spare": spare, "most_restarts": most_restarts}
-    return Service(fleet=functools.partial(Fleet, command=ENGINE, **own), **options)
+    return Service(fleet=functools.partial(Fleet, launcher=LocalProcess(ENGINE), **own), **options)
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ import pytest
 from detcompile.errors import InvalidInput, WorkerError
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.engine_link import EngineLink
+from detcompile.serving.engines.launchers import LocalProcess
 from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.server import ENGINE_LOST
 from detcompile.serving.service import Service
@@ -59,7 +60,7 @@ def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, said: str
 
 def test_an_engine_that_never_starts_is_told() -> None:
     async def scenario(command: list[str], said: str) -> None:
-        link = EngineLink(command=command)
+        link = EngineLink(launcher=LocalProcess(command))
         await link.open()
         link.start(SPEC)
         with pytest.raises(WorkerError, match=said):
@@ -74,7 +75,7 @@ def test_a_pause_of_both_processes_is_no_silence() -> None:
     """As of a container that is paused and goes on."""
 
     async def scenario() -> None:
-        link = EngineLink(command=ENGINE, silence=0.8)
+        link = EngineLink(launcher=LocalProcess(ENGINE), silence=0.8)
         await link.open()
         link.start(SPEC)
         await link.settled()

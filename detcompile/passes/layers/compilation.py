@@ -22,7 +22,7 @@ from detcompile.passes.proof.provenance import Rows
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.progress import stage
 
-__all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers"]
+__all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers", "role_of"]
 
 
 class Layered(NamedTuple):
@@ -60,8 +60,9 @@ def compile_layers(
         NotCut: layers read of each other something else than their rows.
     """
     whole, states = proved
-    regions, repeats = cut(gm, rows, owned_inputs(gm, inputs, owners)), owners.repeats
-    known = {node.name: _role(node, state) for node, state in states.items() if node.op != "placeholder"}
+    trained = [owners.is_trained(given) for given in inputs]
+    regions, repeats = cut(gm, rows, owned_inputs(gm, inputs, owners), trained), owners.repeats
+    known = {node.name: role_of(node, state) for node, state in states.items() if node.op != "placeholder"}
 
     def roles_in(index: int) -> dict[str, Role]:
         last = index == len(regions) - 1
@@ -83,12 +84,11 @@ def compile_layers(
             with stage(text), TracingContext.report_output_strides():  # each region has its own
                 by_form[form] = compile_region(regions[index], roles_in(index), proofs[index])
         runs[index] = by_form[form]
-    given = given_rows(rows) if owners.here.start else None
-    program = LayeredProgram(runs, {index: regions[index].shared for index in runs}, unrolled, given is not None)
+    program = LayeredProgram(runs, {index: regions[index].shared for index in runs}, unrolled, bool(owners.here.start))
     if not owners.is_stage:
         return Layered(program, certificate)
-    own = _entries({index: proofs[index] for index in here}, repeats, owners.here)
-    return Layered(program, certificate, replace(certificate, entries=own), given)
+    part = replace(certificate, entries=_entries({index: proofs[index] for index in here}, repeats, owners.here))
+    return Layered(program, certificate, part, given_rows(rows) if owners.here.start else None)
 
 
 class AllInputs(NamedTuple):
@@ -118,8 +118,8 @@ def inputs_of_all_layers(
     return found
 
 
-def _role(node: fx.Node, state: Any) -> Role:
-    """The role of a value that another region made."""
+def role_of(node: fx.Node, state: Any) -> Role:
+    """The role, in a graph, of a value that another one made."""
     spaces: dict[int, str] = {}
     if isinstance(state, Rows) and isinstance(node.meta.get("val"), torch.Tensor):
         sizes = shape_of(node)

@@ -30,6 +30,7 @@ class LayerInputs:
         example: a step with the caches of all layers.
         groups: KV groups of all layers.
         here: the layers that the program runs, one behind the other; None for all.
+        trains: the weights are to be trained.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class LayerInputs:
         example: ExampleStep,
         groups: Sequence[KVGroup],
         here: range | None = None,
+        trains: bool = False,
     ) -> None:
-        self.repeats = repeats
+        self.repeats, self._trains = repeats, trains
         self.here = range(len(layers)) if here is None else here
         self._token_ids, _, step, _ = example
         self._step = step
@@ -77,6 +79,10 @@ class LayerInputs:
     def is_token_ids(self, given: Any) -> bool:
         """Whether an input is the token ids of the step."""
         return given is self._token_ids
+
+    def is_trained(self, given: Any) -> bool:
+        """Whether an input is a weight that is to be trained."""
+        return self._trains and isinstance(given, nn.Parameter)
 
     def require_joinable(self, groups: Sequence[Sequence[Any]]) -> None:
         """Ask that the weights of each group, which become one, belong to one layer, or all to none.

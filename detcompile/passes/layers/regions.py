@@ -47,19 +47,24 @@ class Region(NamedTuple):
     given: tuple[int, ...]  # positions of the whole graph's inputs
 
 
-def cut(gm: fx.GraphModule, rows: Sequence[fx.Node], owned: Sequence[bool]) -> list[Region]:
+def cut(
+    gm: fx.GraphModule, rows: Sequence[fx.Node], owned: Sequence[bool], trained: Sequence[bool] = ()
+) -> list[Region]:
     """The regions of a graph, in the order in which they run.
 
     Args:
         rows: nodes of the rows that enter each layer, and of those that the last one gives.
         owned: whether an input belongs to some layer or to all, one entry an input.
+        trained: whether it is a weight, where weights are trained: each region computes for itself what is made of
+            them alone, so that their gradients do not pass from one to another.
 
     Raises:
         NotCut: a layer reads, from another one, something else than its rows.
     """
     places = _places(gm.graph, rows)
-    own = {node for node, belongs in zip(gm.graph.find_nodes(op="placeholder"), owned, strict=True) if belongs}
-    copied = _copied(gm.graph, places, own)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    own = {node for node, belongs in zip(inputs, owned, strict=True) if belongs}
+    copied = _copied(gm.graph, places, own, {node for node, trains in zip(inputs, trained) if trains})
     (output,) = gm.graph.find_nodes(op="output")
     results = [[row] for row in rows] + [list(output.args[0])]
     parts = []
@@ -89,10 +94,12 @@ def _places(graph: fx.Graph, rows: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return places
 
 
-def _copied(graph: fx.Graph, places: Mapping[fx.Node, int], own: set[fx.Node]) -> set[fx.Node]:
+def _copied(
+    graph: fx.Graph, places: Mapping[fx.Node, int], own: set[fx.Node], weights: set[fx.Node]
+) -> set[fx.Node]:
     """Nodes outside the layers that each region computes for itself: numbers, cheap ones, and what is of one layer."""
     copied: set[fx.Node] = set()
-    special = set(own)
+    special, of_weights = set(own), set(weights)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or places[node] != OUTSIDE:
             continue
@@ -100,6 +107,9 @@ def _copied(graph: fx.Graph, places: Mapping[fx.Node, int], own: set[fx.Node]) -
         number = not isinstance(node.meta.get("val"), Tensor) and node.users
         if of_layer:
             special.add(node)
+        if node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
+            copied.add(node)
         from_inputs = all(arg.op == "placeholder" or arg in copied for arg in node.all_input_nodes)
         if node.op == "get_attr" or of_layer or (number and from_inputs) or (node.target in CHEAP and from_inputs):
             copied.add(node)

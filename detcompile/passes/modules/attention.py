@@ -121,6 +121,8 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
         q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
         if rule.relative_bias is not None:
             rule = rule._replace(relative_bias=rule.relative_bias.transpose(1, 2).squeeze(0))
+        if not step.k_caches:  # a trainer's: it holds whole sequences
+            return torch.ops.detcompile.packed_attention(q, k, v, step.cu_seqlens, *rule)[0].unsqueeze(0), None
         out = torch.ops.detcompile.paged_attention(
             q,
             k,

@@ -19,12 +19,13 @@ from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import layer_of, operation_of, place_of, source_of, sympy_size
 from detcompile.passes.proof.context import Context, require_arguments, size_arithmetic
+from detcompile.passes.proof.gradient_rules import of_token_sums
 from detcompile.passes.proof.indexing_rules import INDEXING
 from detcompile.passes.proof.inputs import Role, constant_state, context_of, input_state
 from detcompile.passes.proof.movement_rules import MOVEMENT
 from detcompile.passes.proof.order_free_rules import ORDER_FREE
 from detcompile.passes.proof.pointwise import is_pointwise, pointwise, why_not_pointwise
-from detcompile.passes.proof.provenance import Layout, Refusal, Rows, require_apart
+from detcompile.passes.proof.provenance import Layout, Refusal, Rows, TokenSum, require_apart
 from detcompile.passes.proof.refusals import reason_of
 from detcompile.passes.proof.template_table import Template, template_of
 from detcompile.passes.proof.whole_graph import is_assertion, lost_of, only_checked
@@ -123,6 +124,7 @@ def certify(
     expected_recurrences: int = 0,
     leading: str | None = None,
     states: dict[fx.Node, Any] | None = None,
+    backward: bool = False,
 ) -> Certificate:
     """Prove the graph or raise UncertifiedOp naming every offender.
 
@@ -134,10 +136,10 @@ def certify(
         expected_recurrences: calls that carry a state from token to token, of a causal LM.
         leading: the row space that the first dimension of every output has to be; None if the caller knows.
         states: is filled with what the proof says of each node.
+        backward: the graph computes gradients, in which rows meet as the templates' orders say.
     """
-    context, checked = context_of(graph, roles, {} if states is None else states), only_checked(graph)
-    entries, offenders = [], []
-    sums: dict[SumOrder, None] = {}
+    context, checked = context_of(graph, roles, {} if states is None else states, backward), only_checked(graph)
+    entries, offenders, sums = [], [], dict[SumOrder, None]()
     for node in graph.nodes:
         if node.op == "placeholder":
             context.states[node] = input_state(node, roles.get(node.name, Role("weight")))
@@ -204,6 +206,8 @@ def _certify_node(node: fx.Node, context: Context, numerics: Numerics) -> tuple[
     target = node.target
     if is_assertion(node):
         return None, None, None
+    if any(isinstance(context.states[arg], TokenSum) for arg in node.all_input_nodes):
+        return (summed := of_token_sums(node, context)), _entry(node, "movement", "", _proof("", summed, None)), None
     template = template_of(node)
     kind, rule = ("", None) if template is None else (template.kind, template.rows)
     for of_table, table in (("movement", MOVEMENT), ("movement", INDEXING), ("order-free", ORDER_FREE)):
@@ -250,6 +254,8 @@ def _proof(kind: str, state: Any, order: SumOrder | None) -> str:
         return "row t of tokens reads its own prefix, token by token"
     if isinstance(state, Layout):
         return "writes own slots"
+    if isinstance(state, TokenSum):
+        return "sums every token once, exactly; no row reads it"
     results = state if isinstance(state, tuple) else (state,)
     spaces = dict.fromkeys(row for rows in results if isinstance(rows, Rows) for row in rows.row_spaces)
     reads = f"row t of {', '.join(spaces)} reads row t" if spaces else "reads no row"

@@ -24,10 +24,12 @@ class Context:
         final_gather: Mapping[str, str],
         packed: bool,
         states: dict[fx.Node, Any] | None = None,
+        backward: bool = False,
     ) -> None:
         self.row_symbols = row_symbols
         self.final_gather = final_gather  # placeholders that choose the rows of the logits, and the space of those rows
         self.packed = packed  # the tokens are of several sequences
+        self.backward = backward  # gradients are computed, of rows and, as sums over tokens, of weights
         self.states: dict[fx.Node, Any] = {} if states is None else states
         self.caches: dict[Layout, fx.Node] = {}  # written in this step, and by which attention
         self.kept: set[Layout] = set()  # of these, the ones that the graph's inputs hold when it ends

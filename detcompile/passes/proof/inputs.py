@@ -31,7 +31,9 @@ class Role:
     state: Any = None
 
 
-def context_of(graph: fx.Graph, roles: Mapping[str, Role], states: dict[fx.Node, Any]) -> Context:
+def context_of(
+    graph: fx.Graph, roles: Mapping[str, Role], states: dict[fx.Node, Any], backward: bool = False
+) -> Context:
     """What is known before the walk: the row spaces of symbols, and what chooses rows."""
     row_symbols: dict[sympy.Expr, str] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -41,7 +43,7 @@ def context_of(graph: fx.Graph, roles: Mapping[str, Role], states: dict[fx.Node,
                 row_symbols[size] = name
     final = {name: role.rows[0] for name, role in roles.items() if role.final_gather and role.rows}
     packed = any(role.kind == "layout" or role.final_gather for role in roles.values())
-    return Context(row_symbols, final, packed, states)
+    return Context(row_symbols, final, packed, states, backward)
 
 
 def input_state(node: fx.Node, role: Role) -> Any:

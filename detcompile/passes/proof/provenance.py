@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import sympy
 
-__all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size"]
+__all__ = ["Axis", "LAYOUT", "Layout", "Refusal", "Rows", "SIZE", "Size", "TokenSum"]
 
 
 class Axis(NamedTuple):
@@ -52,6 +52,11 @@ class Layout:
 @dataclass(frozen=True)
 class Size:
     """A symbolic extent: it may shape a value, never enter one."""
+
+
+@dataclass(frozen=True)
+class TokenSum:
+    """The gradient of a weight, summed over all tokens in an order Exact: no row may read it."""
 
 
 LAYOUT, SIZE = Layout(), Size()

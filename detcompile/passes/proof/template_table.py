@@ -13,8 +13,9 @@ import sympy
 import torch
 from torch import fx
 
-from detcompile.orders import Sequential
+from detcompile.orders import Keys, Sequential
 from detcompile.orders.numerics import (
+    KEY_BLOCK,
     Numerics,
     kv_order,
     matmul_order,
@@ -94,6 +95,12 @@ def order_of_attention(node: fx.Node, numerics: Numerics) -> SumOrder:
     if chunk != numerics.kv_chunk:
         raise Refusal(f"attention in chunks of {chunk}, declared are {numerics.kv_chunk}")
     return kv_order(numerics)
+
+
+def order_of_attention_gradients(node: fx.Node, numerics: Numerics) -> SumOrder:
+    """The gradients of queries, over keys; those of keys and values are in the order Queries, by the same template."""
+    order_of_attention(node, numerics)
+    return Keys(KEY_BLOCK)
 
 
 def order_of_convolution(node: fx.Node, numerics: Numerics) -> SumOrder:
@@ -194,7 +201,7 @@ TEMPLATES: Mapping[Any, Template] = {
     ours.matmul.default: Template("template", rows=matmul, order=order_of_product),
     ours.matmul_all_reduce.default: Template("collective", rows=matmul_all_reduce, order=order_of_ranks),
     ours.packed_attention.default: Template("attention", rows=packed_attention, order=order_of_attention),
-    ours.packed_attention_backward.default: Template("attention", rows=gradient, order=order_of_attention),
+    ours.packed_attention_backward.default: Template("attention", rows=gradient, order=order_of_attention_gradients),
     ours.paged_attention.default: Template("attention", rows=paged_attention, order=order_of_attention),
     ours.rms_norm_backward.default: Template("template", rows=gradient, order=order_of_row),
     ours.rms_norm.default: Template("template", rows=row_by_row, order=order_of_row),

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class PackedWork(NamedTuple):
     new: dict[int, tuple[SamplingParams, Sequence[int]]]  # sequences that had no row before: parameters and tokens
     forgotten: tuple[int, ...]  # sequences that will have no more rows
     forbidden: dict[int, tuple[int, ...]]  # by row: tokens that would complete a bad word
+    masks: dict[int, Mask]  # by row: tokens that a grammar lets it draw
 
 
 class RankStep(NamedTuple):
@@ -76,6 +78,7 @@ class WorkReader:
                 key=number,
                 token_ids=packed.new[number][1] if number in packed.new else NO_TOKENS,
                 forbidden=packed.forbidden.get(index, NO_TOKENS),
+                mask=packed.masks.get(index),
             )
             for index, (number, position, num_generated, sample_index) in enumerate(packed.rows.tolist())
         )
@@ -196,7 +199,8 @@ class RemoteWorker(_Remote):
             rows[index] = number, row.position, row.num_generated, row.sample_index
         forgotten, self._forgotten = tuple(self._forgotten), []
         forbidden = {index: row.forbidden for index, row in enumerate(work.rows) if row.forbidden}
-        return PackedWork(work._replace(rows=()), rows, new, forgotten, forbidden)
+        masks = {index: row.mask for index, row in enumerate(work.rows) if row.mask is not None}
+        return PackedWork(work._replace(rows=()), rows, new, forgotten, forbidden, masks)
 
 
 class RemoteRunner(_Remote):

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
@@ -55,6 +56,7 @@ class Admission:
                 list(eos_token_ids),
                 self.num_logits - 1,
             )
+        self._grammars = GrammarCompiler(tokenizer, self.num_logits, self.eos_token_ids)
         self._tokenizing = threading.Lock()  # fast tokenizers refuse two borrowers
 
     def request(
@@ -92,8 +94,7 @@ class Admission:
         self._check_drawable(token_ids, params)
         if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need the text, and this engine has no tokenizer: use stop_token_ids")
-        bad_words, forbidden = self._bad_words(params)
-        own = self._own(params, forbidden)
+        bad_words, own = self._own(params)
         return Request(
             request_id,
             text,
@@ -105,6 +106,7 @@ class Admission:
             max_length=self.max_context,
             stream_text=streams,
             bad_words=bad_words,
+            matcher=None if own.grammar is None else self._grammars.matcher(own.grammar, own.stop_token_ids),
             resume=None if resume is None else resumed_samples(resume, own, len(token_ids), self),
         )
 
@@ -203,8 +205,12 @@ class Admission:
                 f" {self.num_logits} only"
             )
 
-    def _own(self, params: SamplingParams, forbidden: SequenceOf[int]) -> SamplingParams:
-        """A copy that nobody else changes while it is served, checked once more; the model's end tokens end it too."""
+    def _own(self, params: SamplingParams) -> tuple[BadWords, SamplingParams]:
+        """Words of several tokens, and a copy that nobody else changes while it is served, checked once more.
+
+        The model's end tokens end it too.
+        """
+        bad_words, forbidden = self._bad_words(params)
         given = {own.name: getattr(params, own.name) for own in fields(SamplingParams)}
         ends = () if params.ignore_eos else self.eos_token_ids
         given["stop_token_ids"] = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
@@ -212,4 +218,4 @@ class Admission:
             given["logit_bias"] = (params.logit_bias or {}) | dict.fromkeys(forbidden, -math.inf)
         for name in ("logprobs", "prompt_logprobs"):
             given[name] = self.num_logits if given[name] == -1 else given[name]
-        return SamplingParams(**given)
+        return bad_words, SamplingParams(**given)

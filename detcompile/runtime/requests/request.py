@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
+from detcompile.runtime.grammars.matcher import Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
@@ -40,10 +41,11 @@ class Request:
         max_length: tokens that a sequence may hold.
         stream_text: keep the text up to date after every token.
         bad_words: sequences of tokens that no sample may complete.
+        matcher: stands before the first token of the grammar; each sample gets one of its own.
         resume: the samples to serve, each with the tokens that it has drawn before; None for all n from their start.
 
     Raises:
-        InvalidInput: a sample to resume has ended with a stop string.
+        InvalidInput: a sample to resume has ended with a stop string or its grammar, or its tokens break that.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Request:
         max_length: int,
         stream_text: bool,
         bad_words: BadWords = NO_WORDS,
+        matcher: Matcher | None = None,
         resume: Mapping[int, list[int]] | None = None,
     ) -> None:
         self.params = params.seeded()
@@ -66,8 +69,9 @@ class Request:
         self._samples: dict[int, _Sample] = {}
         for index, drawn in ({key: [] for key in range(params.n)} if resume is None else resume).items():
             own = (self.params, bad_words, index, priority, arrival, max_length)
+            behind = None if matcher is None else _matcher_behind(matcher, index, drawn)
             self._samples[index] = _Sample(
-                Sequence([*token_ids, *drawn], *own, num_prompt_tokens=len(token_ids)),
+                Sequence([*token_ids, *drawn], *own, num_prompt_tokens=len(token_ids), matcher=behind),
                 CompletionOutput(index, token_ids=[*drawn], logprobs=None if params.logprobs is None else []),
                 None if tokenizer is None else Detokenizer(tokenizer, self.params),
             )
@@ -187,8 +191,8 @@ def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineE
     """What is wrong with a token that was drawn: an id without an embedding, or None for no id at all."""
     if token is None and params.limited:
         return EngineError(
-            f"{where}: nothing is left to draw: logit_bias, min_tokens, bad words and allowed_token_ids forbid every"
-            " token of which the model's logits are numbers: allow more"
+            f"{where}: nothing is left to draw: logit_bias, min_tokens, bad words, allowed_token_ids and the grammar"
+            " forbid every token of which the model's logits are numbers: allow more"
         )
     if token is None:
         return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")
@@ -196,3 +200,18 @@ def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineE
         f"{where}: the model drew id {token}, which has a logit and no embedding: forbid it with logit_bias, or in"
         " generate() with suppress_tokens"
     )
+
+
+def _matcher_behind(matcher: Matcher, index: int, drawn: list[int]) -> Matcher:
+    """A sample's own matcher, behind the tokens that it has drawn."""
+    own = matcher.copy()
+    for token in drawn:
+        if own.complete:
+            raise InvalidInput(f"sample {index} has ended with its grammar: resume those that run")
+        try:
+            own.append(token)
+        except EngineError as error:
+            raise InvalidInput(f"resume: sample {index}: {error}") from error
+    if drawn and own.complete:
+        raise InvalidInput(f"sample {index} has ended with its grammar: resume those that run")
+    return own

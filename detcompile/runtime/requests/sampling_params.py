@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.plain_values import flag, kind, number, shown, token_list, whole_number
 
 __all__ = ["SamplingParams"]
@@ -23,8 +24,8 @@ LARGEST_INTEGER = (1 << 63) - 1  # of int64
 class SamplingParams:
     """How to draw the tokens of one request, and when to end it.
 
-    The logits are changed in this order: what allowed_token_ids, bad words and min_tokens forbid, and logit_bias;
-    penalties, temperature, top_k, top_p on what is left, min_p. Ties go to the lowest token id.
+    The logits are changed in this order: what allowed_token_ids, bad words, min_tokens and the grammar forbid, and
+    logit_bias; penalties, temperature, top_k, top_p on what is left, min_p. Ties go to the lowest token id.
 
     Args:
         n: completions of one prompt; each has random numbers of its own.
@@ -54,6 +55,8 @@ class SamplingParams:
             prompt, and one that is longer than all tokens so far is not looked at.
         truncate_prompt_tokens: keep so many tokens at the prompt's end; -1 as many as the context has room for, beside
             one to draw, or min_tokens; None keeps all.
+        grammar: a Grammar that the text has to match; its two fields as a dict, or vLLM's StructuredOutputsParams, are
+            taken as one. The request ends where the grammar lets nothing follow; max_tokens and stop strings cut it.
 
     Numbers of numpy and torch are taken as Python's; a bool or a float is no integer, and NaN is no number.
 
@@ -84,6 +87,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     truncate_prompt_tokens: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -119,12 +123,14 @@ class SamplingParams:
     def limited(self) -> bool:
         """Whether some token may be forbidden."""
         biases = (self.logit_bias or {}).values()
-        return self.restricted or bool(self.min_tokens or self.bad_words or self.bad_words_ids) or -math.inf in biases
+        forbids = self.restricted or self.grammar is not None
+        return forbids or bool(self.min_tokens or self.bad_words or self.bad_words_ids) or -math.inf in biases
 
     @property
     def plain(self) -> bool:
         """Whether each token is the likeliest by the model's own logits, and nothing else of them is asked."""
-        changed = self.min_tokens or self.logit_bias or self.penalised or self.restricted or self.bad_words_ids
+        forbids = self.restricted or self.bad_words_ids or self.grammar is not None
+        changed = self.min_tokens or self.logit_bias or self.penalised or forbids
         return self.greedy and self.logprobs is None and not changed
 
     def seeded(self) -> "SamplingParams":
@@ -269,6 +275,7 @@ RULES: dict[str, _Rule] = {
         lambda n: n is None or n == -1 or 1 <= n <= LARGEST_INTEGER,
         "None, at least 1, or -1 for what the context has room for",
     ),
+    "grammar": _Rule(_or_none(lambda value, _: Grammar.of(value)), lambda _: True, "a Grammar"),
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.matcher import Mask, Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.step import NO_SLOT
@@ -43,6 +44,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it
     num_prompt_tokens: int = 0  # 0: all tokens that it begins with
+    matcher: Matcher | None = None  # stands where the tokens after the prompt do
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -101,11 +103,33 @@ class Sequence:
         assert self.num_pending == 0, "bad words need to know every token"
         return self.bad_words.completions(self.token_ids, self.num_prompt_tokens, drafted)
 
+    def mask_after(self, drafted: SequenceOf[int] = ()) -> Mask | None:
+        """Tokens that its grammar lets follow its own and ``drafted`` ones; none may be pending.
+
+        None without a grammar, and where drafted ones break it or end the sequence.
+        """
+        if self.matcher is None:
+            return None
+        assert self.num_pending == 0, "a grammar needs to know every token"
+        return self.matcher.mask(drafted)
+
     def append(self, token_id: int) -> None:
-        """Add a generated token. May set ``finish_reason``."""
+        """Add a generated token. May set ``finish_reason``.
+
+        Raises:
+            EngineError: its grammar cannot go on.
+        """
         assert self.finish_reason is None, f"a token for a sequence that has finished ({self.finish_reason})"
         self.token_ids.append(token_id)
         if token_id in self.sampling.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token_id
+        elif self.matcher is not None and self._completes(token_id):
+            self.finish_reason = "stop"
         elif len(self.token_ids) >= self.most_tokens:
             self.finish_reason = "length"
+
+    def _completes(self, token_id: int) -> bool:
+        """Follow the grammar; whether nothing can come behind the token."""
+        assert self.matcher is not None
+        self.matcher.append(token_id)
+        return self.matcher.complete

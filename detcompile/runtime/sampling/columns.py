@@ -1,15 +1,18 @@
 """Columns: what the sampler reads of the rows that need more than an argmax, built on the host, copied in one piece.
 
 Legend: Q rows that need more than an argmax, B biased (row, token) pairs, A allowed ones, C guesses of a row at most, L
-rows that want logprobs, N requests whose token counts are new, E distinct tokens of theirs.
+rows that want logprobs, M masked ones of W words each, N requests whose token counts are new, E distinct tokens of
+theirs.
 """
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypedDict, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.sampling.filters import NO_LIMIT, PROBABILITY_UNIT
 from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.philox import noise_keys
@@ -23,6 +26,7 @@ __all__ = [
     "bias_columns",
     "drawing_columns",
     "fresh_columns",
+    "mask_columns",
     "penalty_columns",
     "proposal_columns",
 ]
@@ -44,6 +48,9 @@ class Columns(TypedDict, total=False):
     # The only tokens of rows that may draw no others.
     allowed_rows: Tensor  # [A] int64: row within its group
     allowed_tokens: Tensor  # [A] int64
+
+    # Tokens that a grammar lets a row draw: the rows of a group that is masked, group by group.
+    masks: Tensor  # [M, 4 W] uint8: a bit a token, lowest first
 
     # Draws: noise, temperature and filters.
     keys: Tensor  # [Q, 5] int64, of ``philox.noise_keys``
@@ -115,6 +122,11 @@ def allowed_columns(rows: list[int], tokens: list[int]) -> Columns:
         "allowed_rows": torch.tensor(rows, dtype=torch.int64),
         "allowed_tokens": torch.tensor(tokens, dtype=torch.int64),
     }
+
+
+def mask_columns(masks: list[Mask]) -> Columns:
+    """Masks [W] of M rows as bytes."""
+    return {"masks": torch.from_numpy(np.stack(masks).view(np.uint8))} if masks else {}
 
 
 def drawing_columns(rows: list[SampleRow]) -> Columns:

@@ -1,4 +1,4 @@
-"""Filters of a draw: top_k, top_p and min_p, each row by itself, ties by the lowest id.
+"""Filters of a draw: masks, top_k, top_p and min_p, each row by itself, ties by the lowest id.
 
 The cumulative sum of top_p runs over fixed-point integers, where every order gives the same sum.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import detcompile.templates.rows.softmax  # noqa: F401  registers torch.ops.detcompile.softmax
 
-__all__ = ["NO_LIMIT", "PROBABILITY_UNIT", "filtered"]
+__all__ = ["NO_LIMIT", "PROBABILITY_UNIT", "filtered", "masked"]
 
 PROBABILITY_UNIT = 2.0**56  # fixed-point probabilities: a row's sum stays far below 2^63
 NO_LIMIT = torch.iinfo(torch.int64).max
@@ -33,3 +33,9 @@ def filtered(scaled: Tensor, top_k: Tensor, mass_limit: Tensor, min_p: Tensor, r
     keep &= mass_before < mass_limit
     keep &= probabilities >= probabilities[:, :1] * min_p
     return torch.empty_like(scaled).scatter_(1, ids, descending.masked_fill(~keep, -math.inf))
+
+
+def masked(logits: Tensor, masks: Tensor) -> Tensor:
+    """``logits`` [Q, V] with -inf where ``masks`` [Q, at least V / 8] uint8 have no bit, the lowest bit first."""
+    bits = (masks.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.device_memory import ran_out_of_memory
+from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.columns import (
     Columns,
@@ -22,6 +23,7 @@ from detcompile.runtime.sampling.columns import (
     bias_columns,
     drawing_columns,
     fresh_columns,
+    mask_columns,
     penalty_columns,
     proposal_columns,
 )
@@ -38,10 +40,16 @@ class RowNeeds(NamedTuple):
 
     biased: bool
     restricted: bool
+    masked: bool
     penalised: bool
     drawn: bool
     filtered: bool
     proposed: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether the row's logits are others than the model's."""
+        return self.biased or self.restricted or self.masked or self.penalised
 
 
 class RowGroup(NamedTuple):
@@ -54,6 +62,8 @@ class RowGroup(NamedTuple):
     bias_stop: int
     allowed_start: int
     allowed_stop: int
+    mask_start: int
+    mask_stop: int
     first_row: int | None  # of the logits, where the group is a run of them
 
 
@@ -98,7 +108,7 @@ def plan_rows(
     for index in found:
         counts.forget(rows[index].key)
     sound = [
-        row._replace(params=GREEDY, key=None, token_ids=(), proposals=None) if index in found else row
+        row._replace(params=GREEDY, key=None, token_ids=(), mask=None, proposals=None) if index in found else row
         for index, row in enumerate(rows)
     ]
     return _plan(sound, counts, device, eos_token_ids, at_once, slots)
@@ -132,7 +142,7 @@ def _plan(
     fresh: bool = True,
 ) -> SamplingPlan:
     """``slots`` keeps those of rows that were placed, which a row is once a step, however often this is tried."""
-    if all(row.params.plain and not row.forbidden for row in rows):
+    if all(row.params.plain and not row.forbidden and row.mask is None for row in rows):
         return SamplingPlan(len(rows), (), None, 0, (), 0)
     biases = [_bias(row, eos_token_ids, counts.vocab_size) for row in rows]
     needs = [_needs(row, bool(bias)) for row, bias in zip(rows, biases)]
@@ -169,7 +179,8 @@ def _needs(row: SampleRow, biased: bool) -> RowNeeds:
     if drawn and params.seed is None:
         raise InvalidInput("a request that samples needs a seed: call SamplingParams.seeded() first")
     proposed = drawn and row.proposals is not None
-    return RowNeeds(biased, params.restricted, params.penalised, drawn, drawn and params.filtered, proposed)
+    masked = row.mask is not None
+    return RowNeeds(biased, params.restricted, masked, params.penalised, drawn, drawn and params.filtered, proposed)
 
 
 def _bias(row: SampleRow, eos_token_ids: Sequence[int], vocab_size: int) -> dict[int, float]:
@@ -195,9 +206,11 @@ def _groups(
     bias_values: list[float] = []
     allowed_rows: list[int] = []
     allowed_tokens: list[int] = []
+    masks: list[Mask] = []
     start = 0
     while start < len(special):
-        need, stop, bias_start, allowed_start = needs[special[start]], start, len(bias_rows), len(allowed_rows)
+        need, stop, mask_start = needs[special[start]], start, len(masks)
+        bias_start, allowed_start = len(bias_rows), len(allowed_rows)
         while stop < min(len(special), start + at_once) and needs[special[stop]] == need:
             own, allowed = biases[special[stop]], rows[special[stop]].params.allowed_token_ids or ()
             bias_rows += [stop - start] * len(own)
@@ -205,10 +218,13 @@ def _groups(
             bias_values += own.values()
             allowed_rows += [stop - start] * len(allowed)
             allowed_tokens += allowed
+            mask = rows[special[stop]].mask
+            masks += [] if mask is None else [mask]
             stop += 1
         first, last = special[start], special[stop - 1]
         first_row = first if last - first == stop - 1 - start else None  # rows of one kind ascend
-        entries = bias_start, len(bias_rows), allowed_start, len(allowed_rows)
+        entries = bias_start, len(bias_rows), allowed_start, len(allowed_rows), mask_start, len(masks)
         groups.append(RowGroup(need, start, stop, *entries, first_row))
         start = stop
-    return groups, bias_columns(bias_rows, bias_tokens, bias_values) | allowed_columns(allowed_rows, allowed_tokens)
+    limits = allowed_columns(allowed_rows, allowed_tokens) | mask_columns(masks)
+    return groups, bias_columns(bias_rows, bias_tokens, bias_values) | limits

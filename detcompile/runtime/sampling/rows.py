@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.rejection import Proposals
 
@@ -23,4 +24,5 @@ class SampleRow(NamedTuple):
     key: Hashable = None  # of the sequence
     token_ids: Sequence[int] = ()  # prompt, then output
     forbidden: tuple[int, ...] = ()  # tokens that would complete a bad word
+    mask: Mask | None = None  # tokens that a grammar lets it draw; None for all
     proposals: Proposals | None = None  # guesses to accept or reject; None draws plainly

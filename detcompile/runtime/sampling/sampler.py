@@ -19,7 +19,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.bad_words import BadWords
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.columns import Columns
-from detcompile.runtime.sampling.filters import filtered
+from detcompile.runtime.sampling.filters import filtered, masked
 from detcompile.runtime.sampling.likeliest import likeliest, not_finite
 from detcompile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from detcompile.runtime.sampling.penalties import FreshCounts, TokenCounts, penalise
@@ -167,8 +167,7 @@ class Sampler:
         needs, part = group.needs, slice(group.start, group.stop)
         index = columns["rows"][part]
         logits = self._own_logits(group, rows, columns)
-        own = needs.biased or needs.restricted or needs.penalised
-        found = likeliest(logits) if own else drawn.index_select(0, index)
+        found = likeliest(logits) if needs.changed else drawn.index_select(0, index)
         scaled = self._scaled(logits, needs, columns, part) if needs.drawn else logits
         if scores is not None:
             scores.index_copy_(0, index, scaled)
@@ -184,7 +183,7 @@ class Sampler:
             self._counts.count(columns["slots"][part], found[:, 1])
 
     def _own_logits(self, group: RowGroup, rows: Tensor, columns: Columns) -> Tensor:
-        """Logits [Q, V] float32 of a group, after biases, what is not allowed, and penalties."""
+        """Logits [Q, V] float32 of a group, after biases, what is not allowed or a grammar forbids, and penalties."""
         needs, part = group.needs, slice(group.start, group.stop)
         if group.first_row is None:
             own = rows.index_select(0, columns["rows"][part])
@@ -199,6 +198,8 @@ class Sampler:
             entries = slice(group.allowed_start, group.allowed_stop)
             place = columns["allowed_rows"][entries], columns["allowed_tokens"][entries]
             logits = torch.full_like(logits, -math.inf).index_put_(place, logits[place])
+        if needs.masked:
+            logits = masked(logits, columns["masks"][group.mask_start : group.mask_stop])
         if needs.penalised:
             words = self._counts.words.index_select(0, columns["slots"][part])
             logits = penalise(
@@ -263,15 +264,14 @@ def sample(
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInput(f"logits must be [R, V], not {list(logits.shape)}")
     if not len(params) == len(positions) == logits.shape[0]:
-        raise InvalidInput(
-            f"{logits.shape[0]} rows of logits, {len(params)} params and {len(positions)} positions: give one of each"
-        )
+        counts = f"{logits.shape[0]} rows of logits, {len(params)} params and {len(positions)} positions"
+        raise InvalidInput(f"{counts}: give one of each")
     if num_prompt_tokens is None and any(p.penalised or p.min_tokens for p in params):
         raise InvalidInput("penalties and min_tokens need num_prompt_tokens: say where each row's output begins")
     if any(p.penalised and (token_ids is None or len(token_ids[r]) != positions[r]) for r, p in enumerate(params)):
         raise InvalidInput("penalties need token_ids: give a row's tokens before its position, all of them")
-    if any(p.bad_words for p in params):
-        raise InvalidInput("bad_words are text, which nothing here reads: give bad_words_ids")
+    if any(p.bad_words or p.grammar for p in params):
+        raise InvalidInput("bad_words and grammars are text, which nothing here reads: give bad_words_ids")
     words = [BadWords.of(p.bad_words_ids, ()) for p in params]
     if any(any(longer) and token_ids is None for longer, _ in words):
         raise InvalidInput("bad_words_ids need token_ids: give a row's tokens before its position, all of them")

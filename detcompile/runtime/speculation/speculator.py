@@ -132,7 +132,7 @@ class Speculator:
         self.draft_seconds += time.perf_counter() - started
         found = {}
         for entry, tree, depth in zip(decoding, trees, room, strict=True):
-            fitting = tree.pruned(self.config.max_nodes, depth)
+            fitting = self._allowed(entry.sequence, tree.pruned(self.config.max_nodes, depth))
             verification = self._lay_out(entry, fitting, budget) if len(fitting) else None
             if verification is not None:
                 found[entry.sequence] = verification
@@ -225,6 +225,18 @@ class Speculator:
         if bad is not None:
             raise InvalidInput(f"the drafter gave token {bad}; ids are 0 to {self.vocab_size - 1}")
 
+    def _rejects(self, sequence: Sequence) -> bool:
+        return self.config.acceptance == "rejection" and not sequence.sampling.greedy
+
+    def _allowed(self, sequence: Sequence, tree: DraftTree) -> DraftTree:
+        """The tree less what the grammar forbids, or what ends the sequence: behind that nothing is drawn.
+
+        Rejection sampling has to see every guess: those that cannot be right are a part of what was proposed.
+        """
+        if sequence.matcher is None or self._rejects(sequence):
+            return tree
+        return tree.only([path for path in tree.tokens if sequence.mask_after(tree.along(path)) is not None])
+
     def _lay_out(self, entry: StepEntry, tree: DraftTree, budget: int) -> Verification | None:
         """Branches that the pool and the budget have room for, the first guesses first."""
         sequence, start = entry.sequence, entry.start
@@ -237,8 +249,7 @@ class Speculator:
         if num_branches < len(layout.leaves):
             tree = tree.only(path for path in tree.tokens if layout.firsts[path] < num_branches)
             layout = tree_layout(tree.paths)
-        rejects = self.config.acceptance == "rejection" and not sequence.sampling.greedy
-        return Verification(sequence, tree, layout, start, forked, rejects)
+        return Verification(sequence, tree, layout, start, forked, self._rejects(sequence))
 
 
 def _fit(entry: StepEntry) -> bool:

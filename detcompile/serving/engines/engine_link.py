@@ -1,12 +1,7 @@
 """EngineLink: the front's end of an engine process, which starts one and notices when it is gone or hangs."""
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 
 from detcompile.errors import (
@@ -20,7 +15,7 @@ from detcompile.errors import (
 )
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, Verification
-from detcompile.serving.engines.processes import is_stopped
+from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
 from detcompile.serving.engines.protocol import (
     LENGTH,
     Add,
@@ -40,9 +35,8 @@ from detcompile.serving.engines.protocol import (
     frame,
 )
 
-__all__ = ["COMMAND", "EngineLink"]
+__all__ = ["EngineLink"]
 
-COMMAND = (sys.executable, "-m", "detcompile.serving.engines.engine_process")
 PARAMETERS = tuple(own.name for own in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
@@ -58,7 +52,7 @@ class EngineLink:
         on_news: called with every answer that has news, once the answer has taken them: with its delta, or with None
             where it is refused or a verification.
         on_lost: called with the answers that had not ended where it serves no more; they are the callee's then.
-        command: what to run as the engine process; the number of its socket is appended.
+        launcher: gives the connection to the process.
         silence: seconds without a heartbeat after which the process counts as hanging.
 
     Attributes:
@@ -72,22 +66,20 @@ class EngineLink:
         self,
         on_news: Callable[[Answer, Delta | None], None] = lambda answer, delta: None,
         on_lost: Callable[["EngineLink", list[Answer]], None] | None = None,
-        command: Sequence[str] = COMMAND,
+        launcher: Launcher | None = None,
         silence: float = SILENCE_SECONDS,
     ) -> None:
         self.hello: Hello | None = None
         self.failure: DetcompileError | None = None
         self.statistics = Statistics()
-        self.pid: int | None = None
         self.answers: dict[str, Answer] = {}
         self._on_news = on_news
         self._on_lost = on_lost
-        self._command = tuple(command)
+        self._launcher = LocalProcess() if launcher is None else launcher
         self._silence = silence
         self._over = asyncio.Event()  # ready, or failed
         self._tasks: list[asyncio.Task[None]] = []
-        self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: Connection | None = None
         self._heard = False  # since the last look
 
     @property
@@ -95,26 +87,21 @@ class EngineLink:
         """Whether it serves."""
         return self.hello is not None and self.failure is None
 
+    @property
+    def pid(self) -> int | None:
+        """The process, where it is one of this machine that the front has started."""
+        process = None if self._connection is None else self._connection.process
+        return None if process is None else process.pid
+
     async def open(self) -> None:
-        """Start the process, which imports what it needs and waits for ``start``."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the front, which ends it
-            )
-        self.pid = self._process.pid
-        ours.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._watch())]
+        """Come by a process, which imports what it needs and waits for ``start``."""
+        self._connection = connection = await self._launcher.open()
+        self._tasks = [asyncio.create_task(self._read(connection)), asyncio.create_task(self._watch(connection))]
 
     def start(self, spec: EngineSpec) -> None:
         """Tell the process, which is open, what to serve; ``settled`` waits until it does."""
-        assert self._writer is not None
-        self._writer.write(frame(spec))
+        assert self._connection is not None
+        self._connection.writer.write(frame(spec))
 
     async def settled(self) -> Hello:
         """Wait until the engine is ready.
@@ -138,21 +125,22 @@ class EngineLink:
         Raises:
             DetcompileError: the engine does not serve.
         """
-        if self.failure is not None or self._writer is None:
+        if self.failure is not None or self._connection is None:
             raise self.failure or WorkerError("the engine has not started")
+        writer = self._connection.writer
         answer.tries += 1
         self.answers[answer.try_id] = answer
         if isinstance(answer, Verification):
-            self._writer.write(frame(Verify(answer.try_id, answer.receipt)))
+            writer.write(frame(Verify(answer.try_id, answer.receipt)))
             return
         given = {name: value for name in PARAMETERS if (value := getattr(answer.params, name)) != DEFAULTS[name]}
         resume = answer.resumption()
-        self._writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
+        writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
 
     def cancel(self, answer: Answer) -> None:
         """The engine makes an answer no more."""
-        if self.answers.pop(answer.try_id, None) is not None and self._writer is not None and self.ready:
-            self._writer.write(frame(Cancel(answer.try_id)))
+        if self.answers.pop(answer.try_id, None) is not None and self._connection is not None and self.ready:
+            self._connection.writer.write(frame(Cancel(answer.try_id)))
 
     def take_back(self) -> list[Answer]:
         """The engine makes no answer of those that it has any more: these, to go on elsewhere."""
@@ -165,24 +153,20 @@ class EngineLink:
         """End the process and wait for its end."""
         self._on_lost = None
         self._fail(WorkerError("the server stops"))
-        if self._process is not None:
-            await self._process.wait()
+        if self._connection is not None:
+            await self._connection.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._writer is not None:
-            self._writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, connection: Connection) -> None:
+        reader = connection.reader
         try:
             while True:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 self._take(decode_report(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, OSError):
-            assert self._process is not None
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 1.0)
-            self._fail(WorkerError(f"the engine process ended ({_ending(self._process.returncode)})"))
+            self._fail(WorkerError(f"the engine process ended ({await connection.ending()})"))
         except Exception as error:  # no frame of this protocol, above all
             self._fail(WorkerError(f"the engine process sent what is no report: {error!r}"))
 
@@ -215,7 +199,7 @@ class EngineLink:
         else:
             self._fail(_error_of(report))
 
-    async def _watch(self) -> None:
+    async def _watch(self, connection: Connection) -> None:
         """A process that is stopped, or whose threads do not run, closes no socket.
 
         Looks are counted and not seconds: a machine that was paused, and both processes with it, hangs not.
@@ -223,9 +207,8 @@ class EngineLink:
         silent = stopped = 0
         while self.failure is None:
             await asyncio.sleep(LOOK_SECONDS)
-            assert self.pid is not None
             silent = 0 if self._heard or not self.ready else silent + 1
-            stopped = stopped + 1 if is_stopped(self.pid) else 0
+            stopped = stopped + 1 if connection.stopped else 0
             self._heard = False
             if stopped >= STOPPED_LOOKS:
                 self._fail(WorkerError("the engine process was stopped by a signal and was ended"))
@@ -237,9 +220,8 @@ class EngineLink:
         if self.failure is None:
             self.failure = error
         self._over.set()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._connection is not None:
+            self._connection.kill()
         answers, self.answers = self.answers, {}
         if (on_lost := self._on_lost) is not None:
             self._on_lost = None
@@ -247,12 +229,6 @@ class EngineLink:
             return
         for answer in answers.values():
             answer.fail(WorkerError(f"the engine failed: {self.failure}"))
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "it closed its socket"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _error_of(report: Broken) -> DetcompileError:

@@ -1,6 +1,7 @@
 """The engine process: commands of the front in, an engine stepped, tokens out. It ends when the front does.
 
-Run as ``python -m detcompile.serving.engines.engine_process FD``, where FD is its end of a pair of connected sockets.
+Run as ``python -m detcompile.serving.engines.engine_process FD``, where FD is its end of a pair of connected sockets,
+or with ``--dial HOST:PORT`` in the place of FD and the front's secret in DETCOMPILE_ENGINE_SECRET.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from detcompile.commands.verification import ModelSpec
-from detcompile.config import show_gpus
+from detcompile.config import engine_secret, show_gpus
 from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
 from detcompile.models.compiled import CompiledModel, require_causal
@@ -25,6 +26,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.engine_verifications import Verifications
+from detcompile.serving.engines.handshake import front_of
 from detcompile.serving.engines.protocol import (
     LENGTH,
     VERSION,
@@ -46,7 +48,7 @@ from detcompile.serving.engines.protocol import (
 )
 from detcompile.serving.plain_tokenizer import plain_tokenizer
 
-__all__ = ["EngineServer", "hello_of", "main"]
+__all__ = ["EngineServer", "hello_of", "main", "serve"]
 
 HEARTBEAT_SECONDS = 0.25
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
@@ -247,9 +249,12 @@ def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
 
 def main() -> None:
     """Serve until the front is gone; exit 1 where the model cannot be served, or the engine failed."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    wire = Wire(connection)
+    serve(front_of(sys.argv[1:], engine_secret()))
+
+
+def serve(front: socket.socket) -> None:
+    """Serve a front until it is gone; exits 1 where the model cannot be served, or the engine failed."""
+    wire = Wire(front)
     threading.Thread(target=cpu_facts, daemon=True).start()  # a spare process has the time
     spec = wire.receive()
     if not isinstance(spec, EngineSpec):

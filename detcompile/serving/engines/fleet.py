@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from detcompile.config import visible_gpus
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.engine_link import COMMAND, SILENCE_SECONDS, EngineLink
+from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
+from detcompile.serving.engines.launchers import Launcher, LocalProcess
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
 from detcompile.serving.engines.quarantine import Quarantine
 from detcompile.serving.engines.router import Router
@@ -25,7 +26,7 @@ class Fleet:
 
     Args:
         on_delta: called with every answer and its delta, once the answer has taken it.
-        command: what to run as an engine process.
+        launcher: gives engine processes; None starts them on this machine.
         replicas: how many of them.
         spare: whether another process waits, its imports done, to take the place of one that is lost.
         most_restarts: engines that may be started again in a minute; beyond, the fleet has failed.
@@ -41,7 +42,7 @@ class Fleet:
     def __init__(
         self,
         on_delta: Callable[[Answer, Delta], None] = lambda answer, delta: None,
-        command: Sequence[str] = COMMAND,
+        launcher: Launcher | None = None,
         *,
         replicas: int = 1,
         spare: bool = False,
@@ -54,7 +55,7 @@ class Fleet:
         self.num_resumed = 0
         self.links: list[EngineLink] = []
         self._on_delta = on_delta
-        self._command = command
+        self._launcher = LocalProcess() if launcher is None else launcher
         self._replicas = replicas
         self._keeps_spare = spare
         self._most_restarts = most_restarts
@@ -147,14 +148,16 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.stop() for link in (*self.links, *([self._spare] if self._spare else ()))))
+        await self._launcher.close()
 
     def _start(self, index: int) -> None:
         """Have the process in this place serve, on devices of its own where there are several."""
-        own = visible_gpus(index * self._spec.tp, self._spec.tp) if self._replicas > 1 else None
+        shares = self._replicas > 1 and self._launcher.local
+        own = visible_gpus(index * self._spec.tp, self._spec.tp) if shares else None
         self.links[index].start(replace(self._spec, visible_devices=own))
 
     async def _opened(self) -> EngineLink:
-        link = EngineLink(self._news, self._lost, self._command, self._silence)
+        link = EngineLink(self._news, self._lost, self._launcher, self._silence)
         await link.open()
         return link
 

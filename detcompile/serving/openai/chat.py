@@ -6,14 +6,15 @@ from starlette.responses import Response
 
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
-from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.reply import Reply, finite
-from detcompile.serving.openai.schema import ChatRequest, Message, require_served
+from detcompile.serving.openai.schema import ChatRequest, require_served
+from detcompile.serving.openai.tools import Calls, ToolUse, tool_use
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["chat", "prompt_of"]
+__all__ = ["chat"]
 
 
 async def chat(service: Service, asked: ChatRequest) -> Response:
@@ -26,9 +27,11 @@ async def chat(service: Service, asked: ChatRequest) -> Response:
     service.require_model(asked.model)
     require_served(asked)
     service.require_receipts(asked.receipt)
-    params = chat_params(asked, service.hello.default_params)
+    use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    params = chat_params(asked, service.hello.default_params, use)
     service.require_room(0, params.n)
-    answers = service.submit([await prompt_of(service, asked.messages)], params, asked.priority or 0)
+    prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
+    answers = service.submit([prompt], params, asked.priority or 0)
     reply = _Chat(
         service,
         answers,
@@ -37,40 +40,10 @@ async def chat(service: Service, asked: ChatRequest) -> Response:
         with_receipt=bool(asked.receipt),
         template=None if service.template is None else service.template.digest,
     )
+    reply.use = use
     if asked.stream:
         return Events(answers, service.release, reply.headers, reply.events())
     return Whole(answers, service.release, reply.headers, reply.whole)
-
-
-async def prompt_of(service: Service, messages: list[Message]) -> list[int]:
-    """Token ids of a conversation, up to where the assistant's answer begins.
-
-    Raises:
-        HTTPError: no chat template, or a part of a message that is not served. InvalidInput: the template refuses it.
-    """
-    if service.template is None:
-        said = f"{service.name} has no chat template: use /v1/completions, or start the server with --chat-template"
-        raise HTTPError(400, said, param="messages", code="no_chat_template")
-    plain = [_plain(message, place) for place, message in enumerate(messages)]
-    text = await service.template.render(plain, **service.hello.special_tokens)
-    return await service.texts.encode(text, add_special_tokens=False)
-
-
-def _plain(message: Message, place: int) -> dict[str, Any]:
-    """A message as templates take it; parts of text are joined."""
-    where = f"messages[{place}]"
-    for name in ("tool_calls", "tool_call_id"):
-        if getattr(message, name):
-            raise HTTPError(400, f"{where}.{name}: tools are not served", param=f"{where}.{name}")
-    content = message.content
-    if isinstance(content, list):
-        for index, part in enumerate(content):
-            if part.type not in ("text", "refusal") or part.text is None:
-                own = f"{where}.content[{index}]"
-                raise HTTPError(400, f"{own}: parts of type {part.type[:40]!r} are not served, only text", param=own)
-        content = "".join(part.text or "" for part in content)
-    plain = {"role": message.role, "content": content or message.refusal or ""}
-    return plain if message.name is None else plain | {"name": message.name}
 
 
 class _Chat(Reply):
@@ -79,19 +52,35 @@ class _Chat(Reply):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl-"
+    use: ToolUse | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._calls: dict[int, Calls] = {}  # by the index of the choice
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def _content(
-        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool
+        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
+        calls: list[dict[str, Any]] = []
+        if self.use is not None:
+            own = self._calls.setdefault(index, Calls(self.use, f"{self._head['id']}/{index}"))
+            text, calls = own.read(text, last=last)
         content = None if logprobs is None else [self._entry(entry) for entry in logprobs]
         found = None if content is None else {"content": content, "refusal": None}
-        if self._whole:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": found}
-        return {"delta": {"content": text} if text else {}, "logprobs": found}
+        if not self._whole:
+            told = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+            return {"delta": told, "logprobs": found}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_without_index(call) for call in calls]}
+        return {"message": message, "logprobs": found}
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        return reason if self.use is None else self._calls[index].reason(reason)
 
     def _entry(self, entry: Token) -> dict[str, Any]:
         top = [self._named(token, logprob) for token, logprob in entry.top]
@@ -104,3 +93,7 @@ class _Chat(Reply):
             "logprob": finite(logprob),
             "bytes": list(text) if self.texts.present else None,
         }
+
+
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name != "index"}

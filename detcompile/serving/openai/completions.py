@@ -97,7 +97,7 @@ class _Completion(Reply):
         self._ends: dict[int, int] = {}  # letters of a choice's tokens so far, by its index
 
     def _content(
-        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool
+        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
         known: list[Token | None] = list(logprobs or ())
         tokens = [entry.token_id for entry in known if entry is not None]

@@ -6,9 +6,12 @@ from dataclasses import fields
 from typing import Any
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
+from detcompile.serving.openai.structured import grammar_of
+from detcompile.serving.openai.tools import ToolUse
 
 __all__ = ["MAX_STOPS", "chat_params", "completion_params"]
 
@@ -39,14 +42,16 @@ def completion_params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> 
         raise HTTPError(400, "min_tokens is above max_tokens", param="min_tokens")
     echoed = asked.logprobs if asked.echo else None
     length = None if asked.max_tokens is None else max(1, asked.max_tokens)
-    return _params(asked, defaults, length, logprobs=asked.logprobs, prompt_logprobs=echoed)
+    own = {"logprobs": asked.logprobs, "prompt_logprobs": echoed, "grammar": grammar_of(asked)}
+    return _params(asked, defaults, length, **own)
 
 
-def chat_params(asked: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_params(asked: ChatRequest, defaults: Mapping[str, Any], use: ToolUse | None = None) -> SamplingParams:
     """Parameters of POST /v1/chat/completions; by default the answer has the room that the context leaves.
 
     Args:
         defaults: fields where the request says nothing; of its max_tokens, what no request exceeds.
+        use: what it says of tools.
 
     Raises:
         HTTPError: a field that is out of range, by its name.
@@ -56,7 +61,16 @@ def chat_params(asked: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPara
     if asked.top_logprobs is not None and not asked.logprobs:
         raise HTTPError(400, "top_logprobs is served where logprobs is true", param="top_logprobs")
     length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    return _params(asked, defaults, length, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None)
+    others: dict[str, Any] = {"logprobs": (asked.top_logprobs or 0) if asked.logprobs else None}
+    if use is not None:
+        others["skip_special_tokens"] = False  # some families write calls with them
+    return _params(asked, defaults, length, grammar=_with_tools(grammar_of(asked), use), **others)
+
+
+def _with_tools(asked: Grammar | None, use: ToolUse | None) -> Grammar | None:
+    if asked is not None and use is not None:
+        raise HTTPError(400, "tools and response_format are not served together: give one", param="tools")
+    return asked if use is None else use.grammar
 
 
 def _params(

@@ -65,7 +65,7 @@ class Reply(ABC):
             "seed": self.seed,
         }
         self._salt = service.receipts.salt()
-        self.headers = {"X-Detcompile-Seed": str(self.seed)}
+        self.headers = {"X-Request-Id": self._head["id"], "X-Detcompile-Seed": str(self.seed)}
         if self._salt is not None:
             self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
 
@@ -118,8 +118,8 @@ class Reply(ABC):
         logprobs = None if sample.logprobs is None else sample.logprobs[read]
         choice = {
             "index": index,
-            **self._content(index, answer, text, logprobs, first=read.start == 0),
-            "finish_reason": reason,
+            **self._content(index, answer, text, logprobs, first=read.start == 0, last=reason is not None),
+            "finish_reason": self._reason(index, reason),
         }
         if reason is not None:
             choice["stop_reason"] = stop
@@ -135,9 +135,13 @@ class Reply(ABC):
 
     @abstractmethod
     def _content(
-        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool
+        self, index: int, answer: Answer, text: str, logprobs: list[Token] | None, *, first: bool, last: bool
     ) -> dict[str, Any]:
         """The fields of a choice that hold its text and logprobs."""
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        """Why a choice has ended, as clients are told it."""
+        return reason
 
     def _receipt(self) -> dict[str, Any]:
         """Make the receipt, and name it in the headers; with its envelope for the body, where it was asked for.

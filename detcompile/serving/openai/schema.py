@@ -5,7 +5,7 @@ Fields beside OpenAI's are vLLM's, by its names and with its meanings.
 
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,8 +16,11 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "JSONSchema",
     "Message",
+    "ResponseFormat",
     "StreamOptions",
+    "StructuredOutputs",
     "TokenizeRequest",
     "decode_body",
     "require_served",
@@ -28,6 +31,7 @@ MAX_ELEMENTS = 1_000_000  # values in lists and objects, all together
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, and of any end: one pass over a body
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 # Fields of OpenAI's and vLLM's requests that mean something which is not served, and values that ask for nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -41,11 +45,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
@@ -57,11 +57,9 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -71,7 +69,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-
+CHAT_ONLY = {"tools", "tool_choice"}  # of these, served there
 
 if TYPE_CHECKING:  # mypy wants a base that is written out
 
@@ -86,6 +84,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream has beside its tokens."""
 
     include_usage: bool = False
+
+
+class JSONSchema(msgspec.Struct, kw_only=True):
+    """A schema as OpenAI's response_format holds it; it is kept to whether ``strict`` is asked for or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's constraints, of which one is given."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
 
 
 class _Asked(_Unserved, kw_only=True):
@@ -113,6 +137,12 @@ class _Asked(_Unserved, kw_only=True):
     allowed_token_ids: list[TokenId] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     receipt: bool | None = None
 
 
@@ -134,6 +164,50 @@ class Part(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """A function that the model has called, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a message of the assistant's."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True):
+    """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool: only functions are served."""
+
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that must be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
@@ -141,14 +215,20 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatRequest(_Asked, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     echo: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -202,7 +282,7 @@ def require_served(asked: Any) -> None:
         HTTPError: the field is named.
     """
     for name, idle in UNSERVED.items():
-        value = getattr(asked, name)
+        value = None if name in CHAT_ONLY and isinstance(asked, ChatRequest) else getattr(asked, name)
         if value is not None and value not in idle:
             raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
 

@@ -24,14 +24,15 @@ from detcompile.serving.receipts.verdict import Verdict, differs
 
 __all__ = ["Opening", "decoded_prompts", "opened", "read_opening", "recorded_prompt"]
 
-WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[token ids]]}'
+WANTED = 'give JSON: {"salt": "hex of X-Detcompile-Receipt-Salt", "prompts": [[token ids]], "grammar": source if any}'
 
 
 class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a receipt of hashes hides: its salt in hex, and the token ids of its prompts."""
+    """What a receipt of hashes hides: its salt in hex, the token ids of its prompts, and its grammar's source."""
 
     salt: str
     prompts: list[list[int]]
+    grammar: str | None = None
 
     @property
     def salt_bytes(self) -> bytes:
@@ -74,24 +75,36 @@ def opened(receipt: Receipt, opening: Opening | None) -> list[list[int]] | Verdi
         raise InvalidInput(f"the receipt holds hashes of its prompts: {WANTED}")
     found = [recorded(ids, opening.salt_bytes) for ids in opening.prompts]
     if found == given:
-        return opening.prompts
+        grammar = receipt.grammar
+        if grammar is None or not grammar.hashed or opening.grammar is None:
+            return opening.prompts
+        if grammar.source == commitment(opening.grammar, opening.salt_bytes):
+            return opening.prompts
+        return differs("grammar", "the salt or the grammar is not that of this receipt")
     at = next((at for at, (one, own) in enumerate(zip(given, found)) if one != own), min(len(given), len(found)))
     return differs("prompts", "the salt or the prompts are not those of this receipt", prompt=at)
 
 
 def decoded_prompts(
-    model: CompiledModel, receipt: Receipt, prompts: Sequence[list[int]], salt: bytes | None, *, has_text: bool
+    model: CompiledModel,
+    receipt: Receipt,
+    prompts: Sequence[list[int]],
+    salt: bytes | None,
+    *,
+    has_text: bool,
+    grammar: str | None = None,
 ) -> list[Prompt]:
     """The receipt's prompts with answers that are made now.
 
     Args:
         salt: hides them as the receipt's are; None where these are plain.
         has_text: whether the model has a tokenizer.
+        grammar: source of the grammar, where the receipt has a hash of it.
 
     Raises:
         InvalidInput: parameters that cannot be served. EngineError: an answer failed.
     """
-    params = params_of(receipt)
+    params = params_of(receipt, grammar)
     most = max((len(ids) for ids in prompts), default=1) + (params.max_tokens or model.max_context)
     blocks = params.n * (-(-min(most, model.max_context) // BLOCK_SIZE) + 1) * max(1, len(model.facts.kv_groups))
     config = EngineConfig(num_blocks=blocks + 2, max_num_seqs=min(params.n, 64), block_size=BLOCK_SIZE)

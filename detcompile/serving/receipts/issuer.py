@@ -22,6 +22,7 @@ from detcompile.serving.receipts.receipt import (
     encode_receipt,
     recorded,
     recorded_sample,
+    written_grammar,
     written_params,
 )
 from detcompile.serving.texts import SampleText, Texts
@@ -108,6 +109,7 @@ class Issuer:
             ),
             params=written_params(params),
             seed=str(params.seed),
+            grammar=written_grammar(params, salt),
             prompts=[_prompt(answer, texts, salt) for answer in answers],
             log=None if self._log is None else self._log.place,
         )

@@ -15,6 +15,7 @@ from detcompile.serving.receipts.receipt import LogPlace, Receipt, decode_receip
 
 __all__ = ["Line", "ReceiptLog", "read_log"]
 
+BEGINNING = b'{"payloadType":"'  # of a line
 TAIL = 1 << 16  # bytes that are read at a time to find the last line
 
 
@@ -42,7 +43,7 @@ class ReceiptLog:
         num_cut: bytes that were cut off.
 
     Raises:
-        InvalidInput: its last line is no receipt, or another server writes to it.
+        InvalidInput: it ends with what is no receipt, or another server writes to it.
         StorageError: the file cannot be opened.
     """
 
@@ -51,22 +52,12 @@ class ReceiptLog:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise StorageError(f"--receipt-log {path} cannot be opened: {error.strerror}") from error
+        self.place = LogPlace(index=0, previous=None)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._file)
-            raise InvalidInput(f"--receipt-log {path}: another server writes to it; give each its own") from error
-        size = os.fstat(self._file).st_size
-        last, end = _last_line(self._file, size)
-        self.num_cut = size - end
-        if self.num_cut:
-            os.ftruncate(self._file, end)
-        self._size = end
-        self.place = LogPlace(index=0, previous=None) if last is None else _behind(last, path)
-
-    def close(self) -> None:
-        """Let another server write to it; nothing is appended any more."""
-        os.close(self._file)
+            self._begin(path)
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, envelope: Envelope) -> None:
         """Write the envelope of a receipt that stands at ``place``.
@@ -85,6 +76,25 @@ class ReceiptLog:
             raise StorageError(f"the receipt log cannot be written: {error.strerror}") from error
         self._size += len(data)
         self.place = LogPlace(index=self.place.index + 1, previous=_digest(line))
+
+    def close(self) -> None:
+        """Let another server write to it; nothing is appended any more."""
+        os.close(self._file)
+
+    def _begin(self, path: Path) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InvalidInput(f"--receipt-log {path}: another server writes to it; give each its own") from error
+        size = os.fstat(self._file).st_size
+        last, self._size = _last_line(self._file, size)
+        if last is not None:
+            self.place = _behind(last, path)
+        self.num_cut = size - self._size
+        if self.num_cut:
+            if os.pread(self._file, len(BEGINNING), self._size) != BEGINNING[: self.num_cut]:
+                raise InvalidInput(f"--receipt-log {path} ends with what is no receipt: give another file")
+            os.ftruncate(self._file, self._size)
 
 
 def read_log(path: Path) -> Iterator[Line]:

@@ -9,23 +9,25 @@ import msgspec
 from msgspec import Meta
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.compiler import llguidance_version
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = [
     "Digest",
-    "Grammar",
     "Level",
     "LogPlace",
     "Prompt",
     "Receipt",
     "Sample",
     "Served",
+    "WrittenGrammar",
     "commitment",
     "decode_receipt",
     "encode_receipt",
     "params_of",
     "recorded",
     "recorded_sample",
+    "written_grammar",
     "written_params",
 ]
 
@@ -55,11 +57,19 @@ class Served(_Strict):
     chat_template: Digest | None
 
 
-class Grammar(_Strict):
-    """What the answer had to match: a kind of grammar, and sha256 of its source."""
+class WrittenGrammar(_Strict):
+    """What every sample had to match.
+
+    Attributes:
+        source: the grammar; at level "hashes" a commitment to it.
+        hashed: whether it is one.
+        llguidance: version of the library that made the masks.
+    """
 
     kind: str
-    sha256: Digest
+    source: str
+    hashed: bool
+    llguidance: str | None
 
 
 class Sample(_Strict):
@@ -124,7 +134,7 @@ class Receipt(_Strict, kw_only=True):
     served: Served
     params: dict[str, Any]
     seed: Seed
-    grammar: Grammar | None = None
+    grammar: WrittenGrammar | None = None
     prompts: Annotated[list[Prompt], Meta(min_length=1)]
     log: LogPlace | None = None
 
@@ -172,17 +182,33 @@ def written_params(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in own.items() if value != DEFAULTS[name]}
 
 
-def params_of(receipt: Receipt) -> SamplingParams:
+def written_grammar(params: SamplingParams, salt: bytes | None) -> WrittenGrammar | None:
+    """The grammar as a receipt has it: a commitment where there is a salt, else itself."""
+    own = params.grammar
+    if own is None:
+        return None
+    source = own.source if salt is None else commitment(own.source, salt)
+    return WrittenGrammar(kind=own.kind, source=source, hashed=salt is not None, llguidance=llguidance_version())
+
+
+def params_of(receipt: Receipt, grammar: str | None = None) -> SamplingParams:
     """The parameters of a receipt's prompts.
 
+    Args:
+        grammar: the grammar's source, where the receipt has a commitment to it, which is checked before.
+
     Raises:
-        InvalidInput: one that there is not, or out of range.
+        InvalidInput: one that there is not, or out of range; a grammar of which there are only hashes.
     """
     unknown = sorted(receipt.params.keys() - (DEFAULTS.keys() - set(APART)))
     if unknown:
         raise InvalidInput(f"the receipt has the parameter {unknown[0][:40]!r}, which this version does not know")
     given: Mapping[str, Any] = receipt.params
-    return SamplingParams(**given, seed=int(receipt.seed))
+    own = receipt.grammar
+    if own is not None and own.hashed and grammar is None:
+        raise InvalidInput("the receipt holds a hash of its grammar: give its source in the opening")
+    source = None if own is None else {"kind": own.kind, "source": grammar if own.hashed else own.source}
+    return SamplingParams(**given, seed=int(receipt.seed), grammar=source)  # type: ignore[arg-type]
 
 
 def encode_receipt(receipt: Receipt) -> bytes:

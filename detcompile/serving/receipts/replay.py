@@ -121,7 +121,8 @@ class Replayer:
         if isinstance(prompts, Verdict):
             return prompts
         salt = None if receipt.level == "tokens" or opening is None else opening.salt_bytes
-        made = decoded_prompts(self._model, receipt, prompts, salt, has_text=self._tokenizer is not None)
+        source, has_text = None if opening is None else opening.grammar, self._tokenizer is not None
+        made = decoded_prompts(self._model, receipt, prompts, salt, has_text=has_text, grammar=source)
         for number, (given, found) in enumerate(zip(receipt.prompts, made)):
             verdict = _prompt_difference(given, found)
             if verdict is not None:

@@ -6,6 +6,7 @@ So the sampler, shown these logits and the tokens before them, draws the answer'
 Legend: R rows of logits, V vocabulary size.
 """
 
+import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from detcompile.models.compiled import CompiledModel
+from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.sequence import Sequence
@@ -105,6 +107,7 @@ class _Draw:
         self._request = request
         self._prompt = request.output.prompt_token_ids
         self._answers = answers
+        self._masks = [_masks(own, tokens) for own, tokens in zip(request.sequences, answers)]  # each place comes once
 
     def wants(self, place: _Place) -> bool:
         """Whether it is about an answer's token, or one of a prompt whose logprobs are asked for."""
@@ -154,7 +157,13 @@ class _Draw:
             place,  # a row a key: its counts start from the tokens before it
             [*self._prompt, *before] if sequence.sampling.penalised else (),
             sequence.forbidden_after(before),
+            next(self._masks[place.sample]),
         )
+
+
+def _masks(sequence: Sequence, answer: SequenceOf[int]) -> Iterator[Mask | None]:
+    """What the grammar lets each token of an answer be; None without one, and behind a token that it forbids."""
+    return itertools.repeat(None) if sequence.matcher is None else sequence.matcher.copy().along(answer)
 
 
 def _plain(tokens: list[int], found: TokenLogprobs) -> list[PlainLogprobs]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from detcompile.digests import fingerprint
+from detcompile.runtime.grammars.compiler import llguidance_version
 from detcompile.serving.receipts.receipt import Receipt
 
 __all__ = ["Verdict", "differs", "fingerprint_verdict"]
@@ -62,11 +63,13 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
         return differs("fingerprint", said, expected=receipt.fingerprint, found=fingerprint(receipt.fingerprint_parts))
     own: dict[str, str | None] = {**parts, "tokenizer": tokenizer}
     theirs: dict[str, str | None] = {**receipt.fingerprint_parts, "tokenizer": receipt.served.tokenizer}
+    if receipt.grammar is not None:
+        own["llguidance"], theirs["llguidance"] = llguidance_version(), receipt.grammar.llguidance
     found = [(name, theirs.get(name), own.get(name)) for name in _all(own, theirs) if theirs.get(name) != own.get(name)]
     if not found:
         return None
     names = ", ".join(name for name, _, _ in found)
-    field = "tokenizer" if found[0][0] == "tokenizer" else f"fingerprint_parts.{found[0][0]}"
+    field = found[0][0] if found[0][0] in ("tokenizer", "llguidance") else f"fingerprint_parts.{found[0][0]}"
     said = f"the receipt is of another {names}"
     return Verdict(outcome="incomparable", field=field, message=said, parts=found)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detcompile.orders.numerics import KEY_BLOCK
+from detcompile.orders.numerics import KEY_BLOCK, row_order
 from detcompile.templates.attention import scores
 from detcompile.templates.attention.gpu import paged_attention_cuda
 from detcompile.templates.attention.operands import Caches, StepMetadata, padded
@@ -19,7 +19,7 @@ from detcompile.templates.device.exponential import LOG2_E
 from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
 from detcompile.templates.device.integers import cdiv
 from detcompile.templates.device.launcher import launcher
-from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda
+from detcompile.templates.rows.tiles import ShortTile, row_layout, row_plan
 from detcompile.templates.training import attention_kernels as kernels
 from detcompile.templates.training.attention_schedules import (
     GradientProblem,
@@ -40,6 +40,7 @@ __all__ = [
 
 _BLOCK = 64  # keys of a block of the step's own cache
 _LSE_QUERIES = 64
+_SHORT = ShortTile()
 assert kernels.KEY_BLOCK.value == KEY_BLOCK
 
 
@@ -98,8 +99,8 @@ def packed_attention_backward_cuda(
     if not len(q) or len(cu_seqlens) == 1:
         dq, dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (q, k, v))
         return dq, dk, dv, lse.new_zeros(lse.shape if rule.sinks is not None else (0, q.shape[1]))
-    delta = row_sum_cuda(g.float() * out.float())
-    operands = (g, q, k, v, lse.t().contiguous(), delta.t().contiguous())
+    delta = _delta(g, out.contiguous())
+    operands = (g, q, k, v, lse.t().contiguous(), delta)
     of_queries, of_keys = (
         ATTENTION_GRADIENTS.schedule(gradient_problem(q, k, v, rule, of_keys=keys), q.device) for keys in (False, True)
     )
@@ -109,8 +110,22 @@ def packed_attention_backward_cuda(
         return dq, dk, dv, lse.new_zeros((0, q.shape[1]))
     # the padding's delta may be anything
     real = torch.arange(len(q), device=q.device)[:, None] < cu_seqlens[-1]
-    rows = -torch.exp(rule.sinks.float() - lse) * delta
+    rows = -torch.exp(rule.sinks.float() - lse) * delta.t()
     return dq, dk, dv, rows.where(real, 0.0)
+
+
+def _delta(g: Tensor, out: Tensor) -> Tensor:
+    """The sums of g * out [T, H, DV] over DV: [H, T]."""
+    T, H, width = g.shape
+    order = row_order(width, "cuda", (), g.dtype)
+    rows, plan = row_layout(g.view(T * H, width), order.vector), row_plan(order, short=_SHORT)
+    delta = torch.empty((H, T), dtype=torch.float32, device=g.device)
+    launcher(kernels.delta_kernel)[(cdiv(T * H, plan.rows),)](
+        rows.start, out, delta, *rows[1:5], T, H, R=width, UNIT=rows.unit, ROWS=plan.rows, W=plan.width,
+        FOLDS=plan.folds, LANES=order.lanes, VECTOR=order.vector, SHUFFLE=g.is_cuda, num_warps=plan.warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return delta
 
 
 def query_gradient(

@@ -14,8 +14,10 @@ import triton.language as tl
 
 from detcompile.templates.attention.scores import first_seen, sequence_of, tanh
 from detcompile.templates.device.exponential import LOG2_E
+from detcompile.templates.rows.tile_sums import tile_total
+from detcompile.templates.rows.tiles import CALLERS, load_rows, rows_at
 
-__all__ = ["KEY_BLOCK", "dkdv_kernel", "dq_kernel", "lse_kernel"]
+__all__ = ["KEY_BLOCK", "delta_kernel", "dkdv_kernel", "dq_kernel", "lse_kernel"]
 
 KEY_BLOCK = tl.constexpr(128)  # orders.Keys.block
 LSE_QUERIES = tl.constexpr(64)
@@ -68,9 +70,11 @@ def _rows(ptr, row, stride, column, row_ok, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(cu_ptr, S, BM: tl.constexpr):
+def _tile_of(cu_ptr, S, BM: tl.constexpr, LAST_FIRST: tl.constexpr):
     """This program's sequence, its first token in the step and its length, and the tile's first token in it."""
     tile = tl.program_id(0)
+    if LAST_FIRST:  # queries at the end of a sequence take the longest
+        tile = tl.num_programs(0) - 1 - tile
     sequence = sequence_of(tile, cu_ptr, S, BM, 1)
     start = tl.load(cu_ptr + sequence)
     length = tl.load(cu_ptr + sequence + 1, mask=sequence < S, other=0) - start
@@ -84,7 +88,7 @@ def lse_kernel(
     ALIBI: tl.constexpr, SINKS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """lse [T, H], of keys in blocks at absolute positions; one schedule, as a row's sum follows from its layout."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, LSE_QUERIES)
+    sequence, start, length, first = _tile_of(cu_ptr, S, LSE_QUERIES, True)
     if (sequence == S) | (first >= length):
         return
     head = tl.program_id(1)
@@ -145,6 +149,20 @@ def _dq_block(
     return dq + part
 
 
+@triton.jit(do_not_specialize=CALLERS)
+def delta_kernel(
+    g_ptr, out_ptr, delta_ptr, T, heads, outer, inner, TOKENS, H,
+    R: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """delta [H, TOKENS]: the sums of g * out over rows [TOKENS * H, R], in the order of their length."""
+    row, column = rows_at(1, ROWS, W, FOLDS)
+    g = load_rows(g_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
+    out = load_rows(out_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, 1)
+    total = tile_total(g * out, ROWS, LANES, VECTOR, SHUFFLE)
+    tl.store(delta_ptr + (row % H).to(tl.int64) * TOKENS + row // H, total, mask=row < T)
+
+
 @triton.jit(do_not_specialize=["T", "S"])
 def dq_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, cu_ptr, slopes_ptr, dq_ptr, c, pre_scale, cap, scale, window, T, S,
@@ -155,7 +173,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Axis 0: tiles of BM queries, which divides 128; axis 1: heads. g [T, H, DV], dq [T, H, D], and lse and delta
     [H, T] are contiguous."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, BM)
+    sequence, start, length, first = _tile_of(cu_ptr, S, BM, True)
     if (sequence == S) | (first >= length):
         return
     head = tl.program_id(1)
@@ -238,7 +256,7 @@ def dkdv_kernel(
     CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of keys, axis 1: KV heads. dk and dv, and their fp32 totals where G > 1, are contiguous."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, BN)
+    sequence, start, length, first = _tile_of(cu_ptr, S, BN, False)
     if (sequence == S) | (first >= length):
         return
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)

@@ -46,6 +46,10 @@ class ExactnessGuard:
         largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
         self._bounds[place] = largest + self._bounds[place] if place in self._bounds else largest
 
+    def forget(self, name: str) -> None:
+        """Start anew with one parameter, whose gradient was set to None."""
+        self._bounds.pop(self._places[name], None)
+
     def clear(self) -> None:
         """Start anew, as after an optimizer's step."""
         self._bounds.clear()
@@ -73,6 +77,12 @@ class ExactnessGuard:
             f"{limit:g}{of_others}. Divide the loss by the number of its tokens, or choose a coarser "
             "Numerics(token_grid=...)"
         )
+
+    def require_one(self, name: str) -> None:
+        """Refuse the gradient of one parameter if its bound, of this rank, is beyond exactness; as ``require``."""
+        bounds = torch.zeros(len(self.names), dtype=torch.float64)
+        bounds[self._places[name]] = self._bounds[self._places[name]]
+        self.require(bounds)
 
     def check(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """Add the bounds of all ranks of ``group``, where torch.distributed is initialized, and ``require`` them.

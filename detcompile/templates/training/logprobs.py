@@ -22,8 +22,15 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.rows.softmax_gpu import log_softmax_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda
+from detcompile.templates.training.row_gradients_gpu import logit_gradients
 
-__all__ = ["reference_token_logprobs", "token_logprobs_backward_cpu", "token_logprobs_cpu"]
+__all__ = [
+    "reference_token_logprobs",
+    "token_logprobs_backward_cpu",
+    "token_logprobs_backward_cuda",
+    "token_logprobs_cpu",
+    "token_logprobs_cuda",
+]
 
 ELEMENTS_AT_ONCE = 1 << 26  # bounds the memory of float32 copies
 
@@ -87,9 +94,10 @@ def token_logprobs_backward_cpu(
     return out
 
 
-def _token_logprobs_cuda(
+def token_logprobs_cuda(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
+    """The op on the GPU; a target out of the vocabulary is not looked for."""
     _check("token_logprobs", logits, targets, temperature)
     logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     for rows in _pieces(logits):
@@ -99,7 +107,7 @@ def _token_logprobs_cuda(
     return logprobs, entropies
 
 
-def _token_logprobs_backward_cuda(
+def token_logprobs_backward_cuda(
     g: Tensor,
     g_entropy: Tensor | None,
     logits: Tensor,
@@ -107,16 +115,14 @@ def _token_logprobs_backward_cuda(
     temperature: float = 1.0,
     radices: Sequence[int] = (),
 ) -> Tensor:
+    """The op on the GPU; a target out of the vocabulary is not looked for."""
     _check_gradients(g, g_entropy, logits, targets, temperature)
+    logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
     out = torch.empty_like(logits)
     for rows in _pieces(logits):
         of_all = _log_softmax(logits[rows], temperature, radices)
-        p, target = of_all.exp(), targets[rows, None].long()
-        weight = p.neg().scatter(1, target, 1.0 - p.gather(1, target)).mul_(g[rows, None])
-        if g_entropy is not None:
-            likely = of_all.clamp_min(-1e30)  # where p is zero
-            weight -= p * (likely + _entropies(of_all)[:, None]) * g_entropy[rows, None]
-        out[rows] = weight if temperature == 1.0 else weight / weight.new_full((), temperature)
+        surprise = None if g_entropy is None else (_entropies(of_all), g_entropy.contiguous()[rows])
+        logit_gradients(of_all, targets[rows], g[rows], surprise, temperature, out[rows])
     return out
 
 
@@ -138,9 +144,9 @@ def _entropies(logprobs: Tensor) -> Tensor:
 
 
 _LIBRARY.impl("token_logprobs", token_logprobs_cpu, "CPU")
-_LIBRARY.impl("token_logprobs", _token_logprobs_cuda, "CUDA")
+_LIBRARY.impl("token_logprobs", token_logprobs_cuda, "CUDA")
 _LIBRARY.impl("token_logprobs_backward", token_logprobs_backward_cpu, "CPU")
-_LIBRARY.impl("token_logprobs_backward", _token_logprobs_backward_cuda, "CUDA")
+_LIBRARY.impl("token_logprobs_backward", token_logprobs_backward_cuda, "CUDA")
 
 
 @torch.library.register_fake("detcompile::token_logprobs", lib=_LIBRARY)

@@ -8,7 +8,7 @@ Legend: R row length, n the normed row before its weight, s its scale, gw = g * 
 
 weight_rows [..., R] float32 are g times what met the weight: round(n) with round_before_weight, else n. A weight's
 gradient is their token_sum, and a bias's the token_sum of g. Rounding is to x.dtype and has the derivative 1. The order
-is row_order(R, device type, (), dtype), a GPU's of float32 terms.
+is row_order(R, device type, (), dtype) of the rows' dtype.
 """
 
 import torch
@@ -16,7 +16,11 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda
+from detcompile.templates.training.row_gradients_gpu import (
+    layer_norm_backward_cuda,
+    rms_norm_backward_cuda,
+    softmax_backward_cuda,
+)
 
 __all__ = ["layer_norm_backward_cpu", "rms_norm_backward_cpu", "softmax_backward_cpu"]
 
@@ -82,34 +86,17 @@ def _rms_norm_backward_cuda(
     g: Tensor, x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
 ) -> tuple[Tensor, Tensor]:
     _check("rms_norm_backward", g, x, weight)
-    n, g = x.float(), g.float()
-    scale = torch.rsqrt(_mean(n * n) + eps)
-    n = n * scale
-    gw = g if weight is None else g * weight.float()
-    dx = ((gw - n * _mean(gw * n)) * scale).to(x.dtype)
-    return dx, g * (n.to(x.dtype).float() if round_before_weight else n)
+    return rms_norm_backward_cuda(g, x, weight, eps, round_before_weight)
 
 
 def _layer_norm_backward_cuda(g: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check("layer_norm_backward", g, x, weight)
-    n, g = x.float(), g.float()
-    n = n - _mean(n)
-    scale = torch.rsqrt(_mean(n * n) + eps)
-    n = n * scale
-    gw = g if weight is None else g * weight.float()
-    dx = (((gw - _mean(gw)) - n * _mean(gw * n)) * scale).to(x.dtype)
-    return dx, g * n
+    return layer_norm_backward_cuda(g, x, weight, eps)
 
 
 def _softmax_backward_cuda(g: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     _check("softmax_backward", g, y, None)
-    g, y = g.float(), y.float()
-    return (y * (g - row_sum_cuda(g * y).unsqueeze(-1))).to(dtype)
-
-
-def _mean(terms: Tensor) -> Tensor:
-    """[..., R] -> [..., 1], in Row order."""
-    return (row_sum_cuda(terms) / terms.shape[-1]).unsqueeze(-1)
+    return softmax_backward_cuda(g, y, dtype)
 
 
 _LIBRARY.impl("rms_norm_backward", rms_norm_backward_cpu, "CPU")

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 
 __all__ = ["TokenProblem", "TokenTiles", "candidates", "reference_schedule"]
 
+# The smaller tiles leave room for two programs, one of which multiplies while the other ends a leaf.
+_TMA = [
+    (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 128, 8, 3), (64, 128, 64, 4, 4), (64, 128, 64, 4, 3),
+    (128, 64, 64, 4, 4), (64, 256, 64, 8, 4), (128, 128, 64, 4, 4),
+]  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenProblem:
@@ -33,17 +39,22 @@ class TokenProblem:
 
 @dataclass(frozen=True, slots=True)
 class TokenTiles:
-    """A program's tile of N and K, the rows of a step, its warps, and the steps that are in flight."""
+    """A program's tile of N and K, the rows of a step, its warps, and the steps that are in flight.
+
+    tma: operands come through tensor descriptors; group: tiles of N that share their x in the L2 cache.
+    """
 
     block_n: int
     block_k: int
     block_t: int
     warps: int
     stages: int
+    tma: bool = False
     group: int = 8
 
     def __str__(self) -> str:
-        return f"tokens-{self.block_n}x{self.block_k}x{self.block_t}-w{self.warps}s{self.stages}g{self.group}"
+        tile = f"{self.block_n}x{self.block_k}x{self.block_t}"
+        return f"tokens{'-tma' * self.tma}-{tile}-w{self.warps}s{self.stages}g{self.group}"
 
 
 def reference_schedule(problem: TokenProblem) -> TokenTiles:
@@ -58,7 +69,9 @@ def candidates(problem: TokenProblem) -> tuple[TokenTiles, ...]:
         rows = [(64, 64, 32, 4, 3), (64, 64, 16, 8, 2), (32, 32, 32, 4, 2)]
     else:
         rows = [
-            (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 5), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4),
-            (64, 64, 64, 4, 4), (128, 64, 64, 8, 4), (64, 64, 32, 4, 3),
+            (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (64, 64, 64, 4, 4),
         ]  # fmt: skip
-    return tuple(TokenTiles(*row) for row in rows)
+    found = [TokenTiles(*row) for row in rows]
+    if problem.dtype != "float32" and problem.aligned:
+        found = [*(TokenTiles(*row, tma=True) for row in _TMA), *found]
+    return tuple(found)

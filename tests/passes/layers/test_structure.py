@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from detcompile import Numerics
-from detcompile.passes import lowering
+from detcompile.passes import preparation
 from detcompile.passes.capture import probe_attention
 from detcompile.passes.tracing import find_repeats
 from tests.model_cases import random_model
@@ -25,7 +25,7 @@ FIRST = {
 
 
 def found(model: PreTrainedModel) -> tuple[int, ...] | None:
-    assert lowering._change_modules(model, None) is None
+    assert preparation.change_modules(model, shared=False) is None
     probe_attention(model, Numerics().kv_chunk)
     repeats = find_repeats(model)
     return None if repeats is None else repeats.first

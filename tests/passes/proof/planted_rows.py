@@ -122,6 +122,17 @@ def summed_over_rows(p: Planter) -> fx.Node:
     return p.add(ours.row_sum.default, p.add(aten.permute.default, flat(p), [1, 0]), torch.float32)
 
 
+def summed_tokens(p: Planter) -> fx.Node:
+    """The gradient of a bias, in a forward."""
+    return largest(p, p.add(ours.token_sum.default, flat(p), -44))
+
+
+def multiplied_tokens(p: Planter) -> fx.Node:
+    """The gradient of a matrix, in a forward."""
+    leaves = p.add(aten.full.default, [2], 0, dtype=torch.int32)
+    return largest(p, p.add(ours.token_matmul.default, flat(p), flat(p), leaves, 1, -44))
+
+
 def softmax_over_rows(p: Planter) -> fx.Node:
     turned = p.add(aten.permute.default, flat(p), [1, 0])
     return largest(p, p.add(ours.softmax.default, turned, torch.float32, []))
@@ -294,6 +305,8 @@ ANYWHERE: dict[str, Plant] = {
     "template_norm_over_rows": normed_over_rows,
     "template_norm_weighed_by_place": weighed_by_place,
     "template_sum_over_rows": summed_over_rows,
+    "gradient_of_a_bias": summed_tokens,
+    "gradient_of_a_matrix": multiplied_tokens,
     "template_softmax_over_rows": softmax_over_rows,
     "random_numbers": whole(aten.rand_like.default),
     "bernoulli": whole(aten.bernoulli.p, 0.5),

@@ -3,6 +3,7 @@
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from detcompile.runtime.processes.remote_worker import RemoteWorker, WorkReader
@@ -18,15 +19,19 @@ def test_rows_arrive_as_they_were() -> None:
     reader = WorkReader()
     penalised = SamplingParams(repetition_penalty=1.5, seed=3, bad_words_ids=[[1, 2]])
     allowed = SamplingParams(allowed_token_ids=[4, 5], seed=4)
+    matching = SamplingParams(grammar={"regex": "a+"}, seed=5)
     for position in (5, 6):
         rows = (
             SampleRow(allowed, position, 1, key="a", token_ids=[1] * 5),
             SampleRow(penalised, position, 2, key="b", token_ids=[2] * 5, forbidden=(2, 7)),
             SampleRow(allowed, position, 3, 1, key="c", forbidden=(9,) * (position == 6)),
+            SampleRow(matching, position, 4, key="d", mask=np.array([7, -1], np.int32) * position),
         )
         worker.launch(StepWork(idle_arrays(3, 3, 1), rows, ()))
         found = reader.read(sent.pop()).rows
         assert [row[:4] for row in found] == [row[:4] for row in rows]
         assert [row.forbidden for row in found] == [row.forbidden for row in rows]
-        assert [list(row.token_ids) for row in found] == [[], [2] * 5 if position == 5 else [], []]
-        assert len({row.key for row in found}) == 3
+        assert [list(row.token_ids) for row in found] == [[], [2] * 5 if position == 5 else [], [], []]
+        masks = [None if row.mask is None else row.mask.tolist() for row in found]
+        assert masks == [None, None, None, [7 * position, -position]]
+        assert len({row.key for row in found}) == 4

@@ -90,6 +90,8 @@ WRONG = {
     "bad_words": [3, b"a", [b"a"], [None], [["a"]], object()],
     "bad_words_ids": [3, "12", [3], [[1.0]], [[True]], [["1"]], [None, [1]], object()],
     "truncate_prompt_tokens": NO_INTEGERS,
+    "grammar": [3, "a", b"a", [], {}, object(), {"regex": 3}, {"json": object()}, {"choice": 3}, {"kind": "regex"}]
+    + [{"choice": [1]}, {"kind": None, "source": "a"}, {1: 2, "a": 3}, {"regex": ["a"]}],
 }
 
 

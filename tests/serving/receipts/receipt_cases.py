@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from detcompile.digests import fingerprint
+from detcompile.runtime.grammars.compiler import llguidance_version
 from detcompile.serving.receipts.envelope import Envelope, payload_of, seal
 from detcompile.serving.receipts.keys import SigningKey
 
@@ -32,6 +33,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "echo with logprobs": {"echo": True, "logprobs": 2, "n": 2},
     "a scored prompt": {"echo": True, "logprobs": 1, "max_tokens": 0},
     "one token": {"max_tokens": 1},
+    "grammar": {"structured_outputs": {"regex": "(ab|cd)*x?"}, "n": 2, "max_tokens": 9, "logprobs": 1},
+    "schema": {"response_format": {"type": "json_object"}, "temperature": 0, "max_tokens": 12},
+    "choice": {"guided_choice": ["yes", "no", "perhaps"], "frequency_penalty": 0.5},
     "no end token": {"ignore_eos": True, "max_tokens": 90, "temperature": 1.5},
     "everything": {
         "n": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "frequency_penalty": 0.2,
@@ -90,6 +94,11 @@ def _swapped(payload: dict[str, Any]) -> None:
     samples[0]["token_ids"], samples[1]["token_ids"] = samples[1]["token_ids"], samples[0]["token_ids"]
 
 
+def _grammar(source: str, version: str | None = None) -> Callable[[dict[str, Any]], None]:
+    version = version or llguidance_version()
+    return _set("grammar", {"kind": "regex", "source": source, "hashed": False, "llguidance": version})
+
+
 OTHER = "a" * 64
 # Of an answer with two samples, logprobs of its prompt and its tokens, drawn at a temperature, that ends by its length.
 TAMPERINGS: dict[str, Tampering] = {
@@ -115,5 +124,7 @@ TAMPERINGS: dict[str, Tampering] = {
     "samples in another order": Tampering(lambda p: p["prompts"][0]["samples"].reverse(), "samples"),
     "a fingerprint that its parts do not make": Tampering(_set("fingerprint", OTHER), "fingerprint"),
     "other weights": Tampering(_other_part, "fingerprint_parts.weights", "incomparable"),
+    "a grammar": Tampering(_grammar("zz*"), "token_ids"),
+    "another library of grammars": Tampering(_grammar("zz*", "0.1"), "llguidance", "incomparable"),
     "another tokenizer": Tampering(lambda p: p["served"].update(tokenizer=OTHER), "tokenizer", "incomparable"),
 }

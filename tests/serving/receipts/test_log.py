@@ -1,7 +1,6 @@
 """Keys, envelopes and the log: each fault is told, and what a killed server left is no fault."""
 
 import base64
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -34,9 +33,10 @@ def receipt(number: int, log: ReceiptLog | None = None) -> bytes:
 
 
 def written(path: Path, key: SigningKey | None, count: int = 5, start: int = 0) -> list[bytes]:
-    with contextlib.closing(ReceiptLog(path)) as log:
-        for number in range(start, start + count):
-            log.append(seal(receipt(number, log), key))
+    log = ReceiptLog(path)
+    for number in range(start, start + count):
+        log.append(seal(receipt(number, log), key))
+    log.close()
     return path.read_bytes().splitlines(keepends=True)
 
 
@@ -103,9 +103,9 @@ def test_what_a_killed_server_left_is_cut_off_and_the_chain_goes_on(tmp_path: Pa
     path = tmp_path / "log"
     lines = written(path, None)
     path.write_bytes(b"".join(lines)[:-20])
-    with contextlib.closing(ReceiptLog(path)) as log:
-        assert log.num_cut == len(lines[-1]) - 20
-        log.append(seal(receipt(99, log), None))
+    log = ReceiptLog(path)
+    assert log.num_cut == len(lines[-1]) - 20
+    log.append(seal(receipt(99, log), None))
     assert [line.receipt.created for line in read_log(path)] == [0, 1, 2, 3, 99]
 
 
@@ -117,25 +117,28 @@ def test_a_log_longer_than_what_is_read_at_a_time_goes_on(tmp_path: Path, monkey
 
 
 def test_a_log_has_one_writer_and_holds_receipts_alone(tmp_path: Path) -> None:
-    log = contextlib.closing(ReceiptLog(tmp_path / "log"))
-    with log, pytest.raises(InvalidInput, match="another server writes to it"):
+    log = ReceiptLog(tmp_path / "log")
+    with pytest.raises(InvalidInput, match="another server writes to it"):
         ReceiptLog(tmp_path / "log")
-    (tmp_path / "text").write_text("what is no receipt\n")
-    with pytest.raises(InvalidInput, match="ends with what is no receipt"):
-        ReceiptLog(tmp_path / "text")
+    log.close()
+    for text in ("what is no receipt\n", "without an end of a line", "{x", '{"payload": '):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(InvalidInput, match="ends with what is no receipt"):
+            ReceiptLog(tmp_path / "text")
+        assert (tmp_path / "text").read_text() == text
     with pytest.raises(StorageError, match="cannot be opened"):
         ReceiptLog(tmp_path)
 
 
 def test_a_disk_that_is_full_leaves_a_whole_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.closing(ReceiptLog(tmp_path / "log")) as log:
-        log.append(seal(receipt(0, log), None))
-        write = os.write
-        monkeypatch.setattr("os.write", lambda file, data: write(file, data[:11]))
-        with pytest.raises(StorageError, match="cannot be written"):
-            log.append(seal(receipt(1, log), None))
-        monkeypatch.undo()
-        log.append(seal(receipt(2, log), None))
+    log = ReceiptLog(tmp_path / "log")
+    log.append(seal(receipt(0, log), None))
+    write = os.write
+    monkeypatch.setattr("os.write", lambda file, data: write(file, data[:11]))
+    with pytest.raises(StorageError, match="cannot be written"):
+        log.append(seal(receipt(1, log), None))
+    monkeypatch.undo()
+    log.append(seal(receipt(2, log), None))
     assert [line.receipt.created for line in read_log(tmp_path / "log")] == [0, 2]
 
 

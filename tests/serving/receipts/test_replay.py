@@ -222,6 +222,7 @@ def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path,
         with httpx.Client(base_url=hidden.url, timeout=120) as http:
             envelope, answer = receipt_of(http, n=2, logprobs=1, prompt=[322, 1248, 925])
             same, _ = receipt_of(http, n=2, logprobs=1, prompt=[322, 1248, 925])
+            matched, guided = receipt_of(http, prompt=[322, 1248], guided_regex="(ab)+")
             body = json.dumps(answer.json()["receipt"])
             refused = http.post("/v1/verify", content=body, headers=JSON)
             assert refused.status_code == 400 and "--opening" in refused.json()["error"]["message"]
@@ -237,6 +238,16 @@ def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path,
     assert replay(model, envelope, opening=opening).outcome == "equal"
     assert replay(model, same, opening=opening).field == "prompts"
     assert replay(model, envelope, opening=Opening(salt=salt, prompts=[[322, 1248, 926]])).field == "prompts"
+    salt = guided.headers["x-detcompile-receipt-salt"]
+    grammar = decode_receipt(payload_of(matched)).grammar
+    assert grammar.hashed and len(grammar.source) == 64
+    opens = Opening(salt=salt, prompts=[[322, 1248]], grammar="(ab)+")
+    assert replay(model, matched, opening=opens).outcome == "equal"
+    opens.grammar = "(ab)*"
+    assert replay(model, matched, opening=opens).field == "grammar"
+    opens.grammar = None
+    with pytest.raises(InvalidInput, match="hash of its grammar"):
+        replay(model, matched, opening=opens)
     wrong = changed(envelope, lambda p: p.update(seed="6"), None)
     assert replay(model, wrong, opening=opening).field == "token_ids"
     with pytest.raises(InvalidInput, match="--opening"):

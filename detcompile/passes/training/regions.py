@@ -1,0 +1,139 @@
+"""Regions of a certified forward graph, each differentiated and compiled by itself, with a proof of both directions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.graphs import sympy_size
+from detcompile.passes.layers.regions import Region
+from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
+from detcompile.passes.programs.direct_calls import call_directly
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.proof.inputs import Role
+from detcompile.passes.proof.provenance import Layout
+from detcompile.passes.training.ports import LEAVES, is_port, to_train
+from detcompile.passes.training.proofs import Proofs
+from detcompile.passes.training.twins import as_templates
+from detcompile.templates.cpp_dispatch import direct_ops
+
+__all__ = ["TrainedRegion"]
+
+
+class TrainedRegion:
+    """One region of a forward graph, for all layers of its structure.
+
+    Args:
+        region: the graph, rewritten, and what it takes.
+        roles: what its inputs hold, by name.
+        certificate: the forward's proof.
+    """
+
+    def __init__(self, region: Region, roles: Mapping[str, Role], certificate: Certificate, numerics: Numerics) -> None:
+        self.region, self.roles, self.certificate, self.numerics = region, roles, certificate, numerics
+        self._inputs = region.gm.graph.find_nodes(op="placeholder")
+        values = [node.meta["val"] for node in self._inputs]
+        self._device = next(value.device for value in values if isinstance(value, Tensor))
+        mode = detect_fake_mode(values)
+        assert mode is not None
+        self._mode = mode
+        self.backwards: dict[Any, Certificate | None] = {}  # of each program; None where nothing has a gradient
+        self._programs: dict[Any, Callable[..., Sequence[Tensor]]] = {}
+
+    def sizes(self) -> dict[int, tuple[int, int]]:
+        """An input, and its dimension, that has the extent which another input is; none is left out."""
+        found: dict[Any, tuple[int, int]] = {}
+        for place, node in enumerate(self._inputs):
+            if isinstance(node.meta["val"], Tensor):
+                for dim, size in enumerate(node.meta["val"].shape):
+                    found.setdefault(sympy_size(size), (place, dim))
+        numbers = {
+            place: sympy_size(node.meta["val"])
+            for place, node in enumerate(self._inputs)
+            if isinstance(node.meta["val"], torch.SymInt)
+        }
+        return {place: found[size] for place, size in numbers.items() if size in found}
+
+    def program(self, trained: tuple[int, ...], differentiated: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:
+        """Code of the region, with a gradient: its inputs, the leaf table, a port for each trained one -> its outputs.
+
+        Args:
+            trained: positions of the inputs that are trained weights.
+            differentiated: positions of the inputs that are rows with a gradient.
+        """
+        key = trained, differentiated
+        if key not in self._programs:
+            self._programs[key] = self._compile(trained, differentiated)
+        return self._programs[key]
+
+    def _compile(self, trained: tuple[int, ...], differentiated: tuple[int, ...]) -> Callable[..., Sequence[Tensor]]:
+        gm = self._to_train(trained)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        values, with_gradient = [], set()
+        for position, node in enumerate(inputs):
+            value = node.meta["val"]
+            value = value.detach() if isinstance(value, Tensor) else value
+            if position in differentiated or is_port(node):
+                with_gradient.add(node)
+                value.requires_grad_()
+            values.append(value)
+        roles = [self.roles.get(node.name, Role("weight")) for node in inputs]
+        roles[len(self._inputs):] = [Role("layout", layout=Layout(LEAVES)), *[Role("port")] * len(trained)]
+        proofs = Proofs(self.certificate, roles, _reached(gm.graph, with_gradient), self.numerics)
+        settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+        with tracing(TracingContext(self._mode)), functorch_config.patch(settings), torch.enable_grad():
+            run: Callable[..., Sequence[Tensor]] = compile_fx(
+                gm,
+                values,
+                inner_compile=partial(_lower, proofs),
+                config_patches=ROUNDING,
+                decompositions=decompositions(),
+            )
+        assert proofs.forward is not None
+        self.backwards[trained, differentiated] = proofs.backward
+        return run
+
+    def _to_train(self, trained: tuple[int, ...]) -> fx.GraphModule:
+        assert self._mode.shape_env is not None
+        with self._mode, self._mode.shape_env.ignore_fresh_unbacked_symbols():
+            count = self._mode.shape_env.create_unbacked_symint()
+            torch._check(count >= 2)
+            leaves = torch.empty(count, dtype=torch.int32, device=self._device)
+            return to_train(self.region.gm, trained, leaves, self.numerics.token_grid)
+
+
+def _lower(proofs: Proofs, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+    """Templates for twins, the proof, and Inductor's code; the proof once more behind Inductor's own rewrites."""
+    backward = bool(settings.get("is_backward"))
+    prove = proofs.certify_backward if backward else proofs.certify_forward
+    as_templates(gm)
+    if backward:
+        rewrite(gm)
+    prove(gm.graph)
+    devices = {given.device.type for given in inputs if isinstance(given, Tensor)}
+    direct = direct_ops() if devices == {"cpu"} else {}
+
+    def finish(gm: fx.GraphModule) -> None:
+        prove(gm.graph)
+        call_directly(gm, direct)
+
+    key = f"{proofs.numerics.for_training()}, {len(direct)} direct"
+    with pinned_codegen(), inductor_config.patch(post_grad_custom_post_pass=GraphPass(finish, key)):
+        return compile_fx_inner(gm, inputs, **settings)
+
+
+def _reached(graph: fx.Graph, sources: set[fx.Node]) -> list[int]:
+    """Positions of a graph's floating-point outputs that are computed from ``sources``."""
+    reached = set(sources)
+    for node in graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    (output,) = graph.find_nodes(op="output")
+    return [place for place, node in enumerate(output.args[0]) if node in reached]

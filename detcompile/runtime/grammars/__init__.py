@@ -1,0 +1,1 @@
+"""Grammars: which tokens may follow in a text that has to match one."""

@@ -1,0 +1,50 @@
+"""Connections that make no progress are closed: requests that do not arrive whole, and answers that nobody reads."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+__all__ = ["bounded_protocol"]
+
+LOOKS = 4  # at a connection, in the time that it may stand still
+
+
+def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with an end for connections that stand still.
+
+    One is closed whose request, from its first byte or from the end of the answer before, did not arrive whole in this
+    time; and one that took none of the bytes that lay ready for it. Its request is then cancelled, as that of any
+    client that leaves.
+    """
+    base: Any = AutoHTTPProtocol
+
+    class BoundedProtocol(base):
+        """A connection that is looked at from time to time."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            """Begin to look."""
+            super().connection_made(transport)
+            self._seen = (None, 0)
+            self._still = 0
+            self._timer = asyncio.get_running_loop().call_later(seconds / LOOKS, self._look)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """Look no more."""
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        def _look(self) -> None:
+            cycle, buffered = self.cycle, self.transport.get_write_buffer_size()
+            answering = cycle is not None and not cycle.response_complete
+            arrives = not answering or cycle.more_body
+            stuck = buffered > 0 and (self.flow.write_paused or not answering)  # nothing is added to the buffer
+            seen = (cycle, buffered if stuck else 0)
+            self._still = self._still + 1 if (arrives or stuck) and seen == self._seen else 0
+            self._seen = seen
+            if self._still >= LOOKS:
+                self.transport.abort()
+                return
+            self._timer = asyncio.get_running_loop().call_later(seconds / LOOKS, self._look)
+
+    return BoundedProtocol

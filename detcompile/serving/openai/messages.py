@@ -1,0 +1,84 @@
+"""Messages of a conversation: from a request's to what chat templates take, and to token ids."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.schema import Message, Part, Tool
+from detcompile.serving.service import Service
+
+__all__ = ["NO_TEMPLATE", "prompt_of"]
+
+NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server with --chat-template"
+SHORT_ID = 9  # letters of a call's id in templates that refuse others
+
+
+async def prompt_of(service: Service, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    """Token ids of a conversation, up to where the assistant's answer begins.
+
+    Args:
+        tools: what the template is told of functions that may be called.
+
+    Raises:
+        HTTPError: no chat template, or a part of a message that is not served. InvalidInput: the template refuses it.
+    """
+    if service.template is None:
+        raise HTTPError(400, f"{service.name} {NO_TEMPLATE}", param="messages", code="no_chat_template")
+    plain = [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    if service.tool_family is not None and service.tool_family.short_ids:
+        plain = [_with_short_ids(message) for message in plain]
+    variables: dict[str, Any] = {**service.hello.special_tokens}
+    if tools:
+        variables["tools"] = [_told(tool) for tool in tools]
+    text = await service.template.render(plain, **variables)
+    return await service.texts.encode(text, add_special_tokens=False)
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    """A message as templates take it; parts of text are joined, arguments of calls are JSON values."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    plain: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
+    given = {"name": message.name, "tool_call_id": message.tool_call_id}
+    plain |= {name: value for name, value in given.items() if value is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {
+                "name": call.function.name,
+                "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments"),
+            }}
+            for index, call in enumerate(message.tool_calls)
+        ]  # fmt: skip
+    return plain
+
+
+def _text(part: Part, where: str) -> str:
+    if part.type not in ("text", "refusal") or part.text is None:
+        raise HTTPError(400, f"{where}: parts of type {part.type[:40]!r} are not served, only text", param=where)
+    return part.text
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise HTTPError(400, f"{where} are no JSON: {error}", param=where) from error
+    if not isinstance(found, dict):
+        raise HTTPError(400, f"{where} are no JSON object", param=where)
+    return found
+
+
+def _told(tool: Tool) -> dict[str, Any]:
+    own = tool.function
+    function: dict[str, Any] = {"name": own.name, "description": own.description or ""}
+    return {"type": "function", "function": function | {"parameters": own.parameters or {"type": "object"}}}
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Ids of calls cut to their last letters, in calls and in their answers alike."""
+    if "tool_calls" in message:
+        calls = [call | {"id": call["id"][-SHORT_ID:]} for call in message["tool_calls"]]
+        return message | {"tool_calls": calls}
+    return message | {"tool_call_id": message["tool_call_id"][-SHORT_ID:]} if "tool_call_id" in message else message

@@ -1,0 +1,120 @@
+"""Tools of a request: which functions may or must be called, and the calls in its answers."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.schema import NamedTool, Tool, ToolChoice
+from detcompile.serving.service import Service
+from detcompile.serving.tools.families import Family
+from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
+from detcompile.serving.tools.reader import Piece, Reader
+
+__all__ = ["Calls", "ToolUse", "call_id", "tool_use"]
+
+MOST_TOOLS = 128
+
+
+class ToolUse(NamedTuple):
+    """What a request says of tools.
+
+    Attributes:
+        tools: functions that the template is told of.
+        grammar: what answers have to match; None where they are free.
+        named: one function must be called, which finish_reason then does not tell, as OpenAI's.
+    """
+
+    family: Family
+    tools: Sequence[Tool]
+    grammar: Grammar | None
+    named: bool
+
+
+def tool_use(
+    service: Service, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None
+) -> ToolUse | None:
+    """What a request's fields ask for; None where no function may be called.
+
+    Raises:
+        HTTPError: a choice that fits no tool, or tools that the model's chat template does not take.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise HTTPError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+        return None
+    names = [tool.function.name for tool in tools]
+    if len(tools) > MOST_TOOLS or len(set(names)) < len(names):
+        raise HTTPError(400, f"tools holds over {MOST_TOOLS}, or two of one name", param="tools")
+    if choice == "none":
+        return None
+    if service.template is None or not service.template.takes_tools or service.tool_family is None:
+        said = "the model's chat template takes no tools, or writes calls in a way that is not known (--tool-parser)"
+        raise HTTPError(400, f"tools: {said}", param="tools", code="unsupported_parameter")
+    wanted = list(tools)
+    if isinstance(choice, NamedTool):
+        wanted = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not wanted:
+            raise HTTPError(400, f"tool_choice: no tool is called {choice.function.name!r}", param="tool_choice")
+    named = isinstance(choice, NamedTool)
+    grammar = _grammar(service, wanted, required=choice not in (None, "auto"), single=named or parallel is False)
+    return ToolUse(service.tool_family, tools, grammar, named)
+
+
+def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single: bool) -> Grammar | None:
+    functions = [
+        Function(own.name, own.parameters or {}, bool(own.strict)) for own in (tool.function for tool in tools)
+    ]
+    family = service.tool_family
+    assert family is not None
+    try:
+        if required:
+            return required_grammar(family, functions, service.texts.special_id, single=single)
+        if single or any(own.strict for own in functions):
+            return free_grammar(family, functions, service.texts.special_id, single=single)
+    except InvalidInput as error:
+        raise HTTPError(400, f"tools: {error}", param="tools") from error
+    return None
+
+
+class Calls:
+    """The calls in the text of one choice.
+
+    Args:
+        name: begins the ids of its calls, and is no other choice's.
+    """
+
+    def __init__(self, use: ToolUse, name: str) -> None:
+        self._reader = Reader(use.family)
+        self._named = use.named
+        self._name = name
+
+    def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Content, and what is new of calls, of a text that goes on."""
+        content = ""
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in self._reader.feed(text, last=last):
+            if piece.call is None:
+                content += piece.text
+            elif piece.call in calls:
+                calls[piece.call]["function"]["arguments"] += piece.text
+            else:
+                calls[piece.call] = self._delta(piece.call, piece)
+        return content, list(calls.values())
+
+    def reason(self, reason: str | None) -> str | None:
+        """Why a choice with these calls ended, as OpenAI tells it."""
+        return "tool_calls" if reason == "stop" and self._reader.num_calls and not self._named else reason
+
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        if piece.name is None:
+            return {"index": index, "function": {"arguments": piece.text}}
+        function = {"name": piece.name, "arguments": piece.text}
+        return {"index": index, "id": call_id(self._name, index), "type": "function", "function": function}
+
+
+def call_id(name: str, index: int) -> str:
+    """The id of a call: a function of the answer's, so that whoever reads it again finds the same."""
+    return "call_" + hashlib.sha256(f"{name}/{index}".encode()).hexdigest()[:24]

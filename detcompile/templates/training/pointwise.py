@@ -1,0 +1,112 @@
+"""AdamW's update and a policy's loss: each element by itself, so that no shard, place or tail changes a bit.
+
+    adamw:  m = m + (g - m) * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
+            p = p * (1 - lr * decay) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+    policy: ratio = exp(logprob - old)
+            term = -min(ratio * A, min(max(ratio, low), high) * A) / denominator
+
+All in float32, each operation rounded once (no fused multiply-add), root and division IEEE's, the constants rounded to
+float32 first. The exponential is the templates' own on a CPU, where torch's has other bits in a row's last elements.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.device.integers import cdiv
+from detcompile.templates.device.launcher import launcher
+
+__all__ = ["AdamWStep", "adamw", "policy_terms"]
+
+_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWStep:
+    """The numbers of one step.
+
+    Attributes:
+        lr: learning rate.
+        betas: decays of the averages of gradients and of their squares.
+        eps: what is added to the root.
+        weight_decay: decay of the parameter, times lr.
+        step: steps with this one.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        """The constants, as the kernels take them."""
+        beta1, beta2 = self.betas
+        of_average, of_root = self.lr / (1 - beta1**self.step), math.sqrt(1 - beta2**self.step)
+        return 1 - self.lr * self.weight_decay, 1 - beta1, beta2, 1 - beta2, of_average, of_root, self.eps
+
+
+@triton.jit
+def adamw_kernel(
+    p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, count, keep, weight1, beta2, weight2, rate, root, eps,
+    HAS_COPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < count
+    g, p = tl.load(g_ptr + i, mask=ok, other=0.0), tl.load(p_ptr + i, mask=ok, other=0.0)
+    m, v = tl.load(m_ptr + i, mask=ok, other=0.0), tl.load(v_ptr + i, mask=ok, other=0.0)
+    m = m + (g - m) * weight1
+    v = v * beta2 + (g * g) * weight2
+    divisor = tl.div_rn(tl.sqrt_rn(v), tl.zeros((BLOCK,), tl.float32) + root) + eps
+    p = p * keep - rate * tl.div_rn(m, divisor)
+    tl.store(m_ptr + i, m, mask=ok)
+    tl.store(v_ptr + i, v, mask=ok)
+    tl.store(p_ptr + i, p, mask=ok)
+    if HAS_COPY:
+        tl.store(copy_ptr + i, p.to(tl.bfloat16), mask=ok)
+
+
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, step: AdamWStep) -> None:
+    """Update p, m and v, float32 and contiguous, by g, in place; ``copy``, bfloat16, gets the new p rounded."""
+    if not p.numel():
+        return
+    if p.device.type == "cpu":
+        cpu_library.library().detcompile_adamw(
+            *(tensor.data_ptr() for tensor in (p, g, m, v)), None if copy is None else copy.data_ptr(),
+            (ctypes.c_float * 7)(*step.scalars), p.numel(), cpu_library.thread_count(),
+        )  # fmt: skip
+        return
+    adamw_cuda(p, g, m, v, copy, step)
+
+
+def adamw_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, step: AdamWStep) -> None:
+    """``adamw`` on the GPU."""
+    launcher(adamw_kernel)[(cdiv(p.numel(), _BLOCK),)](
+        p, g, m, v, p if copy is None else copy, p.numel(), *step.scalars, HAS_COPY=copy is not None, BLOCK=_BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def policy_terms(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float, denominator: float
+) -> tuple[Tensor, Tensor]:
+    """The terms of the loss and their derivatives by the logprobs, of contiguous float32 tensors of one shape."""
+    if logprobs.device.type == "cpu":
+        terms, slopes = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        cpu_library.library().detcompile_policy_loss(
+            *(tensor.data_ptr() for tensor in (logprobs, old, advantages, terms, slopes)),
+            (ctypes.c_float * 3)(low, high, denominator), logprobs.numel(), cpu_library.thread_count(),
+        )  # fmt: skip
+        return terms, slopes
+    ratio = torch.exp(logprobs - old)
+    plain, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
+    is_clipped = clipped < plain
+    divisor = logprobs.new_full((), denominator)  # a number would become a product with its reciprocal
+    return -torch.where(is_clipped, clipped, plain) / divisor, torch.where(is_clipped, 0.0, -plain) / divisor

@@ -1,0 +1,157 @@
+"""Blocks: the regions of a forward graph as modules, with the parameters under the names that Hugging Face gives them.
+
+A block owns what its layer alone reads; what others read too, or no layer, belongs to the trainer. A block is what
+fully_shard wraps, what a checkpoint recomputes, and what is compiled.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.training.regions import TrainedRegion
+from detcompile.templates.cpu.fp_mode import float_mode
+from detcompile.training.doors import Ledger, door
+
+__all__ = ["Block", "Holder", "RegionCall", "Source", "StepTensors", "Weight", "weights_of"]
+
+
+class Holder(nn.Module):
+    """A name in the path of a parameter."""
+
+
+class Source(NamedTuple):
+    """Where an input of a region comes from, besides the rows and the shared values: one of these three."""
+
+    weight: str | None = None  # the name of a parameter
+    constant: Tensor | None = None
+    leaf: int | None = None  # of the step
+    dim: int | None = None  # that dimension's extent, rather than the leaf itself
+
+
+class StepTensors(NamedTuple):
+    """One packed step."""
+
+    leaves: tuple[Tensor, ...]  # of the forward: step.step_leaves
+    table: Tensor  # [L + 1] int32: where the leaves of token sums begin and end, sequence by sequence
+
+
+class Weight(NamedTuple):
+    """A parameter as a region takes it."""
+
+    value: Tensor  # in the dtype that the forward computes in, without a gradient
+    port: Tensor | None  # float64 stand-in whose gradient is the parameter's; None if it is not trained
+
+
+def weights_of(
+    parameters: Mapping[str, nn.Parameter], ledgers: Mapping[str, Ledger], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Weight]:
+    """Parameters as regions take them, each with one port however many regions read it."""
+    return {
+        name: Weight(
+            parameter.detach().to(dtypes[name]),
+            door(parameter, ledgers[name]) if parameter.requires_grad else None,
+        )
+        for name, parameter in parameters.items()
+    }
+
+
+class RegionCall:
+    """A region and where one layer's inputs of it come from.
+
+    Args:
+        shared: numbers of the values of the first region that it takes.
+        sources: where its other inputs come from, in order.
+        rows: whether it takes the rows of the region before.
+        differentiated: numbers of the shared values that have a gradient.
+    """
+
+    def __init__(
+        self,
+        region: TrainedRegion,
+        shared: Sequence[int],
+        sources: Sequence[Source],
+        rows: bool,
+        differentiated: Collection[int],
+    ) -> None:
+        self.region, self.shared, self.sources = region, tuple(shared), tuple(sources)
+        self._first = len(self.shared) + rows
+        with_gradient = [rows + place for place, number in enumerate(self.shared) if number in differentiated]
+        self._differentiated = (*range(rows), *with_gradient)
+        self._sizes = region.sizes()
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the parameters that it reads."""
+        return [source.weight for source in self.sources if source.weight is not None]
+
+    def prepare(self, trained: Collection[str | None]) -> Certificate | None:
+        """Compile it, unless that was done for another layer; the proof of its backward, if it has one.
+
+        Args:
+            trained: names of parameters that are trained.
+        """
+        positions = self._positions(trained)
+        self.region.program(positions, self._differentiated)
+        return self.region.backwards[positions, self._differentiated]
+
+    def __call__(
+        self, rows: Tensor | None, shared: Sequence[Tensor], step: StepTensors, weights: Mapping[str, Weight]
+    ) -> Sequence[Tensor]:
+        given: list[Any] = ([] if rows is None else [rows]) + [shared[place] for place in self.shared]
+        given += [self._given(source, step, weights) for source in self.sources]
+        for position, (place, dim) in self._sizes.items():
+            given[position] = given[place].shape[dim]
+        trained = self._positions([name for name, weight in weights.items() if weight.port is not None])
+        given.append(step.table)
+        given += [weights[str(self.sources[position - self._first].weight)].port for position in trained]
+        with float_mode(step.table.device, torch.get_num_threads()):
+            outputs: Sequence[Tensor] = self.region.program(trained, self._differentiated)(*given)
+        return outputs
+
+    def _given(self, source: Source, step: StepTensors, weights: Mapping[str, Weight]) -> Any:
+        if source.weight is not None:
+            return weights[source.weight].value
+        if source.leaf is None:
+            return source.constant
+        leaf = step.leaves[source.leaf]
+        return leaf if source.dim is None else leaf.shape[source.dim]
+
+    def _positions(self, trained: Collection[str | None]) -> tuple[int, ...]:
+        names = set(trained) - {None}
+        return tuple(self._first + place for place, source in enumerate(self.sources) if source.weight in names)
+
+
+class Block(Holder):
+    """One layer: forward(rows [1, T, H], shared, step, weights of others) -> rows [1, T, H].
+
+    Args:
+        prefix: what the names of its parameters begin with.
+        dtypes: the dtype that the forward takes each parameter in, by its whole name.
+
+    Attributes:
+        ledgers: what keeps the gradient of each trained parameter, by its whole name.
+        recompute: keep the rows that enter it for the backward, and compute all else again then: the same bits.
+    """
+
+    def __init__(self, call: RegionCall, prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__()
+        self.call, self.prefix, self.dtypes = call, prefix, dtypes
+        self.ledgers: dict[str, Ledger] = {}
+        self.recompute = False
+
+    def forward(
+        self, rows: Tensor, shared: Sequence[Tensor], step: StepTensors, others: Mapping[str, Weight]
+    ) -> Tensor:
+        def run(rows: Tensor) -> Tensor:
+            own = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
+            weights = {**others, **weights_of(own, self.ledgers, self.dtypes)}
+            return self.call(rows, shared, step, weights)[0]
+
+        if self.recompute and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(run, rows, use_reentrant=False)
+            return recomputed
+        return run(rows)

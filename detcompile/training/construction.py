@@ -1,0 +1,91 @@
+"""From a Hugging Face module to the blocks of a trainer, under whose names its parameters are."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from detcompile.errors import UnsupportedModel
+from detcompile.orders.numerics import Numerics
+from detcompile.passes.programs.layer_views import layer_list
+from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.training.tracing import TracedRegions, trace_regions
+from detcompile.training.blocks import Block, Holder, RegionCall, Source
+
+__all__ = ["Built", "build"]
+
+
+class Built(NamedTuple):
+    """The regions of a model, in the order in which they run, and the layers among them as modules."""
+
+    first: RegionCall
+    blocks: tuple[Block, ...]
+    last: RegionCall
+    certificate: Certificate  # of the forward
+
+    @property
+    def calls(self) -> list[RegionCall]:
+        """All regions."""
+        return [self.first, *(block.call for block in self.blocks), self.last]
+
+
+def build(model: PreTrainedModel, numerics: Numerics, max_context: int, root: nn.Module) -> Built:
+    """Trace a model, which is changed in place, and give ``root`` its parameters under their names.
+
+    Parameters that are trained become float32; those that are frozen stay as they are.
+
+    Raises:
+        UnsupportedModel: the model cannot be trained, or captured, with its meaning intact.
+        UncertifiedOp: an operation could make a row's bits depend on other rows.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    layers = layer_list(model)
+    path = next(name for name, module in model.named_modules() if module is layers) if layers is not None else ""
+    traced = trace_regions(model, numerics, max_context)
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
+    first, *middle, last = _calls(traced, named)
+    blocks = tuple(Block(call, f"{path}.{index}.", dtypes) for index, call in enumerate(middle))
+    for block in blocks:
+        _hold(root, block.prefix.removesuffix("."), block)
+    masters = {id(parameter): _master(parameter) for parameter in named.values()}
+    for name, parameter in named.items():
+        _hold(root, name, masters[id(parameter)])
+    return Built(first, blocks, last, traced.certificate)
+
+
+def _calls(traced: TracedRegions, named: Mapping[str, nn.Parameter]) -> Iterator[RegionCall]:
+    """The regions in the order in which they run."""
+    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    program, (fixed, of_step), unrolled = traced.program, traced.binding, traced.program.unrolled
+    sources = [Source(constant=given) for given in fixed]
+    for position, leaf, dim in of_step:
+        sources[position] = Source(leaf=leaf, dim=dim)
+    for position, given in enumerate(fixed):
+        if isinstance(given, nn.Parameter):
+            if id(given) not in names:
+                raise UnsupportedModel("a layer reads a parameter of no checkpoint: it is served, and not trained")
+            sources[position] = Source(weight=names[id(given)])
+    for place, (region, positions) in enumerate(zip(unrolled.regions, unrolled.given, strict=True)):
+        run: Any = program.runs[region]
+        own = [sources[position] for position in positions]
+        yield RegionCall(run, program.shared[region], own, place > 0, traced.differentiated)
+
+
+def _hold(root: nn.Module, path: str, held: nn.Module | nn.Parameter) -> None:
+    *parents, name = path.split(".")
+    module = root
+    for parent in parents:
+        if parent not in module._modules:
+            module.add_module(parent, Holder())
+        module = module.get_submodule(parent)
+    if isinstance(held, nn.Parameter):
+        module.register_parameter(name, held)
+    else:
+        module.add_module(name, held)
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if not parameter.requires_grad:
+        return nn.Parameter(parameter.detach(), requires_grad=False)
+    return nn.Parameter(parameter.detach().float().clone())

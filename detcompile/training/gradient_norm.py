@@ -1,0 +1,99 @@
+"""clip_grad_norm_: the norm of all gradients as an exact sum over rows, so that no sharding changes a bit of it.
+
+A row is what an index of a gradient's first dimension holds, which fully_shard never cuts. Its squares are rounded to
+float32 and added in Row order; rows are cut into four integers of 32 bits, rounded down to a multiple of 2^-96, whose
+sums in 64 bits have no order.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import detcompile.templates.rows.sums  # noqa: F401  registers torch.ops.detcompile.row_sum
+from detcompile.errors import InvalidInput
+from detcompile.training.optimizer import local_part
+
+__all__ = ["clip_grad_norm_"]
+
+_LIMBS, _BITS = 4, 32
+_MOST = 2.0**31  # of a row: 2^32 of them add up in 64 bits
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients of ``parameters`` in place so that their norm, all taken together, is at most ``max_norm``.
+
+    Gradients are float32, plain or sharded by ``fully_shard``; ranks that share them call it together.
+
+    Returns:
+        The norm before, float64 without dimensions: infinite where a row is, or its squares add up to more than 2^31,
+        and NaN where one is.
+
+    Raises:
+        InvalidInput: max_norm is not positive, or a gradient is not float32 or cut otherwise than into rows.
+    """
+    if not max_norm > 0:
+        raise InvalidInput(f"clip_grad_norm_: max_norm={max_norm} must be positive.")
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norm = _norm(gradients)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    for gradient in gradients:
+        local_part(gradient).mul_(factor)
+    return norm
+
+
+def _norm(gradients: Iterable[Tensor]) -> Tensor:
+    """float64: sums of integers for each group of ranks that share rows, then of all."""
+    of_group: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        of_group[_group_of(gradient)].append(_limbs(local_part(gradient)))
+    totals = []
+    for group, limbs in of_group.items():
+        total = torch.stack(limbs).sum(0)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        totals.append(total)
+    *limbs_, large, nan = torch.stack([total.to(totals[0].device) for total in totals]).sum(0).unbind()
+    square = torch.zeros((), dtype=torch.float64, device=nan.device)
+    for place in reversed(range(_LIMBS)):
+        square = square + limbs_[place].double() * 2.0 ** (-_BITS * place)
+    norm = square.sqrt().where(large == 0, torch.inf)
+    return norm.where(nan == 0, torch.nan)
+
+
+def _limbs(gradient: Tensor) -> Tensor:
+    """[6] int64: four limbs of the sum of the rows' squares, rows that are too large, and rows that are NaN."""
+    if gradient.dtype != torch.float32:
+        raise InvalidInput(f"clip_grad_norm_: a gradient is {gradient.dtype}, not float32. Train float32 parameters.")
+    if not gradient.numel():
+        return torch.zeros(_LIMBS + 2, dtype=torch.int64, device=gradient.device)
+    rows = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
+    sums = torch.ops.detcompile.row_sum(rows * rows, torch.float32).double()
+    nan, large = sums.isnan(), sums > _MOST
+    rest, found = sums.where(~(nan | large), 0.0), []
+    for place in range(_LIMBS):
+        limb = (rest * 2.0 ** (_BITS * place)).floor()
+        rest = rest - limb * 2.0 ** (-_BITS * place)
+        found.append(limb.long().sum())
+    return torch.stack([*found, large.sum(), nan.sum()])
+
+
+def _group_of(gradient: Tensor) -> Any:
+    """The ranks that hold the other rows of a gradient; None where this one holds all."""
+    if not isinstance(gradient, DTensor):
+        return None
+    sharded = [dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
+    if len(sharded) > 1 or any(gradient.placements[dim] != Shard(0) for dim in sharded):
+        raise InvalidInput(
+            f"clip_grad_norm_: a gradient is placed as {gradient.placements}; whole rows over one dimension of a mesh "
+            "are added, as fully_shard places them."
+        )
+    return gradient.device_mesh.get_group(sharded[0]) if sharded else None

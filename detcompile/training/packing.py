@@ -1,0 +1,49 @@
+"""Packing: a padded batch becomes one packed step of whole sequences, and rows of tokens become padded again."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from detcompile.runtime.dense.padded_batch import UnpaddedBatch
+from detcompile.step import StepInputs, step_leaves
+from detcompile.training.blocks import StepTensors
+
+__all__ = ["leaf_table", "packed_step"]
+
+
+def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> StepTensors:
+    """The step of a batch's sequences, one behind the other."""
+
+    def on_device(values: object, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype, device=device)
+
+    nothing = torch.zeros(0, dtype=torch.int32, device=device)
+    cu_seqlens = on_device([0, *batch.lengths.cumsum()], torch.int32)
+    step = StepInputs((), cu_seqlens, nothing, (), (), (), nothing)
+    token_ids = on_device(batch.token_ids[None], torch.int64)
+    position_ids = on_device(batch.position_ids[None], torch.int64)
+    leaves = step_leaves(token_ids, position_ids, step, nothing)
+    return StepTensors(tuple(leaves), on_device(leaf_table(batch.lengths.tolist(), token_leaf), torch.int32))
+
+
+def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
+    """Offsets of the leaves of sequences that lie behind each other: each is cut every ``token_leaf`` tokens."""
+    table, at = [0], 0
+    for length in lengths:
+        table += [at + min(end, length) for end in range(token_leaf, length + token_leaf, token_leaf)]
+        at += length
+    return table
+
+
+def pieces(table: Iterable[int], rows_at_once: int) -> list[list[int]]:
+    """A leaf table in pieces of whole leaves, of up to ``rows_at_once`` rows where a leaf has no more; each from 0."""
+    found: list[list[int]] = [[0]]
+    first, *ends = table
+    for end in ends:
+        if len(found[-1]) > 1 and end - first > rows_at_once:
+            first += found[-1][-1]
+            found.append([0])
+        found[-1].append(end - first)
+    return found

@@ -1,0 +1,225 @@
+"""Trainer: a causal LM to train, whose logits are the bytes that serve it, and whose gradients are exact sums."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from detcompile.errors import InvalidInput
+from detcompile.models.call_arguments import require_served, require_tensors
+from detcompile.models.loading import tokenizer_of
+from detcompile.orders.numerics import Numerics
+from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch, check_batch, repad, unpad
+from detcompile.templates.training.exactness import ExactnessGuard
+from detcompile.training.blocks import Block, StepTensors, Weight, weights_of
+from detcompile.training.certificate import TrainingCertificate, backward_of
+from detcompile.training.construction import build
+from detcompile.training.doors import Ledger
+from detcompile.training.gradient_norm import clip_grad_norm_
+from detcompile.training.packing import leaf_table, packed_step, pieces
+
+__all__ = ["Trainer"]
+
+ROWS_AT_ONCE = 2048  # rows of logits that are in memory at a time
+
+
+class Trainer(nn.Module):
+    """A causal LM to train. Made by ``detcompile.trainer``.
+
+    Its parameters have Hugging Face's names. Those that are trained are float32, and are rounded to the model's dtype
+    for the forward, which is serving's: dropout is off. Gradients are sums over tokens that are exact, rounded once to
+    float32: they depend on the weights, the sequences and the weight of each token in the loss, and on nothing else.
+
+    Attributes:
+        config: the Hugging Face model's configuration.
+        tokenizer: the tokenizer of the model's folder; None if there is none.
+        numerics: the declared orders.
+        max_context: tokens a sequence may hold.
+        vocab_size: one more than the largest token id.
+        blocks: the layers, in order.
+    """
+
+    def __init__(self, model: PreTrainedModel, numerics: Numerics, max_context: int) -> None:
+        super().__init__()
+        self.config, self.numerics, self.max_context = model.config, numerics, max_context
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self.model_dtype, self.tokenizer = model.dtype, tokenizer_of(model)
+        self._built = build(model, numerics, max_context, self)
+        prefixes = tuple(block.prefix for block in self.blocks)
+        self._dtypes = self.blocks[0].dtypes
+        self._own = {name for call in self._built.calls for name in call.weights if not name.startswith(prefixes)}
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        self._guard = ExactnessGuard(tuple(trained), numerics.token_grid)
+        ledgers = {id(parameter): Ledger(parameter, name, self._guard) for name, parameter in trained.items()}
+        every_name = self.named_parameters(remove_duplicate=False)
+        self._ledgers = {name: ledgers[id(held)] for name, held in every_name if id(held) in ledgers}
+        for block in self.blocks:
+            block.ledgers = {name: held for name, held in self._ledgers.items() if name.startswith(block.prefix)}
+        self.certificate  # noqa: B018 - nothing is trained whose backward is not proved
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self._built.blocks
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def certificate(self) -> TrainingCertificate:
+        """The proof of the forward and the backward, for the parameters that are trained now.
+
+        Raises:
+            UnsupportedModel: a weight is trained that an operation without a gradient reads.
+            UncertifiedOp: rows meet in the backward.
+        """
+        named = self.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in named if parameter.requires_grad}
+        calls = self._built.calls
+        layers = [None, *range(len(self.blocks)), None]
+        proofs = [(call.prepare(trained), layer) for call, layer in zip(calls, layers, strict=True)]
+        return TrainingCertificate(self._built.certificate, backward_of(proofs, self.numerics))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **keywords: Any,
+    ) -> CausalLMOutput:
+        """Logits of a padded batch, and the loss of its labels, as the Hugging Face model gives them.
+
+        Args:
+            input_ids, attention_mask, position_ids: [B, C], padding on the left, on the right or both.
+            labels: [B, C], -100 where none; each is of the token in its own place, which the one before predicts.
+            num_items_in_batch: labels that the loss is divided by; None takes those of this call, so that a gradient
+                follows the split into micro-batches.
+            **keywords: Hugging Face's that change nothing, such as use_cache.
+
+        Returns:
+            logits [B, C, V] in the model's dtype, zeros at padding, and loss, float32, with labels.
+
+        Raises:
+            InvalidInput: shapes, ids, masks or keywords that cannot be served, or no label at all.
+        """
+        require_served(keywords)
+        batch = self._batch(input_ids, attention_mask, position_ids, labels)
+        step = packed_step(batch, self.numerics.token_leaf, self.device)
+        weights = self._weights()
+        logits = self._built.last(self._rows(step, weights), (), step, weights)[0]
+        loss = None if labels is None else _loss(logits, labels.to(self.device), batch, num_items_in_batch)
+        return CausalLMOutput(loss=loss, logits=repad(logits, batch.mask))
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Log-probabilities [B, C - 1] of every token but the first, float32 with a gradient, zeros at padding.
+
+        They are the bytes of an engine's ``logprobs``, at temperature 1. The tensor's attribute ``entropy``, like it,
+        is the entropy of the distribution that each token was drawn from. Logits are computed some rows at a time, and
+        again in the backward.
+
+        Args:
+            input_ids, attention_mask, position_ids: what ``forward`` takes.
+            temperature: what logits are divided by.
+
+        Raises:
+            InvalidInput: as ``forward``, or a temperature that is not positive.
+        """
+        batch = self._batch(input_ids, attention_mask, position_ids, None)
+        step = packed_step(batch, self.numerics.token_leaf, self.device)
+        weights = self._weights()
+        rows = self._rows(step, weights)
+        last = torch.as_tensor(batch.lengths.cumsum() - 1)
+        predicting = torch.ones(rows.shape[1], dtype=torch.bool)
+        predicting[last] = False
+        kept = predicting.nonzero().squeeze(1).to(self.device)
+        targets = step.leaves[0][0, kept + 1]
+        found = self._chunked(rows[:, kept], targets, temperature, step._replace(table=_short(batch, self)), weights)
+        places = torch.from_numpy(batch.mask[:, 1:] & batch.mask[:, :-1]).to(self.device)
+        logprobs, entropy = (_padded(values, places) for values in found)
+        logprobs.entropy = entropy  # type: ignore[attr-defined]
+        return logprobs
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """``detcompile.clip_grad_norm_`` of all parameters, where their gradients were exact sums.
+
+        Raises:
+            NumericsError: a gradient's sums may not have been exact; it names the parameter, and what to do.
+        """
+        self._guard.check(self.device)
+        return clip_grad_norm_(self.parameters(), max_norm)
+
+    def _batch(self, *given: Tensor | None) -> UnpaddedBatch:
+        batch = unpad(*require_tensors(*given))
+        check_batch(batch, self.vocab_size, self.max_context)
+        return batch
+
+    def _weights(self) -> dict[str, Weight]:
+        """The parameters that belong to no layer."""
+        return weights_of({name: self.get_parameter(name) for name in self._own}, self._ledgers, self._dtypes)
+
+    def _rows(self, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
+        """What the last layer gives, [1, T, H]."""
+        rows, *shared = self._built.first(None, (), step, weights)
+        for block in self.blocks:
+            rows = block(rows, shared, step, weights)
+        return rows
+
+    def _chunked(
+        self, rows: Tensor, targets: Tensor, temperature: float, step: StepTensors, weights: Mapping[str, Weight]
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of ``targets`` and entropies [R], from ``rows`` [1, R, H], in pieces of whole leaves."""
+
+        def of_piece(rows: Tensor, targets: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self._built.last(rows, (), step._replace(table=table), weights)[0]
+            found: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, temperature)
+            return found
+
+        if len(step.table) == 1:  # sequences of one token, which nothing predicts
+            return (nothing := rows.float().sum(-1).flatten()), nothing
+        found, at = [], 0
+        for table in pieces(step.table.tolist(), ROWS_AT_ONCE):
+            piece = slice(at, at := at + table[-1])
+            given = rows[:, piece], targets[piece], torch.tensor(table, dtype=torch.int32, device=self.device)
+            found.append(checkpoint(of_piece, *given, use_reentrant=False))
+        logprobs, entropies = zip(*found, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _short(batch: UnpaddedBatch, trainer: Trainer) -> Tensor:
+    """The leaf table of the rows that predict a token: all but the last of each sequence."""
+    table = leaf_table((batch.lengths - 1).tolist(), trainer.numerics.token_leaf)
+    return torch.tensor(table, dtype=torch.int32, device=trainer.device)
+
+
+def _padded(values: Tensor, places: Tensor) -> Tensor:
+    padded = values.new_zeros(places.shape)
+    padded[places] = values
+    return padded
+
+
+def _loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: Tensor | int | None) -> Tensor:
+    """Minus the sum of the labels' log-probabilities, divided by ``num_items``, or by the labels that there are."""
+    mask = torch.from_numpy(batch.mask).to(labels.device)
+    if labels.shape != mask.shape:
+        raise InvalidInput(f"labels {list(labels.shape)} have to be like input_ids {list(mask.shape)}")
+    following = labels.new_full(labels.shape, IGNORED_LABEL)
+    following[:, :-1] = torch.where(mask[:, 1:], labels[:, 1:], IGNORED_LABEL)
+    targets = following[mask]
+    counted = targets != IGNORED_LABEL
+    count = counted.sum() if num_items is None else torch.as_tensor(num_items)
+    if not int(count):
+        raise InvalidInput("no token has a label: every label is -100, at padding, or of a row's first token")
+    logprobs, _ = torch.ops.detcompile.token_logprobs(logits, targets.where(counted, 0))
+    return -(logprobs * counted / count.to(logprobs)).sum(dtype=torch.float64).float()

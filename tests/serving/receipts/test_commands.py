@@ -1,0 +1,149 @@
+"""keygen, replay and audit as a user runs them: what they print, and their exit codes."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import httpx
+import msgspec
+import pytest
+import torch
+
+from detcompile.commands import cli
+from detcompile.commands.verification import ModelSpec
+from detcompile.models.compiled import CompiledModel
+from detcompile.serving.receipts.envelope import payload_digest, payload_of, read_envelope, seal
+from detcompile.serving.receipts.keys import read_signing_key, write_key_pair
+from detcompile.serving.receipts.log import ReceiptLog
+from detcompile.serving.receipts.receipt import decode_receipt, encode_receipt
+from tests.model_cases import compiled
+from tests.serving.conftest import Server
+from tests.serving.receipts.receipt_cases import PROMPT, TAMPERINGS, changed
+
+ASKED = {"prompt": PROMPT, "max_tokens": 12, "seed": 5, "n": 2, "receipt": True, "temperature": 0.9, "logprobs": 1}
+
+
+def compiled_here(*_: object) -> CompiledModel:
+    return compiled("tiny", torch.bfloat16)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    out, err = io.StringIO(), io.StringIO()
+    named = [str(argument) for argument in arguments]
+    with (
+        mock.patch.object(sys, "argv", ["detcompile", *named]),
+        mock.patch.object(ModelSpec, "compile", compiled_here),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(named, code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def answer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("receipts") / "answer.json"
+    path.write_bytes(httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=120).content)
+    return path
+
+
+def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> None:
+    done = run("replay", answer, "--key", folder / "key.pub")
+    assert done.returncode == 0 and "equal: all 24 tokens came out again" in done.stdout
+    assert "signature valid" in done.stdout
+    found = json.loads(run("replay", answer, "tiny", "--json", "--chunk", "5").stdout)
+    assert (found["outcome"], found["num_tokens"], found["signature"]) == ("equal", 24, "unchecked")
+    assert run("replay", answer, "--decode").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("another token", 1, "token_ids: sample 0, position 5: token "),
+        ("another text", 1, "text: sample 0: text is 'aaaa"),
+        ("other weights", 2, "weights differs: other weights"),
+        ("another tokenizer", 2, "tokenizer differs: another tokenizer"),
+    ],
+)
+def test_what_differs_is_said(kind: str, code: int, said: str, answer: Path, folder: Path, tmp_path: Path) -> None:
+    wrong = changed(read_envelope(answer.read_bytes()), TAMPERINGS[kind].change, read_signing_key(folder / "key"))
+    (tmp_path / "wrong.json").write_bytes(msgspec.json.encode(wrong))
+    done = run("replay", tmp_path / "wrong.json", "--key", folder / "key.pub")
+    assert done.returncode == code and said in done.stdout, done.stdout
+
+
+def test_another_key_needs_no_model(answer: Path, tmp_path: Path) -> None:
+    write_key_pair(tmp_path / "other")
+    with mock.patch.object(ModelSpec, "compile", side_effect=AssertionError):
+        done = run("replay", answer, "--key", tmp_path / "other.pub")
+    assert done.returncode == 1 and "signatures: key" in done.stdout
+
+
+def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.json").write_text("{}")
+    archive = changed(read_envelope(answer.read_bytes()), lambda p: p.update(model="model.pt2"), None)
+    (tmp_path / "archive.json").write_bytes(msgspec.json.encode(archive))
+    for arguments, said in (
+        (["none.json"], "this is no receipt"),
+        (["missing.json"], "cannot be read"),
+        (["archive.json"], "which holds code: name it as MODEL"),
+        ([answer, "--key", answer], "holds no public key"),
+        ([answer, "--opening", answer], "holds no opening"),
+    ):
+        done = run("replay", tmp_path / arguments[0], *arguments[1:])
+        assert done.returncode == 3 and said in " ".join(done.stderr.split()), done.stderr
+
+
+def test_a_log_is_audited(server: Server, answer: Path, folder: Path) -> None:
+    count = len((folder / "log").read_bytes().splitlines())
+    done = run("audit", folder / "log", "--key", folder / "key.pub", "--sample", "0.3", "--seed", "1")
+    assert done.returncode == 0 and f"{count} receipts, chained and signed" in done.stdout, done.stdout
+    again = run("audit", folder / "log", "--key", folder / "key.pub", "--sample", "0.3", "--seed", "1")
+    assert again.stdout == done.stdout
+    digest = payload_digest(read_envelope(answer.read_bytes()))
+    assert run("audit", folder / "log", "--sample", "0", "--head", digest).returncode == 0
+    done = run("audit", folder / "log", "--sample", "0", "--head", "0" * 64)
+    assert done.returncode == 1 and "cut off before it" in done.stdout
+
+
+def test_an_audit_finds_the_answer_that_was_not_drawn(answer: Path, tmp_path: Path) -> None:
+    """A server that chained and signed a lie: only a replay of that line finds it."""
+    honest = payload_of(read_envelope(answer.read_bytes()))
+    key, log = write_key_pair(tmp_path / "key"), ReceiptLog(tmp_path / "log")
+    for number in range(4):
+        receipt = decode_receipt(honest)
+        receipt.log = log.place
+        if number == 2:
+            receipt.prompts[0].samples[1].token_ids[3] ^= 1
+        log.append(seal(encode_receipt(receipt), key))
+    done = run("audit", tmp_path / "log", "--key", tmp_path / "key.pub", "--sample", "1")
+    assert done.returncode == 1 and "line 3" in done.stdout and "sample 1, position 3" in done.stdout
+    assert "1 of 4 did not come out again" in done.stdout
+    assert run("audit", tmp_path / "log", "--sample", "0").returncode == 0
+    assert run("audit", tmp_path / "none").returncode == 2
+
+
+def test_a_key_is_made_once(tmp_path: Path) -> None:
+    done = run("keygen", tmp_path / "key")
+    assert done.returncode == 0 and "--sign" in done.stdout and (tmp_path / "key.pub").exists()
+    assert run("keygen", tmp_path / "key").returncode == 2
+
+
+def test_without_the_extra_the_commands_say_what_to_install() -> None:
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'cryptography' else found(name, *a)\n"
+        "sys.argv = ['detcompile', 'keygen', 'x']\n"
+        "from detcompile.commands.cli import main; main()"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = 'cryptography is not installed: pip install "detcompile[serve]"'
+    assert finished.returncode == 2 and said in finished.stderr

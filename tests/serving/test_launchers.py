@@ -1,0 +1,72 @@
+"""Engines that somebody else starts connect over TCP, and prove that they have the secret."""
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from detcompile.serving.engines.fleet import Fleet
+from detcompile.serving.engines.launchers import DialIn
+from detcompile.serving.service import Service
+from tests.serving.scripted_service import running
+from tests.serving.test_recovery import asked, assert_whole, until_drawn
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+SECRET = b"0123456789abcdef"
+
+
+def dialled(port: int, secret: bytes = SECRET) -> subprocess.Popen[bytes]:
+    """An engine on its way to a front."""
+    command = [sys.executable, "-m", "tests.serving.scripted_engine", "--dial", f"127.0.0.1:{port}"]
+    environment = os.environ | {"DETCOMPILE_ENGINE_SECRET": secret.decode()}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+
+def test_engines_that_dial_in_take_each_others_places() -> None:
+    async def scenario() -> None:
+        dial = DialIn("127.0.0.1", 0, SECRET)
+        _, port = await dial.address()
+        service = Service(fleet=functools.partial(Fleet, launcher=dial, most_restarts=1))
+        impostor, first, engines = dialled(port, b"fedcba9876543210"), dialled(port), []
+        try:
+            async with running(service) as client:
+                tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+                await until_drawn(service, 4, 3)
+                first.send_signal(signal.SIGKILL)
+                while service.fleet.num_restarts == 0:
+                    await asyncio.sleep(0.01)
+                assert (await client.get("/ready")).status_code == 503  # nobody has dialled in yet
+                engines.append(dialled(port))
+                for answer in await asyncio.gather(*tasks):
+                    assert_whole(answer)
+            assert engines[0].wait(10) == 0  # it ends with its front
+            assert impostor.wait(10) != 0 or service.fleet.num_restarts == 1
+        finally:
+            for process in (impostor, first, *engines):
+                process.kill()
+                process.wait()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_has_not_the_secret_serves_nobody() -> None:
+    async def scenario() -> None:
+        dial = DialIn("127.0.0.1", 0, SECRET)
+        host, port = await dial.address()
+        opening = asyncio.create_task(dial.open())
+        for proof in (b"", bytes(32), SECRET * 2):
+            reader, writer = await asyncio.open_connection(host, port)
+            await reader.readexactly(32)
+            writer.write(proof)
+            writer.write_eof()
+            assert await reader.read() == b""  # it is hung up
+            writer.close()
+        assert not opening.done()
+        opening.cancel()
+        await dial.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

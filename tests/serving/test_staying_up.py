@@ -1,0 +1,175 @@
+"""What takes too long ends: answers, requests that do not arrive, clients that do not read; pages, and the log."""
+
+import asyncio
+import contextlib
+import io
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from detcompile.serving.app import new_app
+from tests.serving.scripted_engine import SILENT
+from tests.serving.scripted_service import SPEC, running, scripted
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+STALL = 1.2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("bounds", "asked", "status", "said"),
+    [
+        ({"queue_timeout": 0.4}, {"prompt": [SILENT]}, 503, "waited for its first token for over 0.4 s"),
+        ({"timeout": 0.6}, {"prompt": [SILENT]}, 504, "took over 0.6 s"),
+        ({"timeout": 0.6, "queue_timeout": 0.3}, {"prompt": [5], "max_tokens": 2000}, 504, "took over 0.6 s"),
+    ],
+    ids=["nothing drawn", "nothing drawn in all", "not all drawn"],
+)
+def test_what_is_overdue_is_an_error_and_leaves_the_engine(
+    bounds: dict, asked: dict, status: int, said: str, stream: bool
+) -> None:
+    async def scenario() -> None:
+        service = scripted(**bounds)
+        async with running(service) as client:
+            answer = await client.post("/v1/completions", json=asked | {"stream": stream})
+            if stream and asked["prompt"] == [5]:  # tokens had come
+                assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+                error = json.loads(answer.text.split("data: ")[-2])["error"]
+            else:
+                assert answer.status_code == status and answer.headers["retry-after"]
+                error = answer.json()["error"]
+            assert said in error["message"] and error["code"] == "timeout"
+            assert "x-detcompile-receipt" not in answer.headers and "receipt" not in answer.text
+            assert not service.open and not service.deadlines._timers
+            while service.fleet.statistics.num_running:
+                await asyncio.sleep(0.01)
+            short = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 3})
+            assert short.status_code == 200 and not service.deadlines._timers
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@contextlib.contextmanager
+def scripted_server() -> Iterator[tuple[str, int]]:
+    command = [sys.executable, "-m", "tests.serving.scripted_server", "5", str(STALL)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        host, port = process.stderr.readline().split()[3].rstrip(";").removeprefix("http://").split(":")
+        yield host, int(port)
+        process.terminate()
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def seconds_until_closed(connection: socket.socket) -> float:
+    start = time.monotonic()
+    connection.settimeout(20)
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(1 << 16):
+            continue
+    return time.monotonic() - start
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def test_requests_that_do_not_arrive_are_let_go() -> None:
+    with scripted_server() as address:
+        beginnings = (b"", b"POST /v1/compl", HEAD, HEAD + b'Content-Length: 90\r\n\r\n{"prompt": ')
+        connections = [socket.create_connection(address) for _ in beginnings]
+        for connection, beginning in zip(connections, beginnings):
+            connection.sendall(beginning)
+        for connection in connections:
+            with connection:
+                assert seconds_until_closed(connection) < 3 * STALL
+        with socket.create_connection(address) as connection, contextlib.suppress(ConnectionError):
+            start = time.monotonic()
+            for letter in HEAD * 100:  # a byte from time to time is no progress
+                connection.sendall(bytes([letter]))
+                time.sleep(0.05)
+        assert time.monotonic() - start < 4 * STALL
+        assert httpx.get(f"http://{address[0]}:{address[1]}/ready").status_code == 200
+
+
+def test_a_client_that_does_not_read_ends_its_request() -> None:
+    with scripted_server() as address, socket.create_connection(address) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps({"prompt": ["x"] * 500, "max_tokens": 2000, "stream": True}).encode()
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        url = f"http://{address[0]}:{address[1]}/metrics"
+        end = time.monotonic() + 30
+        while "detcompile:requests_cancelled_total 500.0" not in httpx.get(url).text:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_who_reads_slowly_or_waits_is_not_cut_off() -> None:
+    """A stream that lasts longer than a connection may stand still, and requests that come one after another."""
+    with scripted_server() as address:
+        url = f"http://{address[0]}:{address[1]}"
+        asked = {"prompt": "x", "max_tokens": 150, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                lines.append(line)
+                time.sleep(0.01)
+        assert lines[-2] == "data: [DONE]"
+        with httpx.Client(base_url=url) as client:
+            start = time.monotonic()
+            while time.monotonic() - start < 3 * STALL:
+                assert client.get("/version").status_code == 200
+                time.sleep(0.3)
+
+
+def test_pages_of_named_sites_may_ask() -> None:
+    async def scenario() -> None:
+        service = scripted()
+        app = new_app(service, "test", [b"0" * 32], origins=["https://site.example"])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            for origin, allowed in (("https://site.example", True), ("https://other.example", False)):
+                head = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+                asked = await client.options("/v1/completions", headers=head | {
+                    "Access-Control-Request-Headers": "authorization,content-type"})  # fmt: skip
+                assert (asked.status_code == 200) == allowed
+                answer = await client.get("/version", headers={"Origin": origin})
+                assert answer.status_code == 401  # it still needs a key
+                assert (answer.headers.get("access-control-allow-origin") == origin) == allowed
+                assert "X-Detcompile-Seed" in answer.headers["access-control-expose-headers"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_a_line_without_texts() -> None:
+    async def scenario() -> None:
+        service, file = scripted(), io.StringIO()
+        app = new_app(service, "test", request_log=file)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
+            try:
+                await service.start(SPEC)
+                whole = await client.post("/v1/completions", json={"prompt": "a secret of mine", "max_tokens": 3})
+                asked = {"messages": [{"role": "user", "content": "a secret of mine"}]}
+                await client.post("/v1/completions", json={"prompt": "a secret", "max_tokens": 4, "stream": True})
+                await client.post("/v1/chat/completions", json=asked | {"model": "a secret"})
+                await client.get("/" + "long" * 1000)
+            finally:
+                await service.fleet.stop()
+        lines = [json.loads(line) for line in file.getvalue().splitlines()]
+        assert "secret" not in file.getvalue() and "text" not in file.getvalue()
+        assert [line["status"] for line in lines] == [200, 200, 404, 404]
+        assert lines[0]["id"] == whole.json()["id"] == whole.headers["x-request-id"]
+        assert lines[0]["receipt"] == whole.headers["x-detcompile-receipt"]
+        assert [line.get("generated_tokens") for line in lines] == [3, 4, None, None]
+        assert lines[0]["finish_reasons"] == ["length"] and lines[0]["prompt_tokens"] > 0
+        assert all(line["seconds"] >= 0 and line["time"] > 1e9 for line in lines) and len(lines[3]["path"]) == 100
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

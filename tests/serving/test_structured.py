@@ -1,0 +1,100 @@
+"""Structured output over HTTP: every field that asks for it, by the unmodified client, with one sha256 a request."""
+
+import json
+import re
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
+from tests.serving.conftest import Server
+from tests.serving.test_openai import MESSAGES, sha256, streamed, whole
+
+
+class Verdict(pydantic.BaseModel):
+    """What the model has to answer."""
+
+    ok: bool
+    kind: str = pydantic.Field(pattern="^(yes|no)$")
+    size: int = pydantic.Field(ge=0, le=99)
+
+
+SCHEMA = Verdict.model_json_schema() | {"additionalProperties": False}
+FIELDS = {
+    "guided_json": {"guided_json": SCHEMA},
+    "guided_json as text": {"guided_json": json.dumps(SCHEMA)},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+}
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def test_one_schema_is_one_grammar_by_every_field_and_way(client: openai.OpenAI) -> None:
+    digests = {}
+    for name, field in FIELDS.items():
+        extra = {"return_token_ids": True, **field}
+        for way, ask in (("whole", whole), ("stream", streamed)):
+            first, second = ask(client, n=2, max_tokens=60, extra_body=extra)
+            digests[name, way] = sha256(first), sha256(second)
+            Verdict.model_validate_json(first["text"])
+            assert first["finish_reason"] == "stop"
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"guided_regex": "(ab|cd){3}"}, r"(ab|cd){3}"),
+        ({"guided_choice": ["first", "second one"]}, r"first|second one"),
+        ({"guided_grammar": 'start: "[" /[0-9]{2}/ "]"'}, r"\[[0-9]{2}\]"),
+        ({"guided_grammar": 'root ::= "[" [0-9] [0-9] "]"'}, r"\[[0-9]{2}\]"),
+        ({"structured_outputs": {"choice": ["x", "y"]}}, r"x|y"),
+    ],
+)
+def test_what_is_guided_matches(client: openai.OpenAI, extra: dict, pattern: str) -> None:
+    [text] = [choice["text"] for choice in whole(client, extra_body={"return_token_ids": True} | extra)]
+    assert re.fullmatch(pattern, text), text
+
+
+def test_parse_gives_the_class(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Verdict, seed=4)
+    assert isinstance(answer.choices[0].message.parsed, Verdict)
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, response_format=Verdict, seed=4) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
+    mode = {"type": "json_object"}
+    asked = {"model": "tiny", "messages": MESSAGES, "response_format": mode, "max_tokens": 200, "logit_bias": {"95": 9}}
+    answer = client.chat.completions.create(seed=1, **asked)
+    text = answer.choices[0].message.content
+    assert text.lstrip().startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"guided_regex": "("}, "regex cannot be served"),
+        ({"guided_json": {"type": "never"}}, "json_schema cannot be served"),
+        ({"guided_json": "{"}, "json_schema cannot be read"),
+        ({"guided_regex": "a" * 70_000}, "65536 at most"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_and_nothing_else(http: httpx.Client, field: dict, said: str) -> None:
+    for sent in (field, field | {"stream": True}):
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | sent)
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_both_kinds_of_request_take_the_fields() -> None:
+    wanted = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    assert wanted <= set(CompletionRequest.__struct_fields__) & set(ChatRequest.__struct_fields__)

@@ -1,0 +1,217 @@
+"""Calls of functions over HTTP by the unmodified client: what is required is there, streamed or not."""
+
+import json
+
+import httpx
+import openai
+import pydantic
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from detcompile.errors import InvalidInput
+from detcompile.models.hub import TINY_FOLDER
+from detcompile.runtime.grammars.compiler import GrammarCompiler
+from detcompile.serving.tools.families import FAMILIES, HERMES, LLAMA3, MISTRAL
+from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
+from tests.serving.conftest import TEMPLATE, Server
+from tests.serving.test_tool_reader import read
+
+MESSAGES = [{"role": "user", "content": "What is it?"}]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["x", "y"]}},
+    "required": ["a", "kind"],
+    "additionalProperties": False,
+}
+SUB = {"$ref": "#/$defs/own", "$defs": {"own": {"type": "object", "properties": {"b": {"type": "boolean"}},
+       "required": ["b"], "additionalProperties": False}}}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD, "strict": True}},
+    {"type": "function", "function": {"name": "sub", "parameters": SUB}},
+]
+ASKED = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_completion_tokens": 120, "temperature": 0.8}
+
+
+BROKEN = {"name": "a", "arguments": "x"}
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def check(call) -> None:
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "add":
+        assert arguments.keys() == {"a", "kind"} and 0 <= arguments["a"] <= 99 and arguments["kind"] in ("x", "y")
+    else:
+        assert call.function.name == "sub" and isinstance(arguments["b"], bool)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_required_call_is_there_streamed_or_not(client: openai.OpenAI, seed: int) -> None:
+    asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+    whole = client.chat.completions.create(n=2, **asked)
+    with client.chat.completions.stream(n=2, **asked) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion()
+    for choice, other in zip(whole.choices, streamed.choices, strict=True):
+        [call], [again] = choice.message.tool_calls, other.message.tool_calls
+        check(call)
+        assert choice.message.content is None and choice.finish_reason == other.finish_reason == "tool_calls"
+        assert (call.function.name, call.function.arguments) == (again.function.name, again.function.arguments)
+    ids = [choice.message.tool_calls[0].id for choice in (*whole.choices, *streamed.choices)]
+    assert len(set(ids)) == 4 and all(name.startswith("call_") for name in ids)
+
+
+def test_arguments_come_as_deltas(client: openai.OpenAI) -> None:
+    asked = ASKED | {"tool_choice": "required", "seed": 1, "stream": True, "parallel_tool_calls": False}
+    deltas = [chunk.choices[0].delta.tool_calls or [] for chunk in client.chat.completions.create(**asked)]
+    calls = [call for delta in deltas for call in delta]
+    assert len(calls) > 2 and calls[0].id and calls[0].function.name and not any(call.id for call in calls[1:])
+    assert {call.index for call in calls} == {0}
+    json.loads("".join(call.function.arguments for call in calls))
+
+
+def test_a_named_function_is_called(client: openai.OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "sub"}}
+    answer = client.chat.completions.create(tool_choice=choice, seed=3, **ASKED).choices[0]
+    [call] = answer.message.tool_calls
+    check(call)
+    assert call.function.name == "sub" and answer.finish_reason == "stop"
+
+
+class Sub(pydantic.BaseModel):
+    """What the function takes."""
+
+    b: bool
+
+
+def test_parse_gives_the_arguments_as_a_class(client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Sub, name="sub")
+    asked = ASKED | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
+    answer = client.chat.completions.parse(**asked)
+    assert all(isinstance(call.function.parsed_arguments, Sub) for call in answer.choices[0].message.tool_calls)
+
+
+def test_without_a_choice_text_stays_text(client: openai.OpenAI) -> None:
+    free = client.chat.completions.create(seed=5, **ASKED).choices[0]
+    assert free.message.content and free.message.tool_calls is None
+    told, none = (
+        client.post("/chat/completions", body=ASKED | {"seed": 5, "tool_choice": choice}, cast_to=object)
+        for choice in ("auto", "none")
+    )
+    assert told["choices"][0]["message"]["content"] == free.message.content
+    assert none["usage"]["prompt_tokens"] < told["usage"]["prompt_tokens"]  # the template is told of none
+    assert "tool_calls" not in none["choices"][0]["message"]
+
+
+def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI, http: httpx.Client) -> None:
+    asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = client.chat.completions.create(seed=1, **asked).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in answer.tool_calls]
+    messages = [*MESSAGES, answer.model_dump(exclude_none=True), *results]
+    [call, *_] = answer.tool_calls
+    told = f'{{"name": "{call.function.name}", "arguments": {json.dumps(json.loads(call.function.arguments))}}}'
+    ids = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert f"<tool_call>{told}</tool_call>" in text and "<tool>7\n" in text
+    again = client.chat.completions.create(seed=1, **ASKED | {"messages": messages})
+    assert again.usage.prompt_tokens > len(ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": BROKEN}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_what_fits_no_tool_is_refused(http: httpx.Client, changes: dict, param: str) -> None:
+    answer = http.post("/v1/chat/completions", json=ASKED | changes)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_a_schema_that_cannot_be_kept_is_refused(http: httpx.Client) -> None:
+    function = {"name": "f", "parameters": {"oneOf": [{"minimum": 1}, {"maximum": 3}]}}
+    asked = ASKED | {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    answer = http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400 and "oneOf" in answer.json()["error"]["message"]
+
+
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+FUNCTIONS = [Function("add", ADD, strict=True), Function("sub", SUB)]
+
+
+class Wrapped:
+    """A tokenizer as transformers' are, as far as grammars look at it."""
+
+    def __init__(self, special: bool) -> None:
+        self.backend_tokenizer = Tokenizer.from_file(str(TINY_FOLDER / "tokenizer.json"))
+        if special:
+            self.backend_tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+
+    def special_id(self, text: str) -> int | None:
+        return self.backend_tokenizer.token_to_id(text)
+
+
+def longest_prefix(tokenizer: Wrapped, grammar, text: str) -> tuple[bool, bool]:
+    """Whether a grammar takes all of a text, and lets it end there."""
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    size = tokenizer.backend_tokenizer.get_vocab_size()
+    matcher = GrammarCompiler(tokenizer, size, [0]).matcher(grammar, (0,))
+    for token in ids:
+        if matcher.mask((token,)) is None:
+            return False, False
+        matcher.append(token)
+    return True, bool(int(matcher.mask()[0]) & 1)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_grammars_take_what_the_reader_reads_as_calls(family, special) -> None:
+    tokenizer = Wrapped(special)
+    good, other, bad = (
+        json.dumps({"name": name, family.key: arguments})
+        for name, arguments in (("add", {"a": 5, "kind": "y"}), ("sub", {"b": True}), ("add", {"a": "5"}))
+    )
+    named = family is MISTRAL and special
+    one, two, wrong = {
+        HERMES: [
+            f"<tool_call>\n{own}\n</tool_call>"
+            for own in (good, f"{good}\n</tool_call>\n<tool_call>\n{other}", bad)
+        ],
+        LLAMA3: [good, f"{good}; {other}", bad],
+        MISTRAL: [f"[TOOL_CALLS][{own}]" for own in (good, f"{good}, {other}", bad)],
+    }[family]
+    if named:
+        one, wrong = '[TOOL_CALLS]add[ARGS]{"a": 5, "kind": "y"}', '[TOOL_CALLS]add[ARGS]{"a": "5"}'
+        two = one + '[TOOL_CALLS]sub[ARGS]{"b": true}'
+    for single in (True, False):
+        required = required_grammar(family, FUNCTIONS, tokenizer.special_id, single=single)
+        free = free_grammar(family, FUNCTIONS, tokenizer.special_id, single=single)
+        for grammar in (required, free):
+            assert longest_prefix(tokenizer, grammar, one) == (True, True)
+            assert longest_prefix(tokenizer, grammar, two) == ((True, True) if not single else (False, False))
+            assert longest_prefix(tokenizer, grammar, wrong) == (False, False)
+        assert longest_prefix(tokenizer, required, "Hello") == (False, False)
+        assert longest_prefix(tokenizer, free, "Hello") == (True, True)
+        assert longest_prefix(tokenizer, free, "") == (True, True) != longest_prefix(tokenizer, required, "")
+        if not family.bare:
+            assert longest_prefix(tokenizer, free, f"Hello {one}") == (True, True)
+            assert longest_prefix(tokenizer, free, f"Hello {wrong}") == (False, False)
+    assert read(family, [one]) == ("", [("add", '{"a": 5, "kind": "y"}')])
+    assert read(family, [two]) == ("", [("add", '{"a": 5, "kind": "y"}'), ("sub", '{"b": true}')])
+
+
+def test_the_template_of_the_tests_is_of_a_family() -> None:
+    assert "<tool_call>" in TEMPLATE
+    with pytest.raises(InvalidInput, match="65536 at most"):
+        required_grammar(HERMES, [Function("f", {"enum": ["x" * 70_000]})], lambda _: None, single=True)

@@ -1,0 +1,113 @@
+"""Gradients of rows on the GPU: whatever the neighbours, near float64's, and as the order has them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from detcompile.orders.numerics import row_order
+from detcompile.templates.rows.norms import reference_layer_norm, reference_rms_norm
+from detcompile.templates.training.logprobs import (
+    reference_token_logprobs,
+    token_logprobs_backward_cuda,
+    token_logprobs_cuda,
+)
+from detcompile.templates.training.row_gradients_gpu import (
+    layer_norm_backward_cuda,
+    rms_norm_backward_cuda,
+    softmax_backward_cuda,
+)
+from tests.bits import assert_bitwise_equal
+from tests.templates.cases import normal
+from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
+
+pytestmark = NEEDS_TRITON
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [20, 128, 257, 1030] if INTERPRETED else [20, 128, 257, 4096, 16386]
+VOCABULARY = 300 if INTERPRETED else 151_936
+
+
+def rows_of(length: int, dtype: torch.dtype, seed: int, count: int = 37) -> Tensor:
+    return normal((count, length), dtype, seed).to(DEVICE)
+
+
+def weight_of(x: Tensor) -> Tensor:
+    return (normal(x.shape[-1:], x.dtype, 101) + 1).to(DEVICE)
+
+
+GRADIENTS = {
+    "rms_norm": lambda g, x: rms_norm_backward_cuda(g, x, weight_of(x), 1e-6, True),
+    "rms_norm, weight first": lambda g, x: rms_norm_backward_cuda(g, x, weight_of(x).float(), 1e-6, False),
+    "rms_norm, no weight": lambda g, x: rms_norm_backward_cuda(g, x, None, 1e-6, False),
+    "layer_norm": lambda g, x: layer_norm_backward_cuda(g, x, weight_of(x), 1e-5),
+    "softmax": lambda g, x: [softmax_backward_cuda(g, torch.softmax(x, -1), x.dtype)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_row_ignores_its_neighbours_and_strides(name, length, dtype):
+    g, x = rows_of(length, dtype, 1), rows_of(length, dtype, 2)
+    whole = GRADIENTS[name](g, x)
+    wide = torch.nn.functional.pad(x, (3, 2))[:, 3 : 3 + length]
+    for found, value in zip(GRADIENTS[name](g.t().contiguous().t(), wide), whole):
+        assert_bitwise_equal(found, value)
+    if name == "softmax":  # torch's own has other bits in a part
+        return
+    for start, count in ((0, 1), (5, 1), (9, 17)):
+        rows = slice(start, start + count)
+        for found, value in zip(GRADIENTS[name](g[rows], x[rows]), whole):
+            assert_bitwise_equal(found, value[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax"])
+def test_gradients_are_float64_autograds(name, length, dtype):
+    g, x = rows_of(length, dtype, 3), rows_of(length, dtype, 4)
+    leaves = [x.double().requires_grad_(), weight_of(x).double().requires_grad_()]
+    value = {
+        "rms_norm": lambda x, w: reference_rms_norm(x, w, 1e-6),
+        "layer_norm": lambda x, w: reference_layer_norm(x, w, None, 1e-5),
+        "softmax": lambda x, w: torch.softmax(x, -1),
+    }[name](*leaves)
+    exact = torch.autograd.grad(value, leaves, g.double(), allow_unused=True)
+    found = GRADIENTS[name](g, x)
+    most = 2e-6 if dtype is torch.float32 else 2e-2
+    assert (found[0].double() - exact[0]).norm() < most * exact[0].norm()
+    if name != "softmax":
+        assert (found[1].double().sum(0) - exact[1]).norm() < most * exact[1].norm()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_softmax_has_the_bits_of_the_order(length):
+    g, y = rows_of(length, torch.float32, 5), torch.softmax(rows_of(length, torch.float32, 6), -1)
+    terms = (g * y).cpu().numpy()
+    total = row_order(length, "cuda", (), torch.float32).evaluate(terms)[:, None]
+    expected = torch.from_numpy(y.cpu().numpy() * (g.cpu().numpy() - total).astype(np.float32))
+    assert_bitwise_equal(softmax_backward_cuda(g, y, torch.float32).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_logits(with_entropy, temperature, dtype):
+    logits, targets = rows_of(VOCABULARY, dtype, 7, 9), torch.arange(9, device=DEVICE) * 31
+    g = normal((9,), torch.float32, 8).to(DEVICE)
+    g_entropy = normal((9,), torch.float32, 9).to(DEVICE) if with_entropy else None
+    leaf = logits.double().requires_grad_()
+    exact = reference_token_logprobs(leaf, targets, temperature)
+    loss = (exact[0] * g).sum() + (0.0 if g_entropy is None else (exact[1] * g_entropy).sum())
+    (expected,) = torch.autograd.grad(loss, leaf)
+    found = token_logprobs_backward_cuda(g, g_entropy, logits, targets, temperature)
+    assert (found.double() - expected).norm() < (2e-6 if dtype is torch.float32 else 1e-2) * expected.norm()
+    values = token_logprobs_cuda(logits, targets, temperature)
+    for ours, value in zip(values, exact):
+        assert (ours - value).norm() < 2e-6 * value.norm()
+    part = slice(2, 5)
+    of_part = None if g_entropy is None else g_entropy[part]
+    again = token_logprobs_backward_cuda(g[part], of_part, logits[part], targets[part], temperature)
+    assert_bitwise_equal(again, found[part])
+    for ours, value in zip(token_logprobs_cuda(logits[part], targets[part], temperature), values):
+        assert_bitwise_equal(ours, value[part])

@@ -1,0 +1,128 @@
+"""The norm of all gradients is one value over ranks and orders, and torch's but for its rounding."""
+
+import math
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from detcompile import clip_grad_norm_
+from detcompile.errors import InvalidInput
+from tests.bits import assert_bitwise_equal
+
+SHAPES = [(7, 33), (5,), (), (12, 4, 9), (0, 3), (2, 1000)]
+
+
+def parameters(scale: float = 1.0) -> list[nn.Parameter]:
+    found = []
+    for seed, shape in enumerate(SHAPES):
+        parameter = nn.Parameter(torch.zeros(shape))
+        generator = torch.Generator().manual_seed(seed)
+        sizes = 10.0 ** torch.randint(-8, 3, shape, generator=generator)
+        parameter.grad = torch.randn(shape, generator=generator) * sizes * scale
+        found.append(parameter)
+    return found
+
+
+def test_the_norm_is_exact_over_rows():
+    square = Fraction(0)
+    for parameter in parameters():
+        rows = parameter.grad.reshape(len(parameter) if parameter.dim() else 1, -1) if parameter.numel() else ()
+        for row in rows:
+            total = Fraction(float(torch.ops.detcompile.row_sum((row * row)[None], torch.float32)))
+            square += math.floor(total * 2**96) * Fraction(1, 2**96)
+    norm = clip_grad_norm_(parameters(), 1.0)
+    assert norm.dtype == torch.float64 and float(norm) == math.sqrt(square)
+
+
+def test_gradients_are_scaled_to_the_norm_or_left_alone():
+    given, ours, theirs = parameters(), parameters(), parameters()
+    norm = clip_grad_norm_(ours, 2.0)
+    assert abs(float(norm) - float(torch.nn.utils.clip_grad_norm_(theirs, 2.0))) < 1e-5 * float(norm)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+    clip_grad_norm_(left := parameters(), 1e9)
+    for a, b in zip(left, given):
+        assert_bitwise_equal(a.grad, b.grad)
+
+
+def test_neither_the_order_of_parameters_nor_of_rows_matters():
+    expected = clip_grad_norm_(parameters(), 1.0)
+    assert_bitwise_equal(clip_grad_norm_(parameters()[::-1], 1.0), expected)
+    flipped = parameters()
+    for parameter in flipped:
+        parameter.grad = parameter.grad.flip(0) if parameter.dim() else parameter.grad
+    assert_bitwise_equal(clip_grad_norm_(flipped, 1.0), expected)
+    whole = nn.Parameter(torch.zeros(64, 8))
+    whole.grad = torch.randn(64, 8)
+    cut = [nn.Parameter(torch.zeros(part.shape)) for part in whole.grad.split([1, 40, 23])]
+    for parameter, part in zip(cut, whole.grad.split([1, 40, 23])):
+        parameter.grad = part.clone()
+    assert_bitwise_equal(clip_grad_norm_(cut, 1e-3), clip_grad_norm_(whole, 1e-3))
+    assert_bitwise_equal(torch.cat([parameter.grad for parameter in cut]), whole.grad)
+
+
+def test_many_rows_do_not_run_over():
+    parameter = nn.Parameter(torch.zeros(1 << 15, 1))
+    parameter.grad = torch.full((1 << 15, 1), 2.0**15 - 2.0**-8)
+    exact = (1 << 15) * Fraction(float(parameter.grad[0].square()))
+    assert float(clip_grad_norm_(parameter, 1.0)) == math.sqrt(exact)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(math.inf, math.inf), (math.nan, math.nan), (1e30, math.inf)])
+def test_what_is_not_finite_shows(value, expected):
+    given = parameters()
+    given[0].grad[3, 5] = value
+    norm = float(clip_grad_norm_(given, 1.0))
+    assert norm == expected or (math.isnan(norm) and math.isnan(expected))
+
+
+def test_what_does_not_fit_is_refused():
+    parameter = nn.Parameter(torch.zeros(3))
+    assert float(clip_grad_norm_(parameter, 1.0)) == 0.0
+    with pytest.raises(InvalidInput, match=r"max_norm=0\.0 must be positive"):
+        clip_grad_norm_(parameter, 0.0)
+    half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    half.grad = torch.zeros_like(half)
+    with pytest.raises(InvalidInput, match=r"a gradient is torch.bfloat16, not float32"):
+        clip_grad_norm_(half, 1.0)
+
+
+def of_rank(rank: int, world: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", USE_LIBUV="0")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    given = parameters()
+    for parameter in given:
+        parameter.grad = parameter.grad.clone()
+    sharded = []
+    for parameter in given:
+        if parameter.dim() and parameter.numel():
+            gradient = distribute_tensor(parameter.grad, mesh, [Shard(0)])
+            parameter = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            parameter.grad = gradient
+        sharded.append(parameter)
+    norm = clip_grad_norm_(sharded, 1.0)
+    whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in sharded]
+    if rank == 0:
+        torch.save([norm, *whole], Path(folder, f"world-{world}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_number_of_ranks_moves_a_bit(world, tmp_path):
+    mp.spawn(of_rank, (world, str(tmp_path)), world)
+    given = parameters()
+    expected = clip_grad_norm_(given, 1.0)
+    norm, *gradients = torch.load(tmp_path / f"world-{world}.pt")
+    assert_bitwise_equal(norm, expected)
+    for found, parameter in zip(gradients, given):
+        assert_bitwise_equal(found, parameter.grad)

@@ -1,0 +1,47 @@
+"""What gradients rest on, taken away one by one: the comparison of splits has to see each."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detcompile.training import doors, packing, trainer
+from tests.training.cases import gradients, sequences, trained
+
+ROWS = sequences([40, 7, 130, 64, 15])
+
+
+def differs() -> bool:
+    """Whether a gradient follows the micro-batches."""
+    one, many = (gradients(trained("qwen3"), ROWS, groups) for groups in ([range(5)], [[3, 1], [4], [2, 0]]))
+    return any(not torch.equal(one[name], many[name]) for name in one)
+
+
+def test_nothing_differs_without_a_mutant():
+    assert not differs()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_ports_each_micro_batch_would_be_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    def rounded(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(dtype).double(), None
+
+    monkeypatch.setattr(doors._Door, "backward", staticmethod(rounded))
+    assert differs()
+
+
+def test_without_a_ledger_rounded_sums_would_be_added(monkeypatch: pytest.MonkeyPatch):
+    def opened(ledger: doors.Ledger, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.double()
+
+    monkeypatch.setattr(doors.Ledger, "open", opened)
+    assert differs()
+
+
+def test_a_leaf_across_sequences_follows_the_packing(monkeypatch: pytest.MonkeyPatch):
+    def one_leaf(lengths: list[int], token_leaf: int) -> list[int]:
+        return [0, sum(lengths)]
+
+    for module in (packing, trainer):
+        monkeypatch.setattr(module, "leaf_table", one_leaf)
+    assert differs()

@@ -1,0 +1,87 @@
+"""policy_loss is PPO's clipped objective, and a token's gradient has bits of that token alone."""
+
+import pytest
+import torch
+
+from detcompile import policy_loss
+from detcompile.errors import InvalidInput
+from tests.bits import assert_bitwise_equal
+from tests.templates.cases import normal
+
+COUNT = 1003
+
+
+def drawn(count: int = COUNT) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    old = normal((count,), torch.float32, 1) - 3
+    return (old + 0.3 * normal((count,), torch.float32, 2)).requires_grad_(), old, normal((count,), torch.float32, 3)
+
+
+def reference(logprobs, old, advantages, denominator, low, high):
+    ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages).sum() / denominator
+
+
+@pytest.mark.parametrize("clip", [0.2, (0.2, 0.28), (0.0, 0.0)])
+def test_values_and_gradients_are_float64s(clip):
+    logprobs, old, advantages = drawn()
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    loss = policy_loss(logprobs, old, advantages, 700, clip)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    leaf = logprobs.detach().double().requires_grad_()
+    exact = reference(leaf, old.double(), advantages.double(), 700, low, high)
+    (expected,) = torch.autograd.grad(exact, leaf)
+    assert loss.dtype == torch.float64 and abs(float(loss.detach() - exact.detach())) < 1e-6
+    assert (found - expected).abs().max() < 1e-9
+    assert 0 < int((found == 0).sum()) < COUNT
+
+
+def test_a_token_is_blind_to_its_place_and_the_loss_adds_up():
+    logprobs, old, advantages = drawn()
+    whole = policy_loss(logprobs, old, advantages, 700)
+    (expected,) = torch.autograd.grad(whole, logprobs)
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+    for cuts in ([1, 2, 1000], [500, 503], [17] * 59):
+        total, places = torch.zeros((), dtype=torch.float64), []
+        for part in order.split(cuts):
+            mine = logprobs.detach()[part].requires_grad_()
+            loss = policy_loss(mine, old[part], advantages[part], 700)
+            total = total + loss.detach()
+            (gradient,) = torch.autograd.grad(loss, mine)
+            assert_bitwise_equal(gradient, expected[part])
+            places.append(part)
+        assert_bitwise_equal(total, whole.detach())
+
+
+def test_on_policy_the_gradient_is_the_advantage():
+    logprobs, _, advantages = drawn()
+    rows = logprobs.detach().view(17, 59).requires_grad_()
+    loss = policy_loss(rows, None, advantages.view(17, 59), 256)
+    (found,) = torch.autograd.grad(2 * loss, rows)
+    assert_bitwise_equal(found, -2 * advantages.view(17, 59) / 256)
+    assert abs(float(loss) + float(advantages.double().sum()) / 256) < 1e-6
+
+
+def test_a_token_without_an_advantage_adds_nothing():
+    logprobs, old, advantages = drawn(40)
+    advantages[7:] = 0
+    loss = policy_loss(logprobs, old, advantages, 10)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    assert not found[7:].any()
+    assert_bitwise_equal(loss.detach(), policy_loss(logprobs[:7], old[:7], advantages[:7], 10).detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"denominator": 0}, r"denominator=0\.0 positive"),
+        ({"clip": (1.5, 0.2)}, r"clip=\(1\.5, 0\.2\) must be distances"),
+        ({"clip": -0.1}, "must be distances"),
+        ({"old": torch.zeros(3)}, r"old is torch.float32 \(3,\) and must be float32 \(4,\)"),
+        ({"advantages": torch.zeros(4).double()}, "advantages is torch.float64"),
+        ({"logprobs": torch.zeros(4).bfloat16()}, "logprobs is torch.bfloat16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    given = {"logprobs": torch.zeros(4), "old": torch.zeros(4), "advantages": torch.zeros(4), "denominator": 2.0}
+    with pytest.raises(InvalidInput, match=message):
+        policy_loss(**(given | change))

@@ -1,0 +1,222 @@
+"""A trainer's forward has the bytes that serve; its gradients those of no micro-batch, packing or order."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import detcompile
+from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams
+from tests.exhaustive import exhaustive_unless
+from tests.model_cases import MAX_CONTEXT, compiled, random_model
+from tests.training.cases import ARCHITECTURES, gradients, padded, sequences, trained
+
+QUICK = {("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt2", torch.float32)}
+CASES = [(name, dtype) for name in ARCHITECTURES for dtype in (torch.bfloat16, torch.float32)]
+LENGTHS = [1, 2, 63, 64, 65, 130, 513, 700]  # over blocks of keys and chunks
+SHORT = [40, 7, 130, 2, 64, 15]
+GROUPS = (r"attn\.|attention\.", "mlp|fc1|fc2", "norm|ln_", "embed|wte|wpe", "head", "")  # of parameters
+quick_and_all = pytest.mark.parametrize(("name", "dtype"), exhaustive_unless(QUICK.__contains__, CASES))
+
+
+def by_engine(name: str, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]:
+    """Log-probabilities of each prompt's tokens but the first, of an engine that takes them in steps."""
+    engine = compiled(name, dtype).engine(EngineConfig(num_blocks=200, max_num_batched_tokens=100))
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, ignore_eos=True)
+    outputs = engine.generate([row.tolist() for row in rows], asked, progress=False)
+    return [torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]]) for output in outputs]
+
+
+@quick_and_all
+def test_logprobs_are_those_of_an_engine(name: str, dtype: torch.dtype):
+    rows = sequences(LENGTHS)
+    trainer = trained(name, dtype)
+    ids, mask = padded(rows, left=[3, 0, 5, 0, 0, 70, 0, 1])
+    with torch.no_grad():
+        packed = trainer.logprobs(ids, mask)
+        alone = [trainer.logprobs(row[None]) for row in rows]
+    for place, served in enumerate(by_engine(name, dtype, rows)):
+        found = packed[place][(mask[place, 1:] & mask[place, :-1]).bool()]
+        assert torch.equal(found, served)
+        assert torch.equal(found, alone[place][0])
+
+
+@quick_and_all
+def test_logits_are_those_of_serving(name: str, dtype: torch.dtype):
+    ids, mask = padded(sequences(SHORT))
+    assert torch.equal(trained(name, dtype)(ids, mask).logits.detach(), compiled(name, dtype)(ids, mask).logits)
+
+
+@quick_and_all
+def test_the_certificate_has_the_orders_of_serving(name: str, dtype: torch.dtype):
+    certificate = trained(name, dtype).certificate
+    assert set(certificate.forward.orders) == set(compiled(name, dtype).certificate.orders)
+    assert any(order.startswith("Exact(") for order in certificate.backward.orders)
+    assert "backward" in str(certificate) and certificate.to_json()
+
+
+@quick_and_all
+def test_gradients_are_no_further_from_float64_than_those_of_torch(name: str, dtype: torch.dtype):
+    rows = sequences(SHORT)
+    found = gradients(trained(name, dtype), rows, [range(len(rows))])
+    truth, plain = (by_torch(name, dtype, other, rows) for other in (torch.float64, dtype))
+    for group in GROUPS:
+        names = [name for name in truth if re.search(group, name)]
+        ours, torchs = (distance(values, truth, names) for values in (found, plain))
+        assert ours <= (1.05 if dtype is torch.bfloat16 else 1.25) * torchs, group
+
+
+def by_torch(name: str, dtype: torch.dtype, other: torch.dtype, rows: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of the Hugging Face model, with the weights that are of ``dtype``."""
+    model = random_model(name, dtype).to(other)
+    model.set_attn_implementation("eager")  # sdpa leaves gemma2's soft cap out
+    for row in rows:
+        logits = model(row[None]).logits[0, :-1]
+        logprobs = (logits if other is torch.float64 else logits.float()).log_softmax(-1)
+        weights = torch.linspace(0.5, 1.5, len(row) - 1)
+        (-(logprobs.gather(1, row[1:, None]).squeeze(1) * weights).sum() / sum(map(len, rows))).backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+def distance(found: Any, truth: dict[str, Tensor], names: list[str]) -> float:
+    return sum(float((found[name].double() - truth[name]).norm() ** 2) for name in names) ** 0.5
+
+
+@quick_and_all
+@settings(max_examples=4)
+@given(data=st.data())
+def test_gradients_follow_no_micro_batch_packing_or_order(name: str, dtype: torch.dtype, data: st.DataObject):
+    rows = sequences(SHORT)
+    trainer = trained(name, dtype)
+    order = data.draw(st.permutations(range(len(rows))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows) - 1))))
+    groups = [order[start:end] for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+    one, many = gradients(trainer, rows, [range(len(rows))]), gradients(trainer, rows, groups)
+    assert one.keys() == many.keys() == dict(trainer.named_parameters()).keys()
+    assert not [name for name in one if not torch.equal(one[name], many[name])]
+
+
+def test_leaves_begin_with_each_sequence():
+    """Leaves of 64 tokens, so that every sequence has several."""
+    rows = sequences([200, 70, 129])
+    trainer = trained("llama", torch.bfloat16, Numerics(token_leaf=64))
+    one, other = gradients(trainer, rows, [[0, 1, 2]]), gradients(trainer, rows, [[2], [1, 0]])
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_the_loss_of_labels_has_the_gradients_of_its_logprobs():
+    rows, trainer = sequences(SHORT), trained("qwen3")
+    ids, mask = padded(rows)
+    trainer.zero_grad()
+    loss = trainer(ids, mask, labels=ids, num_items_in_batch=200).loss
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in trainer.named_parameters()}
+    trainer.zero_grad()
+    logprobs = trainer.logprobs(ids, mask)
+    (-(logprobs / 200).sum()).backward()
+    assert not [name for name, parameter in trainer.named_parameters() if not torch.equal(parameter.grad, found[name])]
+    assert float(loss) == pytest.approx(-float(logprobs.sum()) / 200, rel=1e-5)
+    assert float(trainer(ids, mask, labels=ids).loss) == pytest.approx(-float(logprobs.sum()) / 252, rel=1e-5)
+
+
+def test_temperature_divides_logits_and_entropy_has_a_gradient():
+    rows, trainer = sequences([20, 9]), trained("qwen3")
+    ids, mask = padded(rows)
+    trainer.zero_grad()
+    logprobs = trainer.logprobs(ids, mask, temperature=2.0)
+    whole = (trainer(ids, mask).logits.detach().float() / 2.0).log_softmax(-1)[:, :-1]
+    expected = whole.gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, 1:] & mask[:, :-1])
+    torch.testing.assert_close(logprobs.detach(), expected, rtol=1e-5, atol=1e-5)
+    entropy = -(whole.exp() * whole).sum(-1) * (mask[:, 1:] & mask[:, :-1])
+    torch.testing.assert_close(logprobs.entropy.detach(), entropy, rtol=1e-5, atol=1e-5)
+    logprobs.entropy.sum().backward()
+    assert trainer.get_parameter("lm_head.weight").grad.abs().max() > 0
+
+
+def test_sequences_of_one_token_have_no_logprobs():
+    trainer = trained("qwen3")
+    trainer.zero_grad()
+    logprobs = trainer.logprobs(torch.tensor([[5, 0], [7, 0]]), torch.tensor([[1, 0], [1, 0]]))
+    assert torch.equal(logprobs.detach(), torch.zeros(2, 1))
+
+
+def test_names_are_those_of_hugging_face():
+    trainer = trained("qwen3")
+    model = random_model("qwen3", torch.bfloat16)
+    assert [name for name, _ in trainer.named_parameters()].sort() == [n for n, _ in model.named_parameters()].sort()
+    assert trainer.state_dict().keys() == model.state_dict().keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(trainer.get_parameter(name).bfloat16(), parameter)
+
+
+def test_gradients_are_float32_and_add_up_exactly():
+    """A gradient that is added to a rounded one is added to the exact sum; None, zeros and scaling start from there."""
+    rows, trainer = sequences(SHORT), trained("qwen3")
+    once = gradients(trainer, rows, [range(6)])
+    twice = gradients(trainer, rows, [range(6), range(6)])
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert twice[name].dtype is torch.float32
+    assert torch.equal(twice[name], 2 * once[name])
+    trainer.get_parameter(name).grad.zero_()
+    ids, mask = padded(rows)
+    trainer.logprobs(ids, mask).sum().backward()
+    first = trainer.get_parameter(name).grad.clone()
+    trainer.zero_grad()
+    trainer.logprobs(ids, mask).sum().backward()
+    assert torch.equal(first, trainer.get_parameter(name).grad)
+
+
+def test_a_loss_that_is_not_divided_by_its_tokens_is_refused():
+    rows, trainer = sequences(SHORT), trained("qwen3")
+    ids, mask = padded(rows)
+    trainer.zero_grad()
+    with pytest.raises(NumericsError, match="Divide the loss"):
+        (trainer.logprobs(ids, mask).sum() * 2.0**20).backward()
+    trainer.zero_grad()
+
+
+def test_recomputed_layers_have_the_same_gradients():
+    rows, trainer = sequences(SHORT), trained("qwen3")
+    kept = gradients(trainer, rows, [range(6)])
+    for block in trainer.blocks:
+        block.recompute = True
+    try:
+        again = gradients(trainer, rows, [range(6)])
+    finally:
+        for block in trainer.blocks:
+            block.recompute = False
+    assert not [name for name in kept if not torch.equal(kept[name], again[name])]
+
+
+def test_frozen_parameters_get_no_gradient_and_change_no_other():
+    rows = sequences(SHORT)
+    whole = gradients(trained("qwen3"), rows, [range(6)])
+    model = random_model("qwen3", torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("self_attn" in name)
+    trainer = detcompile.trainer(model, max_context=MAX_CONTEXT)
+    frozen = trainer.get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert frozen.dtype is torch.bfloat16  # no copy in float32
+    products = [entry for entry in trainer.certificate.backward.entries if "token_matmul" in entry.op]
+    assert sum(entry.count for entry in products) == 8
+    found = gradients(trainer, rows, [[5, 1], [0, 2, 3, 4]])
+    assert found.keys() == {name for name in whole if "self_attn" in name}
+    assert not [name for name in found if not torch.equal(found[name], whole[name])]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"input_ids": torch.tensor([[1, 500]])}, "holds token 500"),
+        ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[-100, -100]])}, "no token has a label"),
+        ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1]])}, "have to be like input_ids"),
+        ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not served"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(call: dict[str, Any], message: str):
+    with pytest.raises(InvalidInput, match=message):
+        trained("qwen3")(**call)

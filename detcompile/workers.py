@@ -22,10 +22,11 @@ from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.parallel import PipelineStage, backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
+from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import Forwards, Room, affordable_blocks, new_worker, room_for_cache
 from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, RankStep, WorkReader, pack_tensor
-from detcompile.runtime.processes.start_progress import reading
+from detcompile.runtime.processes.start_progress import StageNotes, reading
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.stage_forward import StageForward
@@ -76,19 +77,23 @@ class RankServer:
         device = rank_device(plan.device_type, self.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        tp_group = self._join(device, port) if plan.num_ranks > 1 else None
-        self.note("loading")
-        self.model = self._compiled(device, tp_group) if plan.archive is None else load(plan.archive)
+        with listening(StageNotes(self.note) if self.rank == 0 else None):
+            tp_group = None
+            if plan.num_ranks > 1:
+                with stage("join the other ranks"):
+                    tp_group = self._join(device, port)
+            self.model = self._compiled(device, tp_group) if plan.archive is None else load(plan.archive)
         return self.model.executor.description.elsewhere() if self.rank % plan.tp == 0 else None
 
     def _compiled(self, device: torch.device, tp_group: dist.ProcessGroup | None) -> CompiledModel:
         plan = self.plan
-        model = load_for_rank(plan, device)
-        stage = self._stage if plan.pp > 1 else None
+        with stage("load the model"):
+            model = load_for_rank(plan, device)
+        part = self._stage if plan.pp > 1 else None
         numbers = plan.tp, plan.numerics, plan.max_context, tp_group
-        compiled = compile_here(model, *numbers, on_read=self._tell_read, stage=stage, **plan.options)
+        compiled = compile_here(model, *numbers, on_read=self._tell_read, stage=part, **plan.options)
         causal = require_causal(compiled, "a worker process")
-        if stage is not None:
+        if part is not None:
             self._connect(causal)
         return causal
 
@@ -102,8 +107,6 @@ class RankServer:
 
     def _tell_read(self, done: int, total: int) -> None:
         self.note(reading(done, total))
-        if done == total:
-            self.note("compiling")
 
     def fingerprint_parts(self) -> dict[str, str] | None:
         """Parts of the model's fingerprint, from rank 0; every rank takes part where the ranks share the work."""
@@ -141,9 +144,9 @@ class RankServer:
         served = self._served(name)
         for number in packed.forgotten:
             served.worker.sampler.forget(number)
-        with self._connected() as stage:
+        with self._connected() as forward:
             launched = served.worker.launch(served.reader.read(packed))
-            served.launched.append((launched, float if stage is None else stage.timed()))
+            served.launched.append((launched, float if forward is None else forward.timed()))
 
     def collect(self, name: int) -> RankStep | None:
         """Wait for the oldest step launched; its hidden states beside the rest."""

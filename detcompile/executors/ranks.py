@@ -11,6 +11,7 @@ from detcompile.errors import InvalidInput
 from detcompile.executors.remote import START_SECONDS, RemoteExecutor
 from detcompile.executors.stages import joined_description
 from detcompile.orders.numerics import Numerics
+from detcompile.progress import aside, stage
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.start_progress import StartProgress
 
@@ -59,13 +60,14 @@ def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExec
         step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
         files=() if plan.file is None else (plan.file,),
     )
-    with StartProgress(plan.num_ranks) as progress:
+    with aside(), StartProgress(plan.num_ranks) as progress:
         group.on_note = progress.on_note
         try:
-            group.result(group.started)
+            with stage(f"start {plan.num_ranks} worker processes"):
+                group.result(group.started)
             port = group.call("open_store")[0]
             told = group.call("start", port, seconds=START_SECONDS)
-            description = joined_description([stage for stage in told if stage is not None])
+            description = joined_description([part for part in told if part is not None])
         except BaseException:
             group.close()
             raise

@@ -67,7 +67,7 @@ def lower(
     ranks: TensorParallel | None = None,
     replicate_attention: bool = False,
     on_read: Callable[[int, int], None] | None = None,
-    stage: PipelineStage | None = None,
+    pipeline_stage: PipelineStage | None = None,
 ) -> Lowered:
     """Rewrite, capture, certify and lower ``model``, which is changed in place (its bits under eager change with it).
 
@@ -75,7 +75,7 @@ def lower(
         ranks: the ranks that share the model, each of which has to call this with the same model.
         replicate_attention: heads that do not divide among the ranks are computed by each.
         on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
-        stage: the part of the layers that is run here, whose weights alone are kept; None for all.
+        pipeline_stage: the part of the layers that is run here, whose weights alone are kept; None for all.
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact, or not be cut into stages.
@@ -87,18 +87,19 @@ def lower(
     vocabulary = _vocabulary(model)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole: WholeModel | None = None
-    if ranks is not None or stage is not None:
+    if ranks is not None or pipeline_stage is not None:
         whole = read_whole(model, numerics, max_context, seen, ranks, on_read)
     if ranks is None:
         pin_row_parallel(model, numerics)
     else:
-        shard(model, seen.attention, numerics, ranks, replicate_attention)
+        with stage("take this rank's share"):
+            shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
     facts = _facts(model, seen, vocabulary, max_context)
-    if stage is None:
+    if pipeline_stage is None:
         program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
     else:
-        program, facts = _compile_stage(model, numerics, seen, facts, stage)
+        program, facts = _compile_stage(model, numerics, seen, facts, pipeline_stage)
     return Lowered(
         forward=program.forward,
         certificate=program.certificate,
@@ -207,21 +208,21 @@ def _kept_or_compiled(
 
 
 def _compile_stage(
-    model: PreTrainedModel, numerics: Numerics, seen: Seen, facts: ModelFacts, stage: PipelineStage
+    model: PreTrainedModel, numerics: Numerics, seen: Seen, facts: ModelFacts, pipeline_stage: PipelineStage
 ) -> tuple[_Program, ModelFacts]:
     """The program over the layers of a stage, and its facts; the other weights are dropped."""
     repeats = None if seen.states else find_repeats(model)
-    here = layers_of_stage(model, stage, repeats, carries_states=bool(seen.states))
+    here = layers_of_stage(model, pipeline_stage, repeats, carries_states=bool(seen.states))
     groups = groups_of_stage(seen.groups, here)
-    certify_batches(model, numerics, seen.expected, repeats)
-    traced = trace_packed(PackedForward(model), numerics, seen, compile_fx_inner, repeats=repeats, here=here)
-    forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
-    require_kept(forward, groups, traced.example)
+    with stage("capture over a batch"):
+        certify_batches(model, numerics, seen.expected, repeats)
+    with stage(f"capture and compile {len(here)} of {_layers(seen)}"):
+        traced = trace_packed(PackedForward(model), numerics, seen, compile_fx_inner, repeats=repeats, here=here)
+        forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
+        require_kept(forward, groups, traced.example)
     release_others(model, tensors_of(traced.graph))
-    code = traced.graph.code
-    program = _Program(
-        forward, traced.certificate, traced.digest, traced.constants, StagePart(code.stage, code.rows)
-    )
+    part = StagePart(traced.graph.code.stage, traced.graph.code.rows)
+    program = _Program(forward, traced.certificate, traced.digest, traced.constants, part)
     return program, replace(facts, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
 
 

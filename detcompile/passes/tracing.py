@@ -134,7 +134,10 @@ def trace_packed(
             return _trace_packed(module, numerics, seen, compile_graph, join_weights, repeats, here)
         except NotCut as error:
             if here is not None:
-                raise
+                raise UnsupportedModel(
+                    f"{type(module.model).__name__} is not cut into stages, as its layers hand each other more than"
+                    f" their rows: {error}. Compile it with pp=1"
+                ) from error
             logger.debug("the layers of %s are taken one by one: %s", type(module.model).__name__, error)
     return _trace_packed(module, numerics, seen, compile_graph, join_weights, None)
 

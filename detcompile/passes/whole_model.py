@@ -14,6 +14,7 @@ from detcompile.passes.programs.canonical_form import never_run
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.sharding.shard import pin_row_parallel
 from detcompile.passes.tracing import Seen, find_repeats, trace_packed
+from detcompile.progress import stage
 from detcompile.weights import named_weights, weight_digests
 
 __all__ = ["WholeModel", "read_whole"]
@@ -38,11 +39,13 @@ def read_whole(
 
     It is compared before the first collective of the model: ranks that differ would wait for each other.
     """
-    digests = weight_digests(named_weights(model), on_read)
-    declared = {"numerics": str(numerics), "max_context": str(max_context)}
-    if ranks is not None:
-        ranks.require_equal({"weights": weights_digest(digests), **declared})
-    program, constants = _whole_program(model, numerics, seen)
+    with stage("read the weights" if ranks is None else "compare the ranks' weights"):
+        digests = weight_digests(named_weights(model), on_read)
+        declared = {"numerics": str(numerics), "max_context": str(max_context)}
+        if ranks is not None:
+            ranks.require_equal({"weights": weights_digest(digests), **declared})
+    with stage("capture the whole program"):
+        program, constants = _whole_program(model, numerics, seen)
     return WholeModel(program, digests | weight_digests(constants))
 
 

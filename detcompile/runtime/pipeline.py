@@ -12,7 +12,7 @@ tokens are all known: no step waits for a token of another.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from detcompile.errors import EngineError
@@ -147,10 +147,13 @@ class Pipeline:
             self._settle(due)
         return before is not None or launched is not None
 
-    @property
-    def stats(self) -> EngineStats:
-        """What the steps have done so far."""
-        return self.tally.stats(self._scheduler, self._scheduler.blocks, self._worker.idle_share)
+    def stats(self, num_held_blocks: Mapping[str, int]) -> EngineStats:
+        """What the steps have done so far.
+
+        Args:
+            num_held_blocks: blocks that each request has, by its id.
+        """
+        return self.tally.stats(self._scheduler, self._scheduler.blocks, num_held_blocks, self._worker.idle_share)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""

@@ -3,9 +3,11 @@
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +17,21 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
-from detcompile.errors import EngineError, UnsupportedModel
+from detcompile.api import compile_here
+from detcompile.commands.verification import PP, ModelSpec, verify
+from detcompile.errors import DetcompileError, EngineError, UnsupportedModel, WorkerError
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
+from detcompile.parallel import PipelineStage
 from detcompile.passes import lowering
 from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.stages import layers_of_stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from tests.bits import assert_bitwise_equal
-from tests.exhaustive import exhaustive_unless
-from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, without_inductor
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.speculation.test_speculator import Oracle, Workload, workload_of
 from tests.test_workers import assert_drafts_unmoved, told
@@ -130,6 +136,46 @@ def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
     engine.step()
     os.kill(stages.group.process_ids[-1], signal.SIGKILL)
+    since = time.monotonic()
     with pytest.raises(EngineError, match="its process was ended by SIGKILL"):
         while engine.has_unfinished_requests:
             engine.step()
+    assert time.monotonic() - since < 10
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        stages(IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama", {}, "pp=3: the model has 2 layers, and every stage needs one"),
+        ("rwkv", {"num_hidden_layers": 3}, "RwkvForCausalLM: pp=3, but its layers carry states from token to token"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(name: str, changes: dict[str, Any], said: str) -> None:
+    model = random_model(name, torch.float32, **changes)
+    with without_inductor(), pytest.raises(DetcompileError, match=said):
+        compile_here(model, 1, Numerics(), MAX_CONTEXT, stage=PipelineStage(size=3, index=1))
+
+
+def test_a_model_without_a_single_list_of_layers_is_refused() -> None:
+    model = random_model("llama", torch.float32)
+    model.extra = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: pp=2, but it keeps its layers in no single list"):
+        layers_of_stage(model, PipelineStage(size=2, index=0), None, carries_states=False)
+
+
+def test_ranks_that_were_started_before_take_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(InvalidInput, match="pp=2: stages are processes that compile"):
+        detcompile.compile(module(), pp=2)
+    with pytest.raises(InvalidInput, match="pp=0"):
+        detcompile.compile(module(), pp=0)
+
+
+@EXHAUSTIVE
+def test_the_pp_axis_is_measured_on_two_and_four_stages(tmp_path: Path) -> None:
+    random_model("gpt2", torch.float32, n_layer=5, n_positions=700).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu")
+    results = verify(spec.compile(), spec, [PP], count=2)
+    assert results[PP].holds and results[PP].configurations == 2 + 2 * 2

@@ -117,6 +117,12 @@ class _Remote:
         free_abandoned(self._group, self._abandoned)
 
 
+class RemoteStep:
+    """A step that the workers were told of, and what collects it, once they were told to."""
+
+    ticket: int | None = None
+
+
 class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
@@ -126,7 +132,7 @@ class RemoteWorker(_Remote):
         args: what ``new_worker`` is given behind the name.
         seconds: longest that making it may take.
         device: device that hidden states are handed out on.
-        num_stages: stages of the pipeline that the workers are, which tell a step's result as soon as they have it.
+        num_stages: stages of the pipeline that the workers are.
     """
 
     accepts_rejection = False
@@ -146,27 +152,44 @@ class RemoteWorker(_Remote):
         self._device = device
         self.num_stages = num_stages
         self._stages = StageClock(num_stages)
+        self._newest: RemoteStep | None = None
         self._tell_abandoned()
         self._numbers: dict[Hashable, int] = {}
         self._next_number = count()
         self._forgotten: list[int] = []
         group.call("new_worker", self.name, *args, seconds=seconds)
 
-    def launch(self, work: StepWork) -> int | None:
-        """Start a step; nothing waits for it. Of stages it is collected at once, while they run later ones."""
+    def launch(self, work: StepWork) -> RemoteStep:
+        """Start a step; nothing waits for it.
+
+        Stages tell what came of a step as soon as they know, while others run later ones: on a CPU, where a launch is
+        the step, before they are told of the next one, and on a GPU behind its launch, which takes the host's time.
+        """
         self._tell_abandoned()
         self._group.post("launch", self.name, self._pack(work))
         self._stages.started()
-        return self._group.submit("collect", self.name) if self.num_stages > 1 else None
+        before, launched = self._newest, RemoteStep()
+        if self.num_stages > 1:
+            if before is not None:
+                self._ask(before)
+            if self._device.type == "cpu":
+                self._ask(launched)
+        self._newest = launched
+        return launched
 
-    def collect(self, launched: int | None) -> StepResult:
+    def collect(self, launched: RemoteStep) -> StepResult:
         """Wait for the oldest step that was not collected."""
-        ticket = self._group.submit("collect", self.name) if launched is None else launched
-        told = [step for step in self._group.result(ticket) if step is not None]
+        told = [step for step in self._group.result(self._ask(launched)) if step is not None]
         self._stages.ended(step.busy_seconds for step in told)
         result, hidden, _ = told[-1]
         assert isinstance(result, StepResult)
         return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
+
+    def _ask(self, launched: RemoteStep) -> int:
+        """Tell the workers to collect a step, if they were not told."""
+        if launched.ticket is None:
+            launched.ticket = self._group.submit("collect", self.name)
+        return launched.ticket
 
     def recover(self) -> None:
         """Never asked for: a rank that could not launch a step leaves the others waiting in it."""

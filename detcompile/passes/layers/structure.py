@@ -29,7 +29,6 @@ PLAIN = (
     str,
     bytes,
     type(None),
-    slice,
     torch.dtype,
     torch.device,
     torch.layout,
@@ -241,7 +240,7 @@ def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
         return len(one) == len(other) and all(_same(a, b, indices) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key], indices) for key in one)
-    if isinstance(one, (set, frozenset)):
+    if isinstance(one, (set, frozenset, slice)):
         return one == other
     if isinstance(one, PreTrainedConfig):  # ranks that share heads count their own in a copy of each layer's
         return _same(vars(one), vars(other), NO_INDICES)

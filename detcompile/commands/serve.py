@@ -62,10 +62,12 @@ class Web:
 
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+    demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
 
     def options(self) -> dict[str, Any]:
-        """Keys and log, the log opened."""
-        return {"origins": self.cors or (), "request_log": None if self.request_log is None else _log(self.request_log)}
+        """Origins, log and kill switch, the log opened."""
+        log = None if self.request_log is None else _log(self.request_log)
+        return {"origins": self.cors or (), "request_log": log, "demo": self.demo}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
         with without_interrupts(), self._steps.turns:
-            return self._pipeline.tally.stats(self._scheduler, self._blocks)
+            return self._pipeline.tally.stats(self._scheduler, self._blocks, self._book.num_held_blocks())
 
     def check(self) -> None:
         """Assert that no block is lost and none counted twice; between steps, at any time."""

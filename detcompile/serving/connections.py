@@ -17,53 +17,61 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     time; and one that took none of the bytes that lay ready for it. Its request is then cancelled, as that of any
     client that leaves.
     """
-    base: Any = AutoHTTPProtocol
+    return type("BoundedProtocol", (_Connection,), {"stall": seconds})
 
-    class BoundedProtocol(base):
-        """A connection that is looked at from time to time."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            """Begin to look."""
-            super().connection_made(transport)
-            self._begun: tuple[Any, ...] = ()
-            self._seen = (None, 0)
-            self._still = 0
-            self._timer = asyncio.get_running_loop().call_later(seconds / LOOKS, self._look)
+_BASE: Any = AutoHTTPProtocol
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            """Look no more."""
-            self._timer.cancel()
-            super().connection_lost(exc)
-            self._leave()
 
-        def on_headers_complete(self) -> None:
-            """Remember the request: uvicorn knows the newest one alone, and an earlier one may be answered still."""
-            super().on_headers_complete()
-            begun = (*self._begun, self.cycle)
-            self._begun = tuple(cycle for cycle in begun if cycle is not None and not cycle.response_complete)
+class _Connection(_BASE):
+    """A connection that is looked at from time to time.
 
-        def send_400_response(self, msg: str) -> None:
-            """Refuse bytes that are no request, and close the connection."""
-            super().send_400_response(msg)
-            self._leave()
+    Attributes:
+        stall: seconds that it may stand still.
+    """
 
-        def _leave(self) -> None:
-            """Whatever is answered on this connection has no client any more."""
-            for cycle in self._begun:
-                cycle.disconnected = not cycle.response_complete
-                cycle.message_event.set()
+    stall = 0.0
 
-        def _look(self) -> None:
-            cycle, buffered = self.cycle, self.transport.get_write_buffer_size()
-            answering = cycle is not None and not cycle.response_complete
-            arrives = not answering or cycle.more_body
-            stuck = buffered > 0 and (self.flow.write_paused or not answering)  # nothing is added to the buffer
-            seen = (cycle, buffered if stuck else 0)
-            self._still = self._still + 1 if (arrives or stuck) and seen == self._seen else 0
-            self._seen = seen
-            if self._still >= LOOKS:
-                self.transport.abort()
-                return
-            self._timer = asyncio.get_running_loop().call_later(seconds / LOOKS, self._look)
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begin to look."""
+        super().connection_made(transport)
+        self._begun: tuple[Any, ...] = ()
+        self._seen = (None, 0)
+        self._still = 0
+        self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)
 
-    return BoundedProtocol
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Look no more."""
+        self._timer.cancel()
+        super().connection_lost(exc)
+        self._leave()
+
+    def on_headers_complete(self) -> None:
+        """Remember the request: uvicorn knows the newest one alone, and an earlier one may be answered still."""
+        super().on_headers_complete()
+        begun = (*self._begun, self.cycle)
+        self._begun = tuple(cycle for cycle in begun if cycle is not None and not cycle.response_complete)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no request, and close the connection."""
+        super().send_400_response(msg)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Whatever is answered on this connection has no client any more."""
+        for cycle in self._begun:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+
+    def _look(self) -> None:
+        cycle, buffered = self.cycle, self.transport.get_write_buffer_size()
+        answering = cycle is not None and not cycle.response_complete
+        arrives = not answering or cycle.more_body
+        stuck = buffered > 0 and (self.flow.write_paused or not answering)  # nothing is added to the buffer
+        seen = (cycle, buffered if stuck else 0)
+        self._still = self._still + 1 if (arrives or stuck) and seen == self._seen else 0
+        self._seen = seen
+        if self._still >= LOOKS:
+            self.transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)

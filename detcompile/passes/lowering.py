@@ -25,7 +25,7 @@ from detcompile.passes.stages import StagePart, groups_of_stage, layers_of_stage
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
-from detcompile.passes.warm.program_key import program_key
+from detcompile.passes.warm.program_key import label_of, program_key
 from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
@@ -97,7 +97,7 @@ def lower(
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
     facts = _facts(model, seen, vocabulary, max_context)
     if pipeline_stage is None:
-        program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
+        program = _kept_or_compiled(model, numerics, max_context, seen, ranks)
     else:
         program, facts = _compile_stage(model, numerics, seen, facts, pipeline_stage)
     return Lowered(
@@ -181,14 +181,15 @@ class _Program(NamedTuple):
 
 
 def _kept_or_compiled(
-    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, shared: bool
+    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, ranks: TensorParallel | None
 ) -> _Program:
     """The program that an earlier start kept, or one that is compiled now and then kept."""
     key = None
-    if programs_kept() and not seen.states and not shared:
+    if not seen.states and (programs_kept() or ranks is not None):  # ranks agree, also where one may keep nothing
         with stage("look for a kept program") as looking:
-            key = program_key(model, numerics, max_context, seen)
-            found = None if key is None else take_program(key, model, seen)
+            if programs_kept():
+                key = program_key(model, numerics, max_context, seen, use=f"a forward of {ranks}")
+            found = take_program(key, model, seen, ranks)
             looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(seen)}")
         if found is not None:
             return _Program(found.forward, found.certificate, found.digest, {})
@@ -202,8 +203,7 @@ def _kept_or_compiled(
         compiling.becomes(f"capture {captured}, certify {count} operations and compile")
     content = None if key is None else kept(traced, model)
     if key is not None and content is not None:
-        label = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
-        programs.write(key, content, label | {"max_context": str(max_context), "program": traced.digest})
+        programs.write(key, content, label_of(model, seen, max_context, traced.digest))
     return _Program(forward, traced.certificate, traced.digest, traced.constants)
 
 

@@ -36,6 +36,8 @@ PLAIN = (
 )
 HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
 
+NO_INDICES = (-1, -1)  # of layers, where no number may differ
+
 
 class Repeats(NamedTuple):
     """Layers by their structure: ``first[k]`` is the first layer that has the structure of layer k."""
@@ -240,8 +242,8 @@ def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key], indices) for key in one)
     if isinstance(one, (set, frozenset, slice)):
         return one == other
-    if isinstance(one, PreTrainedConfig):  # a rank's attention has one of its own
-        return vars(one) == vars(other)
+    if isinstance(one, PreTrainedConfig):  # ranks that share heads count their own in a copy of each layer's
+        return _same(vars(one), vars(other), NO_INDICES)
     if isinstance(one, functools.partial):
         return _same((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), indices)
     if isinstance(one, types.MethodType):  # of two layers: the same function, and the modules are compared themselves

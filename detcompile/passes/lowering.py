@@ -21,7 +21,14 @@ from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
-from detcompile.passes.stages import StagePart, groups_of_stage, layers_of_stage, release_others, tensors_of
+from detcompile.passes.stages import (
+    StagePart,
+    groups_of_stage,
+    layers_of_stage,
+    move_stage,
+    release_others,
+    tensors_of,
+)
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
@@ -213,7 +220,9 @@ def _compile_stage(
     """The program over the layers of a stage, and its facts; the other weights are dropped."""
     repeats = None if seen.states else find_repeats(model)
     here = layers_of_stage(model, pipeline_stage, repeats, carries_states=bool(seen.states))
-    groups = groups_of_stage(seen.groups, here)
+    assert repeats is not None
+    move_stage(model, pipeline_stage, repeats)
+    device, groups = next(model.parameters()).device, groups_of_stage(seen.groups, here)
     with stage("capture over a batch"):
         certify_batches(model, numerics, seen.expected, repeats)
     with stage(f"capture and compile {len(here)} of {_layers(seen)}"):
@@ -223,7 +232,8 @@ def _compile_stage(
     release_others(model, tensors_of(traced.graph))
     part = StagePart(traced.graph.code.stage, traced.graph.code.rows)
     program = _Program(forward, traced.certificate, traced.digest, traced.constants, part)
-    return program, replace(facts, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
+    kv_shapes = facts.kv_shapes[here.start : here.stop]
+    return program, replace(facts, device=device, kv_shapes=kv_shapes, kv_groups=groups)
 
 
 def _layers(seen: Seen) -> str:

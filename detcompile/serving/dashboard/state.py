@@ -24,6 +24,7 @@ class Model(msgspec.Struct, kw_only=True):
     max_context: int
     vocab_size: int
     block_size: int
+    token_budget: int  # tokens that a step computes at most
     has_tokenizer: bool
     has_template: bool
     default_params: dict[str, Any]
@@ -105,6 +106,7 @@ def _model(service: Service) -> Model | None:
         max_context=hello.max_context,
         vocab_size=hello.vocab_size,
         block_size=hello.block_size,
+        token_budget=hello.token_budget,
         has_tokenizer=service.texts.present,
         has_template=service.template is not None,
         default_params=hello.default_params,

@@ -21,6 +21,8 @@ from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
 from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.response_schema import ResponsesRequest
+from detcompile.serving.openai.responses import cancelled_response, dropped_response, kept_response, respond
 from detcompile.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -67,6 +69,7 @@ def new_app(
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
     _add_posts(app, service, max_body, demo)
     _add_gets(app, service, version, demo)
+    _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
@@ -101,6 +104,7 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     post(["/v1/chat/completions"], ChatRequest, chat)
     post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _tokenize)
     post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
+    post(["/v1/responses"], ResponsesRequest, respond)
     post(["/v1/verify"], Envelope, verify)
     if demo:
         post(["/dashboard/kill"], KillRequest, kill_engine)
@@ -113,6 +117,22 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_kept(app: FastAPI, service: Service) -> None:
+    async def response(name: str, stream: bool = False, starting_after: int | None = None) -> Response:
+        return await kept_response(service, name, stream=stream, starting_after=starting_after)
+
+    async def cancel(name: str) -> Response:
+        return await cancelled_response(service, name)
+
+    async def drop(name: str) -> Response:
+        return await dropped_response(service, name)
+
+    path = "/v1/responses/{name}"
+    app.add_api_route(path, response, methods=["GET"], name="v1_response", response_model=None)
+    app.add_api_route(f"{path}/cancel", cancel, methods=["POST"], name="v1_response_cancel", response_model=None)
+    app.add_api_route(path, drop, methods=["DELETE"], name="v1_response_drop", response_model=None)
 
 
 def _fingerprint(service: Service) -> Response:

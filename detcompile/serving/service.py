@@ -14,7 +14,9 @@ from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
+from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.receipts.issuer import Issuer
 from detcompile.serving.texts import Texts
@@ -65,6 +67,7 @@ class Service:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
+        self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.history = History()
         self.draining = False
@@ -88,12 +91,18 @@ class Service:
         hello = await self.fleet.settled()
         self.name = self._name or hello.name
         self.texts = Texts(hello)
+        self.grammars = GrammarCheck(hello.tokenizer)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
         known = None if self.template is None else family_of(self.template.source)
         self.tool_family = self._given_family or known
         self.serves = True
         return hello
+
+    async def stop(self) -> None:
+        """End what runs beside the engines."""
+        if self._serves:
+            await self.grammars.stop()
 
     @property
     def hello(self) -> Hello:

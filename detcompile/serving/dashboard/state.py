@@ -77,13 +77,20 @@ def state_of(service: Service, version: str, *, demo: bool) -> State:
         receipts=service.receipts.level,
         engines=[_engine(link) for link in fleet.links],
         num_open=len(service.open),
-        requests=service.history.rows(service.open.values(), MOST_ROWS),
+        requests=_rows(service),
         buckets=SECONDS,
         latencies=service.metrics.latencies(),
         num_restarts=fleet.num_restarts,
         num_resumed=fleet.num_resumed,
         losses=list(fleet.losses),
     )
+
+
+def _rows(service: Service) -> list[Row]:
+    rows = service.history.rows(service.open.values(), MOST_ROWS)
+    for row in rows:
+        row.has_receipt = service.receipts.find(row.name) is not None
+    return rows
 
 
 def _status(service: Service) -> str:

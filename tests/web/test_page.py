@@ -102,7 +102,7 @@ def test_what_is_asked_wrongly_is_told(url: str, visit: Visit) -> None:
         ({"logit_bias": "", "stop_token_ids": "a"}, "stop_token_ids: give token ids"),
     ):
         begin(page, **parameters)
-        page.wait_for_function("said => document.getElementById('facts').textContent.includes(said)", arg=said)
+        page.wait_for_selector(f"#facts:has-text('{said}')")
         assert page.locator("#again").is_disabled()
 
 
@@ -248,7 +248,7 @@ def test_a_server_with_keys_is_asked_with_one(serve: Visit, visit: Visit) -> Non
     page.wait_for_selector("#key-dialog[open]")
     page.fill("#key", "wrong")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('key-said').textContent.includes('not known')")
+    page.wait_for_selector("#key-said:has-text('not known')")
     page.fill("#key", "secret key")
     page.keyboard.press("Enter")
     run(page, max_tokens=4)

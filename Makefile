@@ -40,8 +40,9 @@ test: CHOSEN := -m "not exhaustive"
 test test-all: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(PYTEST_ARGS)
 
-# Chromium where it is found, or at CHROMIUM.
 web-test: $(VENV)/.stamp-web
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
+	  { echo "make web-test: no Chromium here: apt-get install chromium"; exit 1; }
 	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs -m web $(PYTEST_ARGS) tests/web
 
 check: $(VENV)/.stamp-dev docs

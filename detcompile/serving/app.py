@@ -83,7 +83,11 @@ def new_app(
 
 
 def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
+    kinds: list[type] = []
+
     def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
+        kinds.append(kind)
+
         async def route(request: Request) -> Response:
             body = await read_body(request, max_body)
             if len(body) > SHORT_BODY:
@@ -108,7 +112,6 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
 
     def openapi() -> dict[str, Any]:
         found = described()
-        kinds = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, Envelope]
         _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return found

@@ -220,6 +220,7 @@ def hello_of(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks,
         block_size=config.block_size,
+        token_budget=config.max_num_batched_tokens,
         default_params=defaults,
         tokenizer=None if tokenizer is None else plain_tokenizer(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),

@@ -92,6 +92,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     vocab_size: int
     num_blocks: int
     block_size: int
+    token_budget: int  # tokens that a step computes at most
     default_params: dict[str, Any]  # of SamplingParams, where a request says nothing
     tokenizer: str | None  # one JSON object, of the tokenizers library; None for a model without one
     special_ids: list[int]

@@ -67,8 +67,8 @@ def compile(
         replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
             of a refusal.
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
-            yes, unless DETCOMPILE_PROGRESS=0. Worker processes show no stages. What is fetched from the Hub has
-            Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
+            yes, unless DETCOMPILE_PROGRESS=0. Of worker processes, those of rank 0. What is fetched from the Hub
+            has Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
         dtype, device, revision, token, trust_remote_code, task: how to load a model that is given by its name, as
             ``load_model`` takes them. Refused with a module.
 

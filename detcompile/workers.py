@@ -21,10 +21,11 @@ from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
 from detcompile.parallel import backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
+from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import Room, affordable_blocks, new_worker, room_for_cache
 from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
-from detcompile.runtime.processes.start_progress import reading
+from detcompile.runtime.processes.start_progress import StageNotes, reading
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import LaunchedStep, StepResult, Worker
@@ -70,23 +71,23 @@ class RankServer:
         device = rank_device(plan.device_type, self.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if plan.tp > 1:
-            self._join(device, port)
-        self.note("loading")
-        self.model = self._compiled(device) if plan.archive is None else load(plan.archive)
+        with listening(StageNotes(self.note) if self.rank == 0 else None):
+            if plan.tp > 1:
+                with stage("join the other ranks"):
+                    self._join(device, port)
+            self.model = self._compiled(device) if plan.archive is None else load(plan.archive)
         return self.model.executor.description.elsewhere() if self.rank == 0 else None
 
     def _compiled(self, device: torch.device) -> CompiledModel:
         plan = self.plan
-        model = load_for_rank(plan, device)
+        with stage("load the model"):
+            model = load_for_rank(plan, device)
         numbers = plan.tp, plan.numerics, plan.max_context
         compiled = compile_here(model, *numbers, on_read=self._tell_read, **plan.options)
         return require_causal(compiled, "a worker process")
 
     def _tell_read(self, done: int, total: int) -> None:
         self.note(reading(done, total))
-        if done == total:
-            self.note("compiling")
 
     def fingerprint_parts(self) -> dict[str, str] | None:
         """Parts of the model's fingerprint, from rank 0; every rank takes part where the ranks share the work."""

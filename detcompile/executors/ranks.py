@@ -10,6 +10,7 @@ from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
 from detcompile.executors.remote import START_SECONDS, RemoteExecutor
 from detcompile.orders.numerics import Numerics
+from detcompile.progress import aside, stage
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.start_progress import StartProgress
 
@@ -52,10 +53,11 @@ def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExec
         step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
         files=() if plan.file is None else (plan.file,),
     )
-    with StartProgress(plan.tp) as progress:
+    with aside(), StartProgress(plan.tp) as progress:
         group.on_note = progress.on_note
         try:
-            group.result(group.started)
+            with stage(f"start {plan.tp} worker processes"):
+                group.result(group.started)
             port = group.call("open_store")[0]
             description = group.call("start", port, seconds=START_SECONDS)[0]
         except BaseException:

@@ -87,7 +87,8 @@ def lower(
         pin_row_parallel(model, numerics)
     else:
         whole = _read_whole(model, numerics, max_context, seen, ranks, on_read)
-        shard(model, seen.attention, numerics, ranks, replicate_attention)
+        with stage("take this rank's share"):
+            shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
     program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
     return Lowered(
@@ -180,10 +181,12 @@ def _read_whole(
 
     It is compared before the first collective of the model: ranks that differ would wait for each other.
     """
-    digests = weight_digests(named_weights(model), on_read)
-    declared = {"numerics": str(numerics), "max_context": str(max_context)}
-    ranks.require_equal({"weights": weights_digest(digests), **declared})
-    program, constants = _whole_program(model, numerics, seen)
+    with stage("compare the ranks' weights"):
+        digests = weight_digests(named_weights(model), on_read)
+        declared = {"numerics": str(numerics), "max_context": str(max_context)}
+        ranks.require_equal({"weights": weights_digest(digests), **declared})
+    with stage("capture the whole program"):
+        program, constants = _whole_program(model, numerics, seen)
     return _Whole(program, digests | weight_digests(constants))
 
 

@@ -7,7 +7,7 @@ from benchmarks.curves import CurvePanel, curve_chart
 
 __all__ = ["REINFORCEMENT", "rl_plot", "rl_plots"]
 
-REINFORCEMENT = "rl-amd-epyc.json"
+REINFORCEMENT = "rl-amd-epyc-0dd4679.json"
 
 
 def rl_plots(results: Path) -> dict[str, str]:

@@ -69,7 +69,8 @@ def report(arguments: argparse.Namespace) -> dict:
     runs = [run(arm, seed, arguments.steps, model, policies[arm.trainer]) for arm, seed in cases]
     times = os.times()
     return {
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores", "lr": LR, "steps": arguments.steps, "seeds": arguments.seeds,
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model, "lr": LR,
+        "steps": arguments.steps, "seeds": arguments.seeds,
         "setup_s": round(made - started, 1), "wall_s": round(time.perf_counter() - started, 1),
         "cpu_s": round(times.user + times.system + times.children_user + times.children_system, 1), "runs": runs,
     }  # fmt: skip

@@ -16,6 +16,7 @@ from detcompile.serving.http_errors import HTTPError, error_of
 __all__ = ["ANSWERS", "Events", "JSON", "Whole", "event"]
 
 JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 ANSWERS = "detcompile.answers"  # of a request, in its scope, for layers around the routes
 DONE = b"data: [DONE]\n\n"
 
@@ -94,20 +95,27 @@ class Whole(_Awaited):
 
 
 class Events(_Awaited):
-    """Server-sent events as the answers get longer, then [DONE].
+    """Server-sent events as the answers get longer.
 
     The status waits for the first tokens, so that a request which the engine refuses has a status of its own. A client
     that reads slowly gets what has come meanwhile in one event.
 
     Args:
         events: gives the contents; each is sent before the next is asked for.
+        last: comes behind them, [DONE] by default.
     """
 
     def __init__(
-        self, answers: Sequence[Answer], release: Any, headers: Mapping[str, str], events: AsyncIterator[bytes]
+        self,
+        answers: Sequence[Answer],
+        release: Any,
+        headers: Mapping[str, str],
+        events: AsyncIterator[bytes],
+        last: bytes = DONE,
     ) -> None:
         super().__init__(answers, release, headers)
         self._events = events
+        self._last = last
 
     async def _send(self, send: Send) -> None:
         begun = False
@@ -115,7 +123,7 @@ class Events(_Awaited):
             async for data in self._events:
                 if not begun:
                     begun = True
-                    await self._begin(send, 200, "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"})
+                    await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
                 await send(_body(data))
         except DetcompileError as error:
             refusal = error_of(error)
@@ -123,7 +131,9 @@ class Events(_Awaited):
                 await self._refuse(send, refusal)
                 return
             await send(_body(event(refusal.content)))
-        await send(_body(DONE, last=True))
+        if not begun:
+            await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
+        await send(_body(self._last, last=True))
 
 
 def _body(data: bytes, *, last: bool = False) -> Message:

@@ -133,6 +133,7 @@ async def serve(
     finally:
         server.should_exit = True
         await _ended(service.fleet.stop())
+        await service.stop()
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
     return ENGINE_LOST if lost else os.EX_OK

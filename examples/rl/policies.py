@@ -1,13 +1,15 @@
 """The policy that is trained: by plain torch, or by detcompile. Both have float32 weights, rounded for each forward."""
 
-from collections.abc import Iterator
+import hashlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import detcompile
 
-__all__ = ["MAX_NORM", "DetcompilePolicy", "PlainPolicy", "Policy"]
+__all__ = ["DetcompilePolicy", "PlainPolicy", "Policy", "digest"]
 
 MAX_NORM = 1.0  # of a step's gradient
 
@@ -45,9 +47,9 @@ class PlainPolicy:
         self.optimizer.step()
         self._round()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of every weight as the forward reads it."""
-        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight by name, as the forward reads it."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -56,10 +58,12 @@ class PlainPolicy:
 
 
 class DetcompilePolicy:
-    """A trainer whose logits are the bytes that serve, with exact gradients."""
+    """A trainer whose logits are the bytes that serve, with exact gradients; ranks that there are share it."""
 
     def __init__(self, name: str, lr: float) -> None:
         self.trainer = detcompile.trainer(name, device="cpu")
+        if dist.is_initialized():
+            self.trainer.shard()
         self.trained = dict(self.trainer.named_parameters())
         self.start = {name: weight.detach().clone() for name, weight in self.trained.items()}
         self.lr = lr
@@ -86,9 +90,18 @@ class DetcompilePolicy:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of every weight as the forward reads it."""
-        return ((name, weight.detach().to(self.trainer.model_dtype)) for name, weight in self.trained.items())
+    def weights(self) -> dict[str, Tensor]:
+        """Every weight by name, as the forward reads it."""
+        return self.trainer.serving_weights()
 
 
 Policy = PlainPolicy | DetcompilePolicy
+
+
+def digest(policy: Policy) -> str:
+    """16 hexadecimal digits of sha256 over the float32 bytes of all trained weights, gathered from all ranks."""
+    found = hashlib.sha256()
+    for weight in policy.trained.values():
+        whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+        found.update(whole.numpy())
+    return found.hexdigest()[:16]

@@ -1,16 +1,16 @@
 """Steps of reinforcement learning: draw completions, score them, take one step of REINFORCE, serve the new weights."""
 
-import hashlib
 import random
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from detcompile import CompiledModel, EngineConfig, SamplingParams
-from examples.rl.policies import Policy
+from examples.rl.policies import Policy, digest
 from examples.rl.task import PROMPTS, reward
 
 __all__ = ["Arm", "Step", "train"]
@@ -29,6 +29,7 @@ class Arm(NamedTuple):
         importance: weigh each token by the ratio of its probabilities under trainer and sampler, at most 2.
         micro_batches: parts of a step's batch that go through the trainer one after another, shuffled if several.
         left_padding: pad the rows of a micro-batch on the left.
+        ranks: processes that share the trainer and each batch.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Arm(NamedTuple):
     importance: bool = False
     micro_batches: int = 1
     left_padding: bool = False
+    ranks: int = 1
 
 
 class Row(NamedTuple):
@@ -83,19 +85,21 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
             for sample, score in zip(output.outputs, scores):
                 drawn = [entry.logprob for entry in sample.logprobs]
                 rows.append(Row(output.prompt_token_ids + sample.token_ids, drawn, score - statistics.mean(scores)))
-        if arm.micro_batches > 1:
+        if arm.micro_batches > 1:  # each rank shuffles alike
             shuffled.shuffle(rows)
         differences = learn(arm, policy, rows)
         policy.step()
         model.update_weights(policy.weights())
         kl, largest = float((differences.exp() - 1 - differences).mean()), float(differences.abs().max())
         equal = not differences.count_nonzero()
-        yield Step(statistics.mean(rewards), kl, largest, equal, digest(policy.trained.values()))
+        yield Step(statistics.mean(rewards), kl, largest, equal, digest(policy))
 
 
 def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
-    """Add the gradients of all rows; returns the trainer's log-probabilities minus the sampler's, float64 [tokens]."""
-    num_tokens = sum(len(row.logprobs) for row in rows)  # of the whole step, not of a micro-batch
+    """Add the gradients of this rank's rows; returns the differences of all ranks' log-probabilities, float64 [tokens]."""
+    num_tokens = sum(len(row.logprobs) for row in rows)  # of the whole step, not of a micro-batch or a rank
+    if dist.is_initialized():
+        rows = rows[dist.get_rank() :: dist.get_world_size()]
     found = []
     for part in (rows[start :: arm.micro_batches] for start in range(arm.micro_batches)):
         input_ids, mask, drawn, advantages = padded(part, arm.left_padding)
@@ -105,6 +109,10 @@ def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
         importance = difference.exp().clamp(max=LARGEST_WEIGHT) if arm.importance else 1.0
         policy.loss(logprobs, advantages * importance, num_tokens).backward()
         found.append(logprobs.detach()[sampled].double() - drawn[sampled].double())
+    if dist.is_initialized():
+        of_ranks: list[list[Tensor]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, found)
+        found = [part for parts in of_ranks for part in parts]
     return torch.cat(found)
 
 
@@ -119,11 +127,3 @@ def padded(rows: Sequence[Row], on_the_left: bool) -> tuple[Tensor, Tensor, Tens
         input_ids[place, tokens], mask[place, tokens] = torch.tensor(row.token_ids), 1
         drawn[place, completion], advantages[place, completion] = torch.tensor(row.logprobs), row.advantage
     return input_ids, mask, drawn, advantages
-
-
-def digest(weights: Sequence[Tensor]) -> str:
-    """16 hexadecimal digits of sha256 over the bytes of all weights."""
-    found = hashlib.sha256()
-    for weight in weights:
-        found.update(weight.detach().numpy())
-    return found.hexdigest()[:16]

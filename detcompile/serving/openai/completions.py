@@ -9,8 +9,9 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.logprobs import finite
 from detcompile.serving.openai.parameters import completion_params
-from detcompile.serving.openai.reply import Reply, finite
+from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import CompletionRequest, require_served
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
@@ -34,6 +35,7 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
     params = completion_params(asked, service.hello.default_params)
     written = _prompts(asked)
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
+    await service.grammars.require(params.grammar)
     special = asked.add_special_tokens is not False
     prompts = [
         await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt

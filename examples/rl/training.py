@@ -96,7 +96,7 @@ def train(arm: Arm, policy: Policy, model: CompiledModel, seed: int, num_steps: 
 
 
 def learn(arm: Arm, policy: Policy, rows: list[Row]) -> Tensor:
-    """Add the gradients of this rank's rows; returns the differences of all ranks' log-probabilities, float64 [tokens]."""
+    """Add the gradients of this rank's rows; returns all ranks' log-probability differences, float64 [tokens]."""
     num_tokens = sum(len(row.logprobs) for row in rows)  # of the whole step, not of a micro-batch or a rank
     if dist.is_initialized():
         rows = rows[dist.get_rank() :: dist.get_world_size()]

@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
     {"detcompile.serving"},
-    {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting", "detcompile.offline"},
+    {
+        "detcompile.commands.axes",
+        "detcompile.commands.verification",
+        "detcompile.exporting",
+        "detcompile.offline",
+        "detcompile.trl",
+    },
     {"detcompile.api", "detcompile.training", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},

@@ -56,7 +56,7 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
-        {"passes.preparation", "passes.warm"},
+        {"passes.preparation", "passes.shares", "passes.warm"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},

@@ -46,7 +46,10 @@ def executor_of(
         parameters=parameters,
     )
     held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
-    weights = LiveWeights(held, partial(held, every_name=True), whole=lowered.whole_weights, is_share=ranks is not None)
+    named = partial(held, every_name=True)
+    weights = LiveWeights(
+        held, named, whole=lowered.whole_weights, is_share=ranks is not None, shares=lowered.shares
+    )
     origin = LoweredModule(description, lowered.recurrences)
     return LocalExecutor(description, Forwards(lowered.forward, origin.forward_with_states), weights, origin, ranks)
 

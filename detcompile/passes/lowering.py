@@ -24,6 +24,7 @@ from detcompile.passes.programs.canonical_form import never_run
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
+from detcompile.passes.shares import Shares, shares_of
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
@@ -47,6 +48,7 @@ class Lowered:
         constants: what the graph takes that is no parameter or buffer, by name.
         whole_weights: digests of the whole weights, where this process holds a share of them.
         recurrences: the operations that carry a state from token to token; None if there are none.
+        shares: what takes this rank's share of new weights; None where there are no ranks, or none are taken.
     """
 
     forward: Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
@@ -56,6 +58,7 @@ class Lowered:
     constants: Mapping[str, Tensor]
     whole_weights: Mapping[str, str] = field(default_factory=dict)
     recurrences: Recurrences | None = None
+    shares: Shares | None = None
 
 
 def lower(
@@ -80,7 +83,7 @@ def lower(
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
         StorageError: the cache, or Inductor's own, is full or cannot be written.
     """
-    vocabulary = _vocabulary(model)
+    vocabulary, shares = _vocabulary(model), shares_of(model, numerics, max_context, ranks, replicate_attention)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole: _Whole | None = None
     if ranks is None:
@@ -99,6 +102,7 @@ def lower(
         constants=program.constants,
         whole_weights={} if whole is None else whole.weights,
         recurrences=recurrences,
+        shares=shares,
     )
 
 

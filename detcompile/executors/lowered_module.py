@@ -44,12 +44,11 @@ def executor_of(
         program=lowered.program,
         facts=lowered.facts,
         parameters=parameters,
+        stage=lowered.stage,
     )
     held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
-    named = partial(held, every_name=True)
-    weights = LiveWeights(
-        held, named, whole=lowered.whole_weights, is_share=ranks is not None, shares=lowered.shares
-    )
+    named, whole = partial(held, every_name=True), lowered.whole_weights
+    weights = LiveWeights(held, named, whole=whole, is_share=bool(whole), shares=lowered.shares)
     origin = LoweredModule(description, lowered.recurrences)
     return LocalExecutor(description, Forwards(lowered.forward, origin.forward_with_states), weights, origin, ranks)
 

@@ -42,6 +42,7 @@ class EngineStats:
         num_evicted_blocks: blocks whose cached content was forgotten for lack of empty ones.
         num_held_blocks: blocks that each request has, by its id; one that several of them share counts for each.
         host_seconds: time spent on the host in all steps together.
+        idle_share: share of the time of a pipeline's stages in which they had no step, while there were any.
         recent: the last steps, oldest first.
     """
 
@@ -59,6 +60,7 @@ class EngineStats:
     num_held_blocks: Mapping[str, int]
     host_seconds: float
     recent: tuple[StepRecord, ...]
+    idle_share: float = 0.0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -83,7 +85,9 @@ class Tally:
         self._host_seconds += record.host_seconds
         self._records.append(record)
 
-    def stats(self, scheduler: Scheduler, blocks: KVBlocks, num_held_blocks: Mapping[str, int]) -> EngineStats:
+    def stats(
+        self, scheduler: Scheduler, blocks: KVBlocks, num_held_blocks: Mapping[str, int], idle_share: float
+    ) -> EngineStats:
         """The counts, and the state of the engine's parts now."""
         found, pool = blocks.statistics, blocks.pool
         return EngineStats(
@@ -101,4 +105,5 @@ class Tally:
             num_held_blocks=num_held_blocks,
             host_seconds=self._host_seconds,
             recent=tuple(self._records),
+            idle_share=idle_share,
         )

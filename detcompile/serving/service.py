@@ -101,7 +101,7 @@ class Service:
 
     async def stop(self) -> None:
         """End what runs beside the engines."""
-        if self._serves:
+        if self.serves:
             await self.grammars.stop()
 
     @property

@@ -261,7 +261,7 @@ def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
         spec.token,
         spec.trust_remote_code,
     )
-    model = require_causal(loaded.compile(spec.tp), "detcompile serve")
+    model = require_causal(loaded.compile(spec.tp, spec.pp), "detcompile serve")
     engine = model.engine(config)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
     return model, engine, hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)

@@ -181,8 +181,8 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         """Have the process in this place serve, on devices of its own where there are several."""
-        shares = self._replicas > 1 and self._launcher.local
-        own = visible_gpus(index * self._spec.tp, self._spec.tp) if shares else None
+        shares, size = self._replicas > 1 and self._launcher.local, self._spec.tp * self._spec.pp
+        own = visible_gpus(index * size, size) if shares else None
         self.links[index].start(replace(self._spec, visible_devices=own))
 
     async def _opened(self) -> EngineLink:

@@ -48,6 +48,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     dtype: str | None = None
     device: str | None = None
     tp: int = 1
+    pp: int = 1
     tp_sizes: list[int] | None = None
     revision: str | None = None
     token: str | None = None

@@ -121,6 +121,11 @@ class RankServer:
         """Counts the contents that the weights here have had."""
         return self.model.executor.weights.version(look=True)
 
+    def update_weights(self, path: str) -> int:
+        """Take this rank's share of new weights, which are in a file; the version of the weights."""
+        given = torch.load(path, map_location="cpu", mmap=True)
+        return self.model.executor.weights.update(given)
+
     def weight_digests(self) -> dict[str, str] | None:
         """Digests of the whole weights by name, from rank 0; every rank takes part."""
         digests = self.model.weight_digests()

@@ -21,6 +21,7 @@ from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
+from detcompile.passes.shares import Shares, shares_of
 from detcompile.passes.stages import (
     StagePart,
     groups_of_stage,
@@ -53,6 +54,7 @@ class Lowered:
         constants: what the graph takes that is no parameter or buffer, by name.
         whole_weights: digests of the whole weights, where this process holds a share of them.
         recurrences: the operations that carry a state from token to token; None if there are none.
+        shares: what takes this rank's share of new weights; None where there are no ranks, or none is taken.
         stage: what is known of a stage; None where one process has all layers. Its forward is given the rows of the
             stage before it in the place of token ids, and gives rows [1, T, H], but at the ends.
     """
@@ -64,6 +66,7 @@ class Lowered:
     constants: Mapping[str, Tensor]
     whole_weights: Mapping[str, str] = field(default_factory=dict)
     recurrences: Recurrences | None = None
+    shares: Shares | None = None
     stage: StagePart | None = None
 
 
@@ -91,7 +94,8 @@ def lower(
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
         StorageError: the cache, or Inductor's own, is full or cannot be written.
     """
-    vocabulary = _vocabulary(model)
+    vocabulary, alone = _vocabulary(model), pipeline_stage is None
+    shares = shares_of(model, numerics, max_context, ranks if alone else None, replicate_attention)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole: WholeModel | None = None
     if ranks is not None or pipeline_stage is not None:
@@ -115,6 +119,7 @@ def lower(
         constants=program.constants,
         whole_weights={} if whole is None else whole.weights,
         recurrences=recurrences,
+        shares=shares,
         stage=program.stage,
     )
 

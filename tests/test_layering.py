@@ -87,6 +87,7 @@ FLOORS = [
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},
+        {"serving.journal"},
         {"serving.receipts.issuer"},
         {"serving.request_log"},
         {

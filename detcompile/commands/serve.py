@@ -15,7 +15,7 @@ from detcompile import __version__
 from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "Receipts", "Web", "command"]
+__all__ = ["Bounds", "Chat", "EngineOptions", "Kept", "Loading", "Processes", "Receipts", "Web", "command"]
 
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -32,6 +32,7 @@ from detcompile.serving.engines.fleet import Fleet  # noqa: E402
 from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
 from detcompile.serving.engines.launchers import DialIn  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
+from detcompile.serving.journal.journal import Journal  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
 from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
@@ -85,6 +86,21 @@ class Receipts:
         if log is not None and log.num_cut:
             print(f"{self.receipt_log}: cut off {log.num_cut} bytes of a line without an end", file=sys.stderr)
         return Issuer(self.receipts, key, log, __version__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Options of requests that outlive the server."""
+
+    journal: Annotated[
+        Path | None, typer.Option(help="File of requests with an Idempotency-Key, texts and all: nothing is lost.")
+    ] = None
+    journal_bytes: Annotated[int, typer.Option(min=1 << 20, help="Bytes that the journal may have.")] = 1 << 30
+    journal_hours: Annotated[float, typer.Option(min=0.01, help="Hours that a request is kept for.")] = 24.0
+
+    def opened(self) -> Journal | None:
+        """The journal, opened."""
+        return None if self.journal is None else Journal(self.journal, self.journal_bytes, 3600 * self.journal_hours)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +180,7 @@ def command(
     bounds: Bounds,
     web: Web,
     receipts: Receipts,
+    kept: Kept,
     processes: Processes,
     loading: Loading,
     engine: EngineOptions,
@@ -174,7 +191,7 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    names = {"name": name, **chat.options(), **bounds.of_service()}
+    names = {"name": name, "journal": kept.opened(), **chat.options(), **bounds.of_service()}
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=processes.fleet)
     app = functools.partial(new_app, version=__version__, digests=digests, max_body=bounds.max_body, **web.options())
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is

@@ -16,13 +16,15 @@ from detcompile.serving.http_errors import HTTPError, error_of
 __all__ = ["ANSWERS", "Events", "JSON", "Whole", "event"]
 
 JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 ANSWERS = "detcompile.answers"  # of a request, in its scope, for layers around the routes
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Any) -> bytes:
-    """A server-sent event of one JSON value."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def event(content: Any, name: str = "") -> bytes:
+    """A server-sent event of one JSON value, with an id where it has a name."""
+    head = f"id: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class _Awaited(Response, ABC):
@@ -115,7 +117,7 @@ class Events(_Awaited):
             async for data in self._events:
                 if not begun:
                     begun = True
-                    await self._begin(send, 200, "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"})
+                    await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
                 await send(_body(data))
         except DetcompileError as error:
             refusal = error_of(error)
@@ -123,6 +125,8 @@ class Events(_Awaited):
                 await self._refuse(send, refusal)
                 return
             await send(_body(event(refusal.content)))
+        if not begun:
+            await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
         await send(_body(DONE, last=True))
 
 

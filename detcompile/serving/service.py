@@ -1,6 +1,5 @@
 """Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +9,15 @@ from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.deadlines import Deadlines
-from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.answers import Answer, News, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
 from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.journal.job import Job
+from detcompile.serving.journal.jobs import Jobs
+from detcompile.serving.journal.journal import Journal
 from detcompile.serving.metrics import Metrics
-from detcompile.serving.receipts.issuer import Issuer
+from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.texts import Texts
 from detcompile.serving.tools.families import FAMILIES, family_of
 
@@ -37,6 +39,7 @@ class Service:
         timeout: seconds that an answer may take as a whole.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
         receipts: makes the answers' receipts; None takes an Issuer that signs none.
+        journal: where requests with an Idempotency-Key are written; it is closed by ``stop``.
 
     Raises:
         InvalidInput: a chat template that is none.
@@ -58,11 +61,15 @@ class Service:
         timeout: float = 600.0,
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
         receipts: Issuer | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
+        self.jobs = Jobs(
+            self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal
+        )
         self.draining = False
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
@@ -90,6 +97,11 @@ class Service:
         self.tool_family = self._given_family or known
         self._serves = True
         return hello
+
+    async def stop(self) -> None:
+        """Nothing more is answered: end the engines, and close the journal."""
+        await self.fleet.stop()
+        await self.jobs.stop()
 
     @property
     def hello(self) -> Hello:
@@ -145,8 +157,8 @@ class Service:
         """
         self.require_ready()
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
-        changed = asyncio.Event()
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, changed, priority) for prompt in prompts]
+        news = News()
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, priority) for prompt in prompts]
         for answer in answers:
             self.open[answer.request_id] = answer
             self.deadlines.watch(answer)
@@ -191,6 +203,19 @@ class Service:
             known = self.open.pop(answer.request_id, None) is not None
             if known and not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
+
+    def issue(self, job: Job) -> Issued | None:
+        """The receipt of a job whose answers have ended, made once; None where none are made.
+
+        Raises:
+            StorageError: the log cannot be written.
+        """
+        if job.issued is None:
+            name = (job.name, job.created, self.name)
+            job.issued = self.receipts.issue(
+                name, job.answers, self.hello, self.texts, template=job.ask.template, salt=job.salt
+            )
+        return job.issued
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:
         """Refuse what is beyond the bounds. Prompts longer than the bound alone are taken where nothing else is open.

@@ -37,4 +37,4 @@ async def running(service: Service, digests: list[bytes] | None = None) -> Async
             await service.start(SPEC)
             yield client
         finally:
-            await service.fleet.stop()
+            await service.stop()

@@ -156,6 +156,10 @@ class Loading:
         Literal["auto", "vllm"],
         typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),
     ] = "auto"
+    speculation: Annotated[
+        Literal["off", "automatic", "always"],
+        typer.Option(help="Draft what followed the same tokens earlier in the text; automatic: where it is sooner."),
+    ] = "off"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 3
+VERSION = 4
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -53,6 +53,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
     visible_devices: str | None = None  # becomes CUDA_VISIBLE_DEVICES
     generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
+    speculation: Literal["off", "automatic", "always"] = "off"  # drafts that are looked up in the sequence itself
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):

@@ -30,8 +30,9 @@ from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
 from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
-from detcompile.serving.engines.launchers import DialIn  # noqa: E402
+from detcompile.serving.engines.launchers import DialIn, Launcher  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
+from detcompile.serving.engines.ray_actors import RayActors  # noqa: E402
 from detcompile.serving.journal.journal import Journal  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
@@ -115,11 +116,30 @@ class Processes:
         str | None,
         typer.Option(help="HOST:PORT where engines that somebody else starts connect, in place of processes here."),
     ] = None
+    backend: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where engines run: here, or where a Ray cluster has room.")
+    ] = "local"
+    ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster; default: this machine's.")] = None
+    ray_gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of an engine in the cluster; default: --tp, 0 for --device cpu.")
+    ] = None
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
-    def fleet(self, on_delta: Callable[[Answer, Delta], None]) -> Fleet:
-        """The engines, which call ``on_delta`` with what they draw."""
-        launcher = None if self.dial_in is None else _dial_in(self.dial_in)
+    def fleet(self, on_delta: Callable[[Answer, Delta], None], *, loading: "Loading") -> Fleet:
+        """The engines, which call ``on_delta`` with what they draw.
+
+        Args:
+            loading: the model that they load.
+        """
+        launcher: Launcher | None = None
+        if self.backend == "ray":
+            if self.dial_in is not None:
+                raise InvalidInput("--dial-in: with --backend ray the actors connect by themselves: leave it out")
+            needed = 0 if loading.device == "cpu" else loading.tp
+            gpus = needed if self.ray_gpus is None else self.ray_gpus
+            launcher = RayActors(self.ray_address, gpus=gpus, cpus=loading.tp)
+        elif self.dial_in is not None:
+            launcher = _dial_in(self.dial_in)
         spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
         return Fleet(on_delta, launcher, replicas=self.replicas, spare=spare, most_restarts=self.max_restarts)
 
@@ -196,7 +216,8 @@ def command(
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
     names = {"name": name, "journal": kept.opened(), **chat.options(), **bounds.of_service()}
-    service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=processes.fleet)
+    fleet = functools.partial(processes.fleet, loading=loading)
+    service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
     app = functools.partial(new_app, version=__version__, digests=digests, max_body=bounds.max_body, **web.options())
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
         sys.exit(runner.run(_served(spec, (host, port), bounds, service, app)))

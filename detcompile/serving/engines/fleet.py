@@ -211,7 +211,11 @@ class Fleet:
             return
         self._restarts.append(now)
         self.num_restarts += 1
-        await self._replace(index)
+        try:
+            await self._replace(index)
+        except DetcompileError as error:  # there is no process to be had
+            self._give_up(error)
+            return
         logger.warning("an engine serves again")
 
     async def _replace(self, index: int) -> None:

@@ -64,10 +64,12 @@ class Web:
 
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+    demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
 
     def options(self) -> dict[str, Any]:
-        """Keys and log, the log opened."""
-        return {"origins": self.cors or (), "request_log": None if self.request_log is None else _log(self.request_log)}
+        """Origins, log and kill switch, the log opened."""
+        log = None if self.request_log is None else _log(self.request_log)
+        return {"origins": self.cors or (), "request_log": log, "demo": self.demo}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ class Processes:
     ] = "local"
     ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster; default: this machine's.")] = None
     ray_gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of an engine in the cluster; default: --tp, 0 for --device cpu.")
+        int | None, typer.Option(min=0, help="GPUs of an engine there; default: one a rank, 0 for --device cpu.")
     ] = None
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
@@ -135,9 +137,10 @@ class Processes:
         if self.backend == "ray":
             if self.dial_in is not None:
                 raise InvalidInput("--dial-in: with --backend ray the actors connect by themselves: leave it out")
-            needed = 0 if loading.device == "cpu" else loading.tp
+            ranks = loading.tp * loading.pp
+            needed = 0 if loading.device == "cpu" else ranks
             gpus = needed if self.ray_gpus is None else self.ray_gpus
-            launcher = RayActors(self.ray_address, gpus=gpus, cpus=loading.tp)
+            launcher = RayActors(self.ray_address, gpus=gpus, cpus=ranks)
         elif self.dial_in is not None:
             launcher = _dial_in(self.dial_in)
         spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
@@ -168,6 +171,7 @@ class Loading:
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Stages of the layers, each of --tp ranks.")] = 1
     tp_sizes: Annotated[str | None, typer.Option(help="Declared tensor-parallel sizes; default: 1,2,4,8.")] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None

@@ -25,6 +25,9 @@ NO_KEY = "no API key, or none that is known: send `Authorization: Bearer KEY`"
 class Access:
     """Lets requests through that bring a key; without keys, all.
 
+    The page at / is a file that says nothing of this server, and browsers open pages without a key: it needs none, and
+    asks for the key that all else needs.
+
     Args:
         digests: sha256 of each key that is known.
         inside: what they reach.
@@ -36,7 +39,8 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer 401."""
-        owner = "" if scope["type"] != "http" or not self._digests else self._owner(Headers(scope=scope))
+        free = scope["type"] != "http" or not self._digests or (scope["method"], scope["path"]) == ("GET", "/")
+        owner = "" if free else self._owner(Headers(scope=scope))
         if owner is not None:
             scope[OWNER] = owner
             await self._inside(scope, receive, send)

@@ -14,11 +14,16 @@ from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.access import OWNER, Access, read_body
+from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
+from detcompile.serving.dashboard.page import page
+from detcompile.serving.dashboard.state import state_of
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
 from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.response_schema import ResponsesRequest
+from detcompile.serving.openai.responses import cancelled_response, dropped_response, kept_response, respond
 from detcompile.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -54,6 +59,7 @@ def new_app(
     *,
     origins: Sequence[str] = (),
     request_log: IO[str] | None = None,
+    demo: bool = False,
 ) -> ASGIApp:
     """The application.
 
@@ -63,11 +69,13 @@ def new_app(
         max_body: bytes that a request's body may have.
         origins: sites whose pages may use this server from a browser.
         request_log: file that gets a line a request; None for none.
+        demo: whether the page may kill engines.
     """
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
-    _add_posts(app, service, max_body)
-    _add_gets(app, service, version)
+    _add_posts(app, service, max_body, demo)
+    _add_gets(app, service, version, demo)
     _add_streams(app, service)
+    _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
@@ -80,7 +88,7 @@ def new_app(
     return outside if request_log is None else RequestLog(outside, request_log)
 
 
-def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
+def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
     def post(
         paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked, Call], Awaitable[Response]]
     ) -> None:
@@ -100,12 +108,15 @@ def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
         post([path], kind, answer)
     post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _once(_tokenize))
     post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _once(_detokenize))
+    post(["/v1/responses"], ResponsesRequest, _once(respond))
     post(["/v1/verify"], Envelope, _once(verify))
+    if demo:
+        post(["/dashboard/kill"], KillRequest, _once(kill_engine))
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
         found = described()
-        kinds = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Envelope]
+        kinds = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, Envelope]
         _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return found
@@ -130,6 +141,22 @@ def _once(
     return route
 
 
+def _add_kept(app: FastAPI, service: Service) -> None:
+    async def response(name: str, stream: bool = False, starting_after: int | None = None) -> Response:
+        return await kept_response(service, name, stream=stream, starting_after=starting_after)
+
+    async def cancel(name: str) -> Response:
+        return await cancelled_response(service, name)
+
+    async def drop(name: str) -> Response:
+        return await dropped_response(service, name)
+
+    path = "/v1/responses/{name}"
+    app.add_api_route(path, response, methods=["GET"], name="v1_response", response_model=None)
+    app.add_api_route(f"{path}/cancel", cancel, methods=["POST"], name="v1_response_cancel", response_model=None)
+    app.add_api_route(path, drop, methods=["DELETE"], name="v1_response_drop", response_model=None)
+
+
 def _fingerprint(service: Service) -> Response:
     parts = service.hello.fingerprint_parts
     own: dict[str, Any] = {"fingerprint": service.hello.fingerprint, "fingerprint_parts": parts}
@@ -143,14 +170,17 @@ def _ready(service: Service) -> Response:
     return _json({"status": "ready"})
 
 
-def _add_gets(app: FastAPI, service: Service, version: str) -> None:
+def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     def get(path: str, answer: Callable[[], Response], *, ready: bool = False) -> None:
         async def route() -> Response:
             if ready:
                 service.require_ready()
             return answer()
 
-        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_"))
+        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_") or "page")
+
+    def state() -> Response:
+        return Response(msgspec.json.encode(state_of(service, version, demo=demo)), media_type=JSON)
 
     def certificate() -> Response:
         return Response(service.hello.certificate, media_type=JSON)
@@ -159,6 +189,8 @@ def _add_gets(app: FastAPI, service: Service, version: str) -> None:
         failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
 
+    get("/", page)
+    get("/dashboard/state", state)
     get("/health", health)
     get("/ready", lambda: _ready(service), ready=True)
     get("/version", lambda: _json({"version": version}))

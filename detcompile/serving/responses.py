@@ -96,20 +96,27 @@ class Whole(_Awaited):
 
 
 class Events(_Awaited):
-    """Server-sent events as the answers get longer, then [DONE].
+    """Server-sent events as the answers get longer.
 
     The status waits for the first tokens, so that a request which the engine refuses has a status of its own. A client
     that reads slowly gets what has come meanwhile in one event.
 
     Args:
         events: gives the contents; each is sent before the next is asked for.
+        last: comes behind them, [DONE] by default.
     """
 
     def __init__(
-        self, answers: Sequence[Answer], release: Any, headers: Mapping[str, str], events: AsyncIterator[bytes]
+        self,
+        answers: Sequence[Answer],
+        release: Any,
+        headers: Mapping[str, str],
+        events: AsyncIterator[bytes],
+        last: bytes = DONE,
     ) -> None:
         super().__init__(answers, release, headers)
         self._events = events
+        self._last = last
 
     async def _send(self, send: Send) -> None:
         begun = False
@@ -127,7 +134,7 @@ class Events(_Awaited):
             await send(_body(event(refusal.content)))
         if not begun:
             await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
-        await send(_body(DONE, last=True))
+        await send(_body(self._last, last=True))
 
 
 def _body(data: bytes, *, last: bool = False) -> Message:

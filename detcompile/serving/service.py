@@ -8,14 +8,17 @@ from itertools import count
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
+from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, News, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
+from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.journal.jobs import Jobs
 from detcompile.serving.journal.journal import Journal
+from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.texts import Texts
@@ -45,8 +48,10 @@ class Service:
         InvalidInput: a chat template that is none.
 
     Attributes:
+        serves: whether the engines have been ready once.
         draining: nothing new is taken, and what is open is finished.
         open: answers that have not ended.
+        history: the newest answers that have ended.
     """
 
     def __init__(
@@ -66,17 +71,19 @@ class Service:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
+        self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.jobs = Jobs(
             self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal
         )
+        self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
         self._name = name
         self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
         self._given_template = None if chat_template is None else ChatTemplate(chat_template)
-        self._serves = False
+        self.serves = False
         self._max_queue = max_queue
         self._max_queued_tokens = max_queued_tokens
         self._numbers = count()
@@ -91,17 +98,20 @@ class Service:
         hello = await self.fleet.settled()
         self.name = self._name or hello.name
         self.texts = Texts(hello)
+        self.grammars = GrammarCheck(hello.tokenizer)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
         known = None if self.template is None else family_of(self.template.source)
         self.tool_family = self._given_family or known
-        self._serves = True
+        self.serves = True
         return hello
 
     async def stop(self) -> None:
-        """Nothing more is answered: end the engines, and close the journal."""
+        """Nothing more is answered: end the engines and what runs beside them, and close the journal."""
         await self.fleet.stop()
         await self.jobs.stop()
+        if self.serves:
+            await self.grammars.stop()
 
     @property
     def hello(self) -> Hello:
@@ -117,7 +127,7 @@ class Service:
         """
         if self.fleet.failure is not None:
             raise error_of(WorkerError(f"the engine does not serve: {self.fleet.failure}"))
-        if self.draining or not self._serves:
+        if self.draining or not self.serves:
             what = "is shutting down" if self.draining else "is starting"
             raise HTTPError(503, f"the server {what}", code="unavailable", retry_after=5)
 
@@ -183,6 +193,7 @@ class Service:
         self.require_ready()
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
+        verification.name = f"verify-{verification.request_id}"
         self.open[verification.request_id] = verification
         self.deadlines.watch(verification)
         try:
@@ -200,8 +211,10 @@ class Service:
             if cancelled:
                 self.fleet.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
-            known = self.open.pop(answer.request_id, None) is not None
-            if known and not isinstance(answer, Verification):
+            if self.open.pop(answer.request_id, None) is None:
+                continue
+            self.history.ended(answer, cancelled=cancelled)
+            if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
 
     def issue(self, job: Job) -> Issued | None:

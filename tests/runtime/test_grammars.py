@@ -338,11 +338,10 @@ def test_rules_that_nest_as_deep_as_the_source_end_no_process() -> None:
 
 def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch) -> None:
     monkeypatch.setattr(compiler, "definition_of", lambda _: time.sleep(3))
-    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.1)
     start = time.monotonic()
-    with pytest.raises(InvalidInput, match=r"takes over 0\.1 s"):
+    with pytest.raises(InvalidInput, match="takes over 1 s"):
         serving().add_request([1], replace(GREEDY, grammar=Grammar.regex("a")))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 2.5
 
 
 def test_what_a_grammar_needs_is_named(monkeypatch) -> None:

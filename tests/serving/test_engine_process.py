@@ -86,7 +86,7 @@ def test_speculation_is_the_engines(asked: Any, given: Any, monkeypatch: pytest.
             assert speculation == given
             raise InvalidInput("seen")
 
-    monkeypatch.setattr(engine_process.ModelSpec, "compile", lambda spec, tp: Model())
+    monkeypatch.setattr(engine_process.ModelSpec, "compile", lambda spec, tp, pp: Model())
     monkeypatch.setattr(engine_process, "require_causal", lambda model, command: model)
     with pytest.raises(InvalidInput, match="seen"):
         engine_process._start(EngineSpec(model="tiny", speculation=asked))

@@ -150,11 +150,12 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
     assert same.choices[0].text == choice.message.content
 
 
-def test_the_example_of_the_manual_runs(server: Server) -> None:
+def test_the_examples_of_the_manual_run(server: Server) -> None:
     page = (ROOT / "docs" / "serving.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    assert "http://127.0.0.1:8000" in code
-    exec(code.replace("http://127.0.0.1:8000", server.url), {})
+    codes = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    assert len(codes) == 3 and all("http://127.0.0.1:8000" in code for code in codes)
+    for code in codes:
+        exec(code.replace("http://127.0.0.1:8000", server.url), {})
 
 
 def test_the_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:

@@ -1,13 +1,21 @@
 """Structured output over HTTP: every field that asks for it, by the unmodified client, with one sha256 a request."""
 
+import asyncio
 import json
+import os
 import re
+import signal
+import time
 
 import httpx
 import openai
 import pydantic
 import pytest
 
+from detcompile.errors import InvalidInput
+from detcompile.models.hub import TINY_FOLDER
+from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
 from tests.serving.conftest import Server
 from tests.serving.test_openai import MESSAGES, sha256, streamed, whole
@@ -93,6 +101,40 @@ def test_what_is_no_grammar_is_refused_and_nothing_else(http: httpx.Client, fiel
         answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | sent)
         assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_a_grammar_that_compiles_for_hours_costs_nobody_else_anything(http: httpx.Client) -> None:
+    endless = " & ".join(f"/(.*[a-f].{{{40 + place}}})+x.*/" for place in range(100))
+    start = time.monotonic()
+    answer = http.post("/v1/completions", json={"prompt": "a", "guided_grammar": f"start: A\nA: {endless}"})
+    assert answer.status_code == 400 and "takes over 2 s" in answer.json()["error"]["message"]
+    assert time.monotonic() - start < 10
+    answer = http.post("/v1/completions", json={"prompt": "a", "guided_regex": "ab", "max_tokens": 9})
+    assert answer.json()["choices"][0]["text"] == "ab"
+
+
+def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
+    async def refusals() -> list[str]:
+        check, found = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text()), []
+        for grammar in (Grammar.regex("a"), Grammar.regex("("), Grammar.regex("b")):
+            try:
+                await check.require(grammar)
+                found.append("")
+                os.kill(check._process.pid, signal.SIGKILL)
+                await check._process.wait()
+            except InvalidInput as error:
+                found.append(str(error))
+        monkeypatch.setattr("detcompile.serving.grammar_check.COMPILE_SECONDS", 0.0001)
+        with pytest.raises(InvalidInput, match="too much memory"):
+            await check.require(Grammar.regex("c" * 60_000))
+        await check.require(Grammar.regex("a"))  # which is known by now
+        await check.stop()
+        with pytest.raises(InvalidInput, match="no tokenizer"):
+            await GrammarCheck(None).require(Grammar.regex("a"))
+        return found
+
+    found = asyncio.run(refusals())
+    assert found[0] == found[2] == "" and "regex cannot be served" in found[1]
 
 
 def test_both_kinds_of_request_take_the_fields() -> None:

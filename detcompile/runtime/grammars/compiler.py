@@ -19,7 +19,7 @@ __all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_
 COMPILE_SECONDS = 1.0
 COMPILE_STACK = 256 << 20  # bytes: rules that name each other nest as deep as there is source for
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of LLParserLimits, beside its own bounds of each step
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"  # where JSON may have some: enough to indent, and bounded
+WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # where JSON may have some: as it is written, and nothing to get lost in
 
 
 class GrammarCompiler:
@@ -29,9 +29,13 @@ class GrammarCompiler:
         tokenizer: a tokenizer of transformers; None for a model that takes token ids only.
         num_logits: ids that the model can draw.
         eos_token_ids: tokens that end a request by themselves.
+        seconds: longest that a grammar may take to compile.
     """
 
-    def __init__(self, tokenizer: Any | None, num_logits: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any | None, num_logits: int, eos_token_ids: Sequence[int], *, seconds: float = COMPILE_SECONDS
+    ) -> None:
+        self._seconds = seconds
         self._given = tokenizer
         self._num_logits = num_logits
         self._eos_token_ids = tuple(eos_token_ids)
@@ -47,7 +51,7 @@ class GrammarCompiler:
         Raises:
             InvalidInput: no llguidance or no tokenizer that it reads, or a grammar that is none or too large.
         """
-        made = compiled_within(grammar, self._tokenizer_once(), COMPILE_SECONDS)
+        made = compiled_within(grammar, self._tokenizer_once(), self._seconds)
         ends = token_bits([token for token in stop_token_ids if token < self._num_logits], self._num_words)
         beyond = range(self._num_logits, 32 * self._num_words)
         return Matcher(made, ends, token_bits([*self._tokenizer.eos_tokens, *beyond], self._num_words))

@@ -52,11 +52,14 @@ class Answer:
         priority: the engine serves lower ones first.
 
     Attributes:
+        engine: place in the fleet of the engine that has it, or had it last; None before one did.
         tries: engines that have had it.
         deaths: engines that ended while they had it among others, since it was last served alone.
         deaths_alone: engines that ended while they had nothing else.
         error: why there is no more, where it is not the end: InvalidInput for what cannot be served, else EngineError.
         num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
+        num_preemptions: times that the engine which has it took its blocks.
+        name: the id of its reply, or a name of its verification; empty before there is one.
     """
 
     def __init__(
@@ -74,12 +77,15 @@ class Answer:
         self.prompt_logprobs: list[Token | None] = []
         self.error: DetcompileError | None = None
         self.finished = False
+        self.name = ""
         self.num_cached_tokens = 0
+        self.num_preemptions = 0
         self.queued_seconds: float | None = None
         self.arrival = time.monotonic()
         self.first_token: float | None = None
         self.news = news
         self.priority = priority
+        self.engine: int | None = None
         self.tries = 0
         self.deaths = 0
         self.deaths_alone = 0
@@ -108,6 +114,7 @@ class Answer:
         self._told_prompt_logprobs -= again
         self.prompt_logprobs += told[again:]
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_preemptions = delta.num_preemptions
         self.queued_seconds = delta.first_scheduled
         if delta.error is not None:
             self.error = EngineError(delta.error)
@@ -158,7 +165,7 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
         DetcompileError: the ``error`` of the first that has one.
     """
     while True:
-        news = answers[0].news.next
+        news = answers[0].news.next if answers else asyncio.Event()  # none have ended
         finished = all(answer.finished for answer in answers)
         error = next((answer.error for answer in answers if answer.error is not None), None)
         if error is not None:

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
@@ -23,6 +24,7 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.warm.program_key import cpu_facts
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.metrics import StepRecord
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
@@ -38,9 +40,11 @@ from detcompile.serving.engines.protocol import (
     EngineSpec,
     Heartbeat,
     Hello,
+    Holding,
     Refused,
     SampleDelta,
     Statistics,
+    Step,
     Token,
     Tokens,
     Verify,
@@ -52,6 +56,7 @@ from detcompile.serving.plain_tokenizer import plain_tokenizer
 __all__ = ["EngineServer", "hello_of", "main", "serve"]
 
 HEARTBEAT_SECONDS = 0.25
+MOST_STEPS = 160  # that a heartbeat tells of
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
 
 
@@ -96,7 +101,7 @@ class EngineServer:
         self._wire = wire
         self._verifications = verifications
         self._work = threading.Event()
-        self._statistics = Statistics()
+        self._counts: tuple[Statistics, Sequence[StepRecord], list[Holding]] = (Statistics(), (), [])
         self._counted = 0.0  # when the statistics were taken
         self._busy_seconds = 0.0
 
@@ -126,7 +131,8 @@ class EngineServer:
     def _count(self) -> None:
         found = self._engine.stats
         counts = {name: getattr(found, name) for name in COUNTS}
-        self._statistics = Statistics(busy_seconds=self._busy_seconds, **counts)
+        holdings = [Holding(name, num_blocks) for name, num_blocks in found.num_held_blocks.items()]
+        self._counts = Statistics(busy_seconds=self._busy_seconds, **counts), found.recent, holdings
         self._counted = time.monotonic()
 
     def _read(self) -> None:
@@ -165,8 +171,13 @@ class EngineServer:
             self._wire.send(Tokens([Delta(command.request_id, [], True, None, said, 0, None)]))
 
     def _beat(self) -> None:
+        num_told = 0  # steps
         while True:
-            self._wire.send(Heartbeat(self._statistics))
+            statistics, recent, holdings = self._counts  # of one moment: the other thread replaces all three at once
+            num_new = min(statistics.num_steps - num_told, MOST_STEPS, len(recent))
+            steps = [_step(recent, place) for place in range(len(recent) - num_new, len(recent))]
+            num_told = statistics.num_steps
+            self._wire.send(Heartbeat(statistics, steps, holdings))
             time.sleep(HEARTBEAT_SECONDS)
 
 
@@ -182,6 +193,7 @@ def delta_of(output: RequestOutput) -> Delta:
         None if output.error is None else str(output.error),
         output.num_cached_tokens,
         None if metrics is None or first is None else first - metrics.arrival,
+        0 if metrics is None else metrics.num_preemptions,
     )
 
 
@@ -222,6 +234,14 @@ def _sample(sample: CompletionOutput) -> SampleDelta:
     return SampleDelta(sample.index, sample.token_ids, logprobs, sample.finish_reason, sample.stop_reason)
 
 
+def _step(records: Sequence[StepRecord], place: int) -> Step:
+    record = records[place]
+    start = record.launched - record.host_seconds
+    if place:
+        start = max(start, records[place - 1].finished)
+    return Step(record.finished - start, record.num_prefill_tokens, record.num_decodes, record.num_waiting)
+
+
 def _token(entry: Logprobs) -> Token:
     return Token(entry.token_id, entry.logprob, list(entry.top.items()))
 
@@ -242,7 +262,7 @@ def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
         spec.token,
         spec.trust_remote_code,
     )
-    model = require_causal(loaded.compile(spec.tp), "detcompile serve")
+    model = require_causal(loaded.compile(spec.tp, spec.pp), "detcompile serve")
     speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
     engine = model.engine(config, speculation=speculation)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}

@@ -121,7 +121,7 @@ class DialIn:
         secret: bytes that the engines have, too.
 
     Attributes:
-        secret: as given.
+        secret: bytes that the engines have, too.
     """
 
     local = False

@@ -9,9 +9,10 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.parameters import chat_params
-from detcompile.serving.openai.reply import Reply, finite
+from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import ChatRequest, require_served
 from detcompile.serving.openai.tools import Calls, ToolUse, tool_use
 from detcompile.serving.responses import Events, Whole
@@ -50,6 +51,7 @@ async def _ask(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask
     """What a request asks of the engines."""
     params = chat_params(asked, service.hello.default_params, use)
     service.require_room(0, params.n)
+    await service.grammars.require(params.grammar)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
     return Ask([prompt], params, asked.priority or 0, "chatcmpl-", template)
@@ -77,7 +79,7 @@ class _Chat(Reply):
         if self.use is not None:
             own = self._calls.setdefault(index, Calls(self.use, f"{self._head['id']}/{index}"))
             text, calls = own.read(text, last=last)
-        content = None if logprobs is None else [self._entry(entry) for entry in logprobs]
+        content = None if logprobs is None else [chat_entry(self.texts, entry) for entry in logprobs]
         found = None if content is None else {"content": content, "refusal": None}
         if not self._whole:
             told = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
@@ -89,18 +91,6 @@ class _Chat(Reply):
 
     def _reason(self, index: int, reason: str | None) -> str | None:
         return reason if self.use is None else self._calls[index].reason(reason)
-
-    def _entry(self, entry: Token) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in entry.top]
-        return self._named(entry.token_id, entry.logprob) | {"top_logprobs": top}
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.texts.bytes_of(token)
-        return {
-            "token": self.texts.name_of(token),
-            "logprob": finite(logprob),
-            "bytes": list(text) if self.texts.present else None,
-        }
 
 
 def _without_index(call: dict[str, Any]) -> dict[str, Any]:

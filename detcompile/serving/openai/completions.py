@@ -12,8 +12,9 @@ from detcompile.serving.engines.protocol import Token
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
+from detcompile.serving.openai.logprobs import finite
 from detcompile.serving.openai.parameters import completion_params
-from detcompile.serving.openai.reply import Reply, finite
+from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import CompletionRequest, require_served
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
@@ -56,6 +57,7 @@ async def _ask(service: Service, asked: CompletionRequest, written: list[str | l
     """What a request asks of the engines."""
     params = completion_params(asked, service.hello.default_params)
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
+    await service.grammars.require(params.grammar)
     special = asked.add_special_tokens is not False
     prompts = [
         await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt

@@ -14,10 +14,9 @@ from detcompile.serving.responses import event
 from detcompile.serving.service import Service
 from detcompile.serving.texts import SampleText
 
-__all__ = ["Reply", "as_int64", "finite"]
+__all__ = ["Reply", "as_int64"]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has none
 
 
 class Reply(ABC):
@@ -68,6 +67,8 @@ class Reply(ABC):
             "system_fingerprint": service.hello.fingerprint,
             "seed": self.seed,
         }
+        for answer in job.answers:
+            answer.name = job.name
         self.headers = {"X-Request-Id": job.name, "X-Detcompile-Seed": str(self.seed)}
         if job.salt is not None:
             self.headers["X-Detcompile-Receipt-Salt"] = job.salt.hex()
@@ -198,11 +199,6 @@ class Reply(ABC):
             "total_tokens": num_prompt + num_drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-
-
-def finite(logprob: float) -> float:
-    """A log-probability as JSON can hold it."""
-    return max(logprob, LEAST_LOGPROB)
 
 
 def as_int64(seed: int) -> int:

@@ -1,0 +1,134 @@
+"""GrammarCheck: grammars compiled in a process of their own first, which can be ended; most run for microseconds.
+
+Some grammars of a few hundred letters compile for hours, some may end the process that does it. No engine sees those.
+Run as ``python -m detcompile.serving.grammar_check`` this is that process: a tokenizer, then grammars, on standard
+input, and for each a line of why it is refused, or none.
+"""
+
+import asyncio
+import contextlib
+import resource
+import struct
+import sys
+from types import SimpleNamespace
+
+import msgspec
+from tokenizers import Tokenizer
+
+from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.grammars.compiler import COMPILE_SECONDS, GrammarCompiler
+from detcompile.runtime.grammars.grammar import Grammar, Kind
+
+__all__ = ["GrammarCheck", "main"]
+
+LENGTH = struct.Struct(">I")  # begins every frame
+START_SECONDS = 60.0
+MOST_MEMORY = 4 << 30  # bytes of address space
+MOST_KEPT = 4096  # digests of grammars that have passed
+
+
+class GrammarCheck:
+    """Refuses grammars that do not compile in time. All methods are for the event loop's thread.
+
+    Args:
+        tokenizer: the model's as JSON.
+    """
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._passed: dict[str, None] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._busy = asyncio.Lock()
+
+    async def require(self, grammar: Grammar | None) -> None:
+        """Refuse a grammar that is none, too large, or takes too long.
+
+        Raises:
+            InvalidInput: why.
+        """
+        if grammar is None or grammar.digest in self._passed:
+            return
+        if self._tokenizer is None:
+            raise InvalidInput("a grammar needs the text of tokens, and this model has no tokenizer")
+        async with self._busy:
+            refusal = await self._refusal(self._tokenizer, grammar)
+        if refusal:
+            raise InvalidInput(refusal)
+        self._passed[grammar.digest] = None
+        if len(self._passed) > MOST_KEPT:
+            del self._passed[next(iter(self._passed))]
+
+    async def stop(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _refusal(self, tokenizer: str, grammar: Grammar) -> str:
+        try:
+            if self._process is None or self._process.returncode is not None:
+                await self._start(tokenizer)
+            return await asyncio.wait_for(self._ask([grammar.kind, grammar.source]), 2 * COMPILE_SECONDS)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            await self.stop()
+            seconds = 2 * COMPILE_SECONDS
+            return f"grammar: this {grammar.kind} takes over {seconds:g} s, or too much memory: give a smaller one"
+        except asyncio.CancelledError:
+            await self.stop()  # an answer would be that of another grammar
+            raise
+
+    async def _start(self, tokenizer: str) -> None:
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "detcompile.serving.grammar_check")
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        await asyncio.wait_for(self._ask(tokenizer), START_SECONDS)
+
+    async def _ask(self, content: str | list[str]) -> str:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        data = msgspec.msgpack.encode(content)
+        process.stdin.write(LENGTH.pack(len(data)) + data)
+        await process.stdin.drain()
+        (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        return (await process.stdout.readexactly(size)).decode()
+
+
+def main() -> None:
+    """Check what comes on standard input, until that ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    frames = iter(_read, None)
+    first = next(frames, None)
+    if first is None:
+        return
+    backend = Tokenizer.from_str(msgspec.msgpack.decode(first, type=str))
+    whole = SimpleNamespace(backend_tokenizer=backend)
+    compiler = GrammarCompiler(whole, backend.get_vocab_size(), (), seconds=START_SECONDS)
+    _refusal(compiler, Grammar.json_object())  # what comes first takes longer
+    _answer("")
+    for frame in frames:
+        _answer(_refusal(compiler, Grammar(*msgspec.msgpack.decode(frame, type=tuple[Kind, str]))))
+
+
+def _refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    try:
+        compiler.matcher(grammar, ())
+    except (InvalidInput, EngineError) as error:
+        return str(error)
+    return ""
+
+
+def _read() -> bytes | None:
+    head = sys.stdin.buffer.read(LENGTH.size)
+    return sys.stdin.buffer.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+
+
+def _answer(text: str) -> None:
+    data = text.encode()
+    sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""KeptResponses: responses for whoever asks for them later: those that run, and for an hour those that have ended."""
+
+import time
+from typing import Any, Protocol
+
+__all__ = ["KeptResponses"]
+
+KEPT_SECONDS = 3600.0
+KEPT_BYTES = 64 << 20  # of events of responses that have ended
+
+
+class _Kept(Protocol):
+    name: str
+    ended: float | None
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class KeptResponses:
+    """Finds responses by their ids, which nobody can guess; the oldest go first where there are too many."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def add(self, response: _Kept) -> None:
+        """Keep one, and let go of those that are too old or too many."""
+        self._kept[response.name] = response
+        over = [own for own in self._kept.values() if own.ended is not None]
+        room = KEPT_BYTES
+        for own in sorted(over, key=lambda own: -own.ended):
+            room -= own.num_bytes
+            if room < 0 or time.monotonic() - own.ended > KEPT_SECONDS:
+                del self._kept[own.name]
+
+    def find(self, name: str) -> Any | None:
+        """A response by its id; None where it is not kept."""
+        found = self._kept.get(name)
+        if found is not None and found.ended is not None and time.monotonic() - found.ended > KEPT_SECONDS:
+            del self._kept[name]
+            return None
+        return found
+
+    def drop(self, name: str) -> None:
+        """Keep it no longer."""
+        self._kept.pop(name, None)

@@ -1,0 +1,30 @@
+"""Log-probabilities as chats and responses tell them: tokens by name and bytes, likeliest alternatives first."""
+
+from typing import Any
+
+from detcompile.serving.engines.protocol import Token
+from detcompile.serving.texts import Texts
+
+__all__ = ["chat_entry", "finite"]
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has none
+
+
+def chat_entry(texts: Texts, entry: Token) -> dict[str, Any]:
+    """A token with its alternatives."""
+    top = [_named(texts, token, logprob) for token, logprob in entry.top]
+    return _named(texts, entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _named(texts: Texts, token: int, logprob: float) -> dict[str, Any]:
+    text = texts.bytes_of(token)
+    return {
+        "token": texts.name_of(token),
+        "logprob": finite(logprob),
+        "bytes": list(text) if texts.present else None,
+    }

@@ -1,0 +1,203 @@
+"""Recording: a response in the making, whose events are kept, so that who lost a stream reads on where it was."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import msgspec
+
+from detcompile.errors import DetcompileError
+from detcompile.serving.engines.answers import Answer, progress
+from detcompile.serving.http_errors import error_of
+from detcompile.serving.openai.logprobs import chat_entry
+from detcompile.serving.openai.reply import as_int64
+from detcompile.serving.openai.response_output import ResponseOutput
+from detcompile.serving.openai.schema import Message
+from detcompile.serving.service import Service
+from detcompile.serving.texts import SampleText
+from detcompile.serving.tools.families import Family
+from detcompile.serving.tools.reader import Piece, Reader
+
+__all__ = ["Recording", "Status"]
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class Recording:
+    """One response.
+
+    Args:
+        answer: what the engine makes.
+        fields: what the response tells of its request.
+        family: how calls of functions are written in it; None where there are none.
+        messages: the conversation before it.
+
+    Attributes:
+        events: server-sent events, each with its place as its sequence number.
+        ended: when it did, by the clock of time.monotonic; None while it runs.
+        error: what came in its way before its first token.
+        headers: fields of HTTP that tell how to repeat it, and to open its receipt.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        answer: Answer,
+        fields: dict[str, Any],
+        family: Family | None,
+        messages: list[Message],
+    ) -> None:
+        self.name = "resp_" + secrets.token_hex(16)
+        self.events: list[bytes] = []
+        self.ended: float | None = None
+        self.error: DetcompileError | None = None
+        self.messages = messages
+        self._service = service
+        self._answer = answer
+        self._fields = fields
+        self._status: Status = "in_progress"
+        self._failure: dict[str, Any] | None = None
+        self._incomplete: dict[str, Any] | None = None
+        self._created = int(time.time())
+        self._reader = None if family is None else Reader(family)
+        self._output = ResponseOutput(self.name)
+        self._news = asyncio.Event()  # another one after each news: many may wait
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not told yet
+        self._salt = service.receipts.salt()
+        self.headers = {"X-Detcompile-Seed": str(as_int64(answer.params.seed or 0))}
+        if self._salt is not None:
+            self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
+        self._task = asyncio.get_running_loop().create_task(self._record())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its events."""
+        return sum(map(len, self.events))
+
+    def cancel(self) -> None:
+        """End it as it stands, unless it has ended."""
+        if self.ended is None:
+            self._status = "cancelled"
+            self._service.release([self._answer])
+
+    async def begun(self) -> None:
+        """Wait until there is a token, or there will be none."""
+        while not self._answer.num_tokens and self.ended is None:
+            await self._news.wait()
+
+    async def settled(self) -> None:
+        """Wait until it has ended."""
+        while self.ended is None:
+            await self._news.wait()
+
+    async def read(self, start: int = 0) -> AsyncIterator[bytes]:
+        """Its events from one on, until the last; those that are there together."""
+        while True:
+            found, news = b"".join(self.events[start:]), self._news
+            start = max(start, len(self.events))
+            if found:
+                yield found
+            elif self.ended is not None:
+                return
+            else:
+                await news.wait()
+
+    def response(self) -> dict[str, Any]:
+        """The response as it stands."""
+        answer = self._answer
+        return {
+            "id": self.name,
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,
+            "error": self._failure,
+            "incomplete_details": self._incomplete,
+            "model": self._service.name,
+            "output": self._output.items,
+            "system_fingerprint": self._service.hello.fingerprint,
+            "seed": as_int64(answer.params.seed or 0),
+            "usage": None if self.ended is None else _usage(answer),
+            **self._fields,
+        }
+
+    async def _record(self) -> None:
+        self._tell("response.created")
+        self._tell("response.in_progress")
+        sample = self._answer.samples[0]
+        text = SampleText(self._service.texts, self._answer.params, sample)
+        try:
+            async for _ in progress([self._answer]):
+                start = text.num_read
+                new, _ = text.take()
+                self._add(new, slice(start, text.num_read), last=sample.finish_reason is not None)
+            if self._status == "in_progress":
+                self._finish(sample.finish_reason)
+        except DetcompileError as error:
+            self._fail(error)
+        finally:
+            self._service.release([self._answer])
+            self.ended = time.monotonic()
+            last = "incomplete" if self._status == "cancelled" else self._status
+            self._tell(f"response.{last}")
+
+    def _add(self, text: str, read: slice, *, last: bool) -> None:
+        """Take new text, and tell of it."""
+        pieces = [Piece(None, None, text)] if self._reader is None else self._reader.feed(text, last=last)
+        known = self._answer.samples[0].logprobs
+        self._logprobs += [chat_entry(self._service.texts, entry) for entry in (known or [])[read]]
+        for piece in pieces:
+            logprobs, self._logprobs = self._logprobs, []  # those of calls have no place
+            if piece.call is not None or piece.text or logprobs:
+                for event in self._output.add(piece, logprobs):
+                    self._send(event)
+
+    def _finish(self, reason: str | None) -> None:
+        """The answer has ended: so do its items."""
+        self._issue_receipt()
+        self._status = "incomplete" if reason == "length" else "completed"
+        if reason == "length":
+            self._incomplete = {"reason": "max_output_tokens"}
+        if not self._output.items:
+            for event in self._output.add(Piece(None, None, ""), self._logprobs):
+                self._send(event)
+        for event in self._output.close(self._status):
+            self._send(event)
+
+    def _fail(self, error: DetcompileError) -> None:
+        if self._status != "cancelled":
+            self._status = "failed"
+            content = error_of(error).content["error"]
+            self._failure = {"code": content["code"] or "server_error", "message": content["message"]}
+            self.error = None if self._answer.num_tokens else error
+        for event in self._output.close("incomplete"):
+            self._send(event)
+
+    def _issue_receipt(self) -> None:
+        service = self._service
+        template = None if service.template is None else service.template.digest
+        name = (self.name, self._created, service.name)
+        service.receipts.issue(
+            name, [self._answer], service.hello, service.texts, template=template, salt=self._salt
+        )
+
+    def _tell(self, kind: str) -> None:
+        self._send({"type": kind, "response": self.response()})
+
+    def _send(self, event: dict[str, Any]) -> None:
+        data = msgspec.json.encode(event | {"sequence_number": len(self.events)})
+        self.events.append(b"event: " + str(event["type"]).encode() + b"\ndata: " + data + b"\n\n")
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    num_prompt, num_drawn = len(answer.prompt_ids), answer.num_tokens
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": num_drawn,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_prompt + num_drawn,
+    }

@@ -1,0 +1,99 @@
+"""ResponseOutput: the items of a response as its text comes, and the events that tell of them."""
+
+import hashlib
+from typing import Any
+
+from detcompile.serving.openai.tools import call_id
+from detcompile.serving.tools.reader import Piece
+
+__all__ = ["ResponseOutput"]
+
+Event = dict[str, Any]  # without its sequence number
+
+
+class ResponseOutput:
+    """Grows with the pieces of an answer: content becomes messages, calls become items of their own.
+
+    Args:
+        name: id of the response; the ids of its items are functions of it.
+
+    Attributes:
+        items: what there is so far, in its order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._name = name
+        self._open: dict[str, Any] | None = None
+        self._call: int | None = None  # that is open
+
+    def add(self, piece: Piece, logprobs: list[dict[str, Any]]) -> list[Event]:
+        """Take a piece.
+
+        Args:
+            logprobs: entries of the tokens of content, where they are asked for.
+        """
+        events: list[Event] = []
+        if piece.name is not None or (piece.call is None and (self._open is None or self._call is not None)):
+            events += self.close("completed")
+            events += self._opened(piece)
+        assert self._open is not None
+        place = {"item_id": self._open["id"], "output_index": len(self.items) - 1}
+        if piece.call is not None:
+            self._open["arguments"] += piece.text
+            if piece.text:
+                events.append({"type": "response.function_call_arguments.delta", **place, "delta": piece.text})
+            return events
+        part = self._open["content"][0]
+        part["text"] += piece.text
+        part["logprobs"] += logprobs
+        own = {"content_index": 0, "delta": piece.text, "logprobs": logprobs}
+        return [*events, {"type": "response.output_text.delta", **place, **own}]
+
+    def close(self, status: str) -> list[Event]:
+        """End the item that is open; nothing where none is."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        index = len(self.items) - 1
+        place = {"item_id": item["id"], "output_index": index}
+        done: Event = {"type": "response.output_item.done", "output_index": index, "item": _copy(item)}
+        if item["type"] == "function_call":
+            given = {"name": item["name"], "arguments": item["arguments"]}
+            return [{"type": "response.function_call_arguments.done", **place, **given}, done]
+        part, place = _copy(item)["content"][0], place | {"content_index": 0}
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        return [
+            {"type": "response.output_text.done", **place, **text},
+            {"type": "response.content_part.done", **place, "part": part},
+            done,
+        ]
+
+    def _opened(self, piece: Piece) -> list[Event]:
+        index, self._call = len(self.items), piece.call
+        digest = hashlib.sha256(f"{self._name}/{index}".encode()).hexdigest()[:24]
+        item: dict[str, Any]
+        if piece.name is not None:
+            assert piece.call is not None
+            own = {"call_id": call_id(self._name, piece.call), "name": piece.name, "arguments": ""}
+            item = {"type": "function_call", "id": f"fc_{digest}", "status": "in_progress", **own}
+        else:
+            item = {"type": "message", "id": f"msg_{digest}", "status": "in_progress", "role": "assistant"}
+            item["content"] = []
+        self.items.append(item)
+        self._open = item
+        added: list[Event] = [{"type": "response.output_item.added", "output_index": index, "item": _copy(item)}]
+        if piece.name is None:
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item["content"].append(part)
+            place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+            added.append({"type": "response.content_part.added", **place, "part": _copy(part)})
+        return added
+
+
+def _copy(value: Any) -> Any:
+    """Items grow on, and events keep what they were."""
+    if isinstance(value, dict):
+        return {name: _copy(own) for name, own in value.items()}
+    return [_copy(own) for own in value] if isinstance(value, list) else value

@@ -1,0 +1,218 @@
+"""Bodies of POST /v1/responses, and what they come to: a conversation as a chat request."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.schema import (
+    CalledFunction,
+    ChatRequest,
+    FunctionName,
+    FunctionSpec,
+    JSONSchema,
+    Message,
+    NamedFunction,
+    NamedTool,
+    Part,
+    ResponseFormat,
+    TokenId,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+__all__ = ["ResponsesRequest", "chat_request", "messages_of"]
+
+LOGPROBS = "message.output_text.logprobs"
+# Fields that mean something which is not served, and values that ask for nothing.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """A message, a call of a function, or what a call gave."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """A function that may be called; other tools are not served."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(msgspec.Struct, kw_only=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """Settings of the text."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses. Fields beside OpenAI's are vLLM's."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    logit_bias: dict[str, float] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    prompt: Any = None
+    truncation: Any = None
+
+
+SAME = (
+    "model", "parallel_tool_calls", "temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias",
+    "priority",
+)  # fmt: skip
+
+
+def chat_request(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
+    """The same request of a conversation.
+
+    Args:
+        before: messages that it goes on behind.
+
+    Raises:
+        HTTPError: a field or an item that is not served, by its name.
+    """
+    for name, idle in UNSERVED.items():
+        if getattr(asked, name) is not None and getattr(asked, name) not in idle:
+            raise HTTPError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
+    first = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
+    messages = [*first, *before, *messages_of(asked.input)]
+    if not messages:
+        raise HTTPError(400, "input holds no message", param="input")
+    logprobs = LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs)
+    return ChatRequest(
+        messages=messages,
+        tools=None if asked.tools is None else [_tool(tool) for tool in asked.tools],
+        tool_choice=_choice(asked.tool_choice),
+        response_format=_format(asked.text),
+        max_completion_tokens=asked.max_output_tokens,
+        logprobs=logprobs,
+        top_logprobs=asked.top_logprobs if logprobs else None,
+        **{name: getattr(asked, name) for name in SAME},
+    )
+
+
+def messages_of(items: str | list[InputItem]) -> list[Message]:
+    """Messages of a conversation; calls join the message of the assistant's that they stand behind.
+
+    Raises:
+        HTTPError: an item that is not served, or lacks what it needs.
+    """
+    if isinstance(items, str):
+        return [Message(role="user", content=items)]
+    found: list[Message] = []
+    for place, item in enumerate(items):
+        where = f"input[{place}]"
+        if item.type == "message":
+            role = _needed(item.role, f"{where}.role")
+            found.append(Message(role="system" if role == "developer" else role, content=_content(item.content, where)))
+        elif item.type == "function_call":
+            name, call = _needed(item.name, f"{where}.name"), _needed(item.call_id, f"{where}.call_id")
+            if not found or found[-1].role != "assistant":
+                found.append(Message(role="assistant", content=""))
+            made = ToolCall(id=call, function=CalledFunction(name=name, arguments=item.arguments or "{}"))
+            found[-1].tool_calls = [*(found[-1].tool_calls or ()), made]
+        elif item.type == "function_call_output":
+            call = _needed(item.call_id, f"{where}.call_id")
+            found.append(Message(role="tool", tool_call_id=call, content=_content(item.output, where)))
+        else:
+            raise HTTPError(400, f"{where}: items of type {item.type[:40]!r} are not served", param=where)
+    return found
+
+
+def _content(content: str | list[Part] | None, where: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type not in ("input_text", "output_text", "text") or part.text is None:
+            own = f"{where}.content[{index}]"
+            raise HTTPError(400, f"{own}: parts of type {part.type[:40]!r} are not served, only text", param=own)
+    return "".join(part.text or "" for part in content)
+
+
+def _needed(value: str | None, where: str) -> str:
+    if value is None:
+        raise HTTPError(400, f"{where} is missing", param=where)
+    return value
+
+
+def _tool(tool: ResponseTool) -> Tool:
+    own = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return Tool(function=FunctionSpec(name=tool.name, **own))  # type: ignore[arg-type]
+
+
+def _choice(choice: str | ChosenTool | None) -> ToolChoice | None:
+    if isinstance(choice, ChosenTool):
+        return NamedTool(function=NamedFunction(name=choice.name))
+    return choice  # type: ignore[return-value]
+
+
+def _format(text: TextConfig | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    own = text.format
+    if own.type == "json_schema" and own.schema is None:
+        raise HTTPError(400, "text.format.schema is missing", param="text.format.schema")
+    schema = None if own.schema is None else JSONSchema(schema=own.schema, name=own.name, strict=own.strict)
+    return ResponseFormat(type=own.type, json_schema=schema)

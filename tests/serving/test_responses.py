@@ -1,0 +1,239 @@
+"""/v1/responses by the unmodified client: created, streamed, lost and read on, with the text that a chat has."""
+
+import asyncio
+import hashlib
+import json
+import time
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from detcompile.serving.kept_responses import KEPT_BYTES, KEPT_SECONDS, KeptResponses
+from detcompile.serving.openai.response_output import ResponseOutput
+from detcompile.serving.tools.reader import Piece
+from tests.serving.conftest import Server
+from tests.serving.test_tools import ADD, SUB, check
+
+ASKED: dict[str, Any] = {"model": "tiny", "input": "Write a function.", "temperature": 0.9, "max_output_tokens": 24}
+SEED = {"extra_body": {"seed": 4}}
+TOOLS = [
+    {"type": "function", "name": "add", "parameters": ADD, "strict": True},
+    {"type": "function", "name": "sub", "parameters": SUB, "strict": False},
+]
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def told(response) -> str:
+    """sha256 of what a response says, less what is another one's each time."""
+    items = [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+    return hashlib.sha256(json.dumps([items, response.status], sort_keys=True).encode()).hexdigest()
+
+
+def test_a_response_says_what_a_chat_says_by_every_way(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], temperature=0.9, max_tokens=24, seed=4
+    )
+    whole = client.responses.create(**ASKED, **SEED)
+    assert whole.output_text == chat.choices[0].message.content and whole.seed == 4
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage.output_tokens == 24 and whole.system_fingerprint == chat.system_fingerprint
+    digests = {"whole": told(whole), "kept": told(client.responses.retrieve(whole.id))}
+    with client.responses.stream(**ASKED, **SEED) as stream:
+        events = list(stream)
+        digests["stream"] = told(events[-1].response)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text and events[-1].type == "response.incomplete"
+    background = client.responses.create(background=True, **ASKED, **SEED)
+    assert background.status == "in_progress" and background.output == []
+    while background.status == "in_progress":
+        time.sleep(0.05)
+        background = client.responses.retrieve(background.id)
+    digests["background"] = told(background)
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": ASKED["input"]}]}]
+    digests["parts"] = told(client.responses.create(**ASKED | {"input": parts}, **SEED))
+    assert set(digests.values()) == {digests["whole"]}, digests
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_lost_stream_is_read_on_where_it_was(client: openai.OpenAI, background: bool) -> None:
+    asked = ASKED | {"max_output_tokens": 60}
+    whole = client.responses.create(**asked, **SEED)
+    known = list(client.responses.create(stream=True, background=background, **asked, **SEED))
+    name = known[0].response.id
+    for cut in (0, 1, 4, len(known) - 2, len(known) - 1):
+        again = list(client.responses.retrieve(name, stream=True, starting_after=known[cut].sequence_number))
+        assert again == known[cut + 1 :]
+    assert list(client.responses.retrieve(name, stream=True)) == known
+    assert told(client.responses.retrieve(name)) == told(whole) == told(known[-1].response)
+
+
+def test_a_stream_that_is_closed_goes_on_in_the_background(client: openai.OpenAI) -> None:
+    asked = ASKED | {"max_output_tokens": 200}
+    whole = client.responses.create(**asked, **SEED)
+    seen = []
+    with client.responses.create(stream=True, background=True, **asked, **SEED) as stream:
+        for event in stream:
+            seen.append(event)
+            if len(seen) == 6:
+                break
+    name, last = seen[0].response.id, seen[-1].sequence_number
+    rest = list(client.responses.retrieve(name, stream=True, starting_after=last))
+    assert [event.sequence_number for event in seen + rest] == list(range(len(seen) + len(rest)))
+    text = "".join(event.delta for event in seen + rest if event.type == "response.output_text.delta")
+    assert text == whole.output_text and told(rest[-1].response) == told(whole)
+
+
+def test_a_client_that_leaves_ends_what_runs_for_it_alone(client: openai.OpenAI, http: httpx.Client) -> None:
+    with client.responses.create(stream=True, **ASKED | {"max_output_tokens": 1900}) as stream:
+        name = next(iter(stream)).response.id
+    end = time.monotonic() + 30
+    while (found := http.get(f"/v1/responses/{name}").json())["status"] == "in_progress":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert found["status"] == "cancelled"
+
+
+def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
+    response = client.responses.create(background=True, **ASKED | {"max_output_tokens": 1900})
+    assert client.responses.cancel(response.id).status == "cancelled"
+    assert client.responses.retrieve(response.id).status == "cancelled"
+    done = client.responses.create(**ASKED, **SEED)
+    assert told(client.responses.cancel(done.id)) == told(done)  # it had ended
+    client.responses.delete(done.id)
+    with pytest.raises(openai.NotFoundError, match="no response of this id"):
+        client.responses.retrieve(done.id)
+    unkept = client.responses.create(store=False, **ASKED, **SEED)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_items_of_their_own(client: openai.OpenAI, stream: bool) -> None:
+    asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    if stream:
+        with client.responses.stream(**asked, **SEED) as events:
+            arguments = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+            response = events.get_final_response()
+        assert arguments == response.output[0].arguments
+    else:
+        response = client.responses.create(**asked, **SEED)
+    [call] = response.output
+    check(type("Call", (), {"function": call}))
+    assert call.type == "function_call" and call.call_id.startswith("call_") and response.status == "completed"
+    items = [{"role": "user", "content": ASKED["input"]}, *(item.model_dump() for item in response.output)]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    longer = client.responses.create(**ASKED | {"input": [*items, result], "tools": TOOLS}, **SEED)
+    same = client.responses.create(
+        previous_response_id=response.id, **ASKED | {"input": [result], "tools": TOOLS}, **SEED
+    )
+    assert told(longer) == told(same) and longer.usage.input_tokens == same.usage.input_tokens
+
+
+class Answer(pydantic.BaseModel):
+    """What the text is."""
+
+    ok: bool
+
+
+def test_parse_gives_the_class_and_logprobs_are_the_chats(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(text_format=Answer, **ASKED | {"max_output_tokens": 100}, **SEED)
+    assert isinstance(parsed.output_parsed, Answer)
+    include = ["message.output_text.logprobs"]
+    response = client.responses.create(top_logprobs=2, include=include, **ASKED, **SEED)
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], temperature=0.9, max_tokens=24, seed=4,
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    entries = [entry.model_dump() for entry in response.output[0].content[0].logprobs]
+    assert entries == [entry.model_dump() for entry in chat.choices[0].logprobs.content]
+    instructed = client.responses.create(instructions="Be brief.", **ASKED, **SEED)
+    assert instructed.usage.input_tokens > response.usage.input_tokens
+
+
+def test_the_async_client_reads_many_at_once(server: Server, client: openai.OpenAI) -> None:
+    expected = client.responses.create(**ASKED, **SEED).output_text
+
+    async def one(own: openai.AsyncOpenAI) -> str:
+        stream = await own.responses.create(stream=True, **ASKED, **SEED)
+        return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as own:
+            return await asyncio.gather(*(one(own) for _ in range(8)))
+
+    assert set(asyncio.run(many())) == {expected}
+
+
+def test_a_receipt_of_a_response_verifies(client: openai.OpenAI, http: httpx.Client) -> None:
+    response = client.responses.create(**ASKED, **SEED)
+    envelope = http.get(f"/v1/receipts/{response.id}").json()
+    assert http.post("/v1/verify", json=envelope).json()["outcome"] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"input": []}, 400, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0]"),
+        ({"input": [{"content": "x"}]}, 400, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, 400, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
+        ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format.schema"),
+        ({"previous_response_id": "resp_none"}, 404, "response_id"),
+        ({"background": True, "store": False}, 400, "background"),
+        ({"conversation": "x"}, 400, "conversation"),
+        ({"truncation": "auto"}, 400, "truncation"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"model": "other"}, 404, "model"),
+        ({"input": "word " * 4000}, 400, None),
+    ],
+)
+def test_what_cannot_be_served_is_named(http: httpx.Client, changes: dict, status: int, param: str | None) -> None:
+    for sent in (changes, changes | {"stream": True}):
+        answer = http.post("/v1/responses", json=ASKED | sent)
+        assert answer.status_code == status and answer.json()["error"]["param"] == param, answer.text
+    assert http.post("/v1/responses/resp_none/cancel").status_code == 404
+
+
+def test_text_behind_a_call_is_another_message() -> None:
+    output = ResponseOutput("resp_1")
+    pieces = [Piece(None, None, "a"), Piece(None, None, "b"), Piece(0, "f", ""), Piece(0, None, "{}"),
+              Piece(1, "g", "{}"), Piece(None, None, "c")]  # fmt: skip
+    events = [event for piece in pieces for event in output.add(piece, [])] + output.close("completed")
+    assert [item["type"] for item in output.items] == ["message", "function_call", "function_call", "message"]
+    assert [output.items[0]["content"][0]["text"], output.items[3]["content"][0]["text"]] == ["ab", "c"]
+    assert [item["arguments"] for item in output.items[1:3]] == ["{}", "{}"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == output.items and len({item["id"] for item in done}) == 4
+
+
+class Kept:
+    """A response that has ended."""
+
+    def __init__(self, name: str, ended: float | None, num_bytes: int) -> None:
+        self.name, self.ended, self.num_bytes = name, ended, num_bytes
+
+
+def test_responses_are_kept_for_a_while_and_within_bounds() -> None:
+    kept, now = KeptResponses(), time.monotonic()
+    kept.add(Kept("old", now - KEPT_SECONDS - 1, 1))
+    assert kept.find("old") is None
+    for name, ended, size in (("runs", None, 2 * KEPT_BYTES), ("a", now - 3, KEPT_BYTES // 2), ("b", now - 2, 9)):
+        kept.add(Kept(name, ended, size))
+    kept.add(Kept("c", now - 1, KEPT_BYTES // 2))
+    assert [kept.find(name) is not None for name in ("runs", "a", "b", "c")] == [True, False, True, True]
+    kept.drop("c")
+    kept.drop("c")
+    assert kept.find("c") is None

@@ -94,6 +94,7 @@ FLOORS = [
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},
+        {"serving.journal"},
         {"serving.dashboard.history", "serving.receipts.issuer"},
         {"serving.request_log"},
         {

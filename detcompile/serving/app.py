@@ -13,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
-from detcompile.serving.access import Access, read_body
+from detcompile.serving.access import OWNER, Access, read_body
 from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
 from detcompile.serving.dashboard.page import page
 from detcompile.serving.dashboard.state import state_of
 from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
 from detcompile.serving.openai.messages import prompt_of
@@ -42,6 +43,10 @@ MAX_BODY = 4 << 20  # bytes of a request's body
 TOLD = [  # fields of answers that pages of other sites may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
 ]  # fmt: skip
+KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # asked for again by their keys
+    "/v1/completions": (CompletionRequest, complete),
+    "/v1/chat/completions": (ChatRequest, chat),
+}
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
 
@@ -69,6 +74,7 @@ def new_app(
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
     _add_posts(app, service, max_body, demo)
     _add_gets(app, service, version, demo)
+    _add_streams(app, service)
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
@@ -85,14 +91,16 @@ def new_app(
 def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
     kinds: list[type] = []
 
-    def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
+    def post(
+        paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked, Call], Awaitable[Response]]
+    ) -> None:
         kinds.append(kind)
 
         async def route(request: Request) -> Response:
-            body = await read_body(request, max_body)
-            if len(body) > SHORT_BODY:
-                return await answer(service, await asyncio.to_thread(decode_body, body, kind))
-            return await answer(service, decode_body(body, kind))
+            call = _call(request, await read_body(request, max_body))
+            if len(call.body) > SHORT_BODY:
+                return await answer(service, await asyncio.to_thread(decode_body, call.body, kind), call)
+            return await answer(service, decode_body(call.body, kind), call)
 
         (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         body = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -100,14 +108,14 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
             name = path.strip("/").replace("/", "_")
             app.add_api_route(path, route, methods=["POST"], name=name, openapi_extra={"requestBody": body})
 
-    post(["/v1/completions"], CompletionRequest, complete)
-    post(["/v1/chat/completions"], ChatRequest, chat)
-    post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _tokenize)
-    post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
-    post(["/v1/responses"], ResponsesRequest, respond)
-    post(["/v1/verify"], Envelope, verify)
+    for path, (kind, answer) in KEPT.items():
+        post([path], kind, answer)
+    post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _once(_tokenize))
+    post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _once(_detokenize))
+    post(["/v1/responses"], ResponsesRequest, _once(respond))
+    post(["/v1/verify"], Envelope, _once(verify))
     if demo:
-        post(["/dashboard/kill"], KillRequest, kill_engine)
+        post(["/dashboard/kill"], KillRequest, _once(kill_engine))
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -117,6 +125,23 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _call(request: Request, body: bytes) -> Call:
+    """A request as the journal has it."""
+    owner, headers = request.scope.get(OWNER, ""), request.headers
+    return Call(request.url.path, body, owner, headers.get("idempotency-key"), headers.get("last-event-id"))
+
+
+def _once(
+    answer: Callable[[Service, Asked], Awaitable[Response]],
+) -> Callable[[Service, Asked, Call], Awaitable[Response]]:
+    """A route whose requests are not kept."""
+
+    async def route(service: Service, asked: Asked, _call: Call) -> Response:
+        return await answer(service, asked)
+
+    return route
 
 
 def _add_kept(app: FastAPI, service: Service) -> None:
@@ -188,6 +213,17 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
         return _json(_model(service))
 
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], name="v1_model")
+
+
+def _add_streams(app: FastAPI, service: Service) -> None:
+    async def stream(name: str, request: Request) -> Response:
+        service.require_ready()
+        own = _call(request, b"")
+        call = await service.jobs.call(own.owner, name, own.last_event)
+        kind, answer = KEPT[call.endpoint]
+        return await answer(service, decode_body(call.body, kind), call)
+
+    app.add_api_route("/v1/streams/{name}", stream, methods=["GET"], name="v1_stream")
 
 
 def _model(service: Service) -> dict[str, Any]:

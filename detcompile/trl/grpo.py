@@ -103,7 +103,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise InvalidInput("images are not served: the policy reads tokens alone.")
         step = self.state.global_step
         if step != self._served_step:
-            self.sampler.update_weights(self.policy.serving_weights())
+            self.sampler.update_weights(self.policy)
             self._served_step, self._num_drawn = step, 0
         first = (self.args.seed << 44) + (step << 20) + self._num_drawn
         self._num_drawn += len(prompt_ids)

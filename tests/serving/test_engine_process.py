@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from detcompile.errors import InvalidInput
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.serving.engines import engine_process
 from detcompile.serving.engines.engine_process import EngineServer, Wire
 from detcompile.serving.engines.engine_verifications import Verifications
-from detcompile.serving.engines.protocol import LENGTH, Add, Broken, Refused, Tokens, decode_report, frame
+from detcompile.serving.engines.protocol import LENGTH, Add, Broken, EngineSpec, Refused, Tokens, decode_report, frame
 
 
 class Engine:
@@ -67,3 +70,23 @@ def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatc
     report = received(front)
     thread.join(20)
     assert isinstance(report, Broken) and "no command" in report.message and codes == [1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("off", None),
+        ("automatic", SpeculationConfig(switch="automatic")),
+        ("always", SpeculationConfig(switch="always")),
+    ],
+)
+def test_speculation_is_the_engines(asked: Any, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        def engine(self, config: Any, *, speculation: Any) -> None:
+            assert speculation == given
+            raise InvalidInput("seen")
+
+    monkeypatch.setattr(engine_process.ModelSpec, "compile", lambda spec, tp, pp: Model())
+    monkeypatch.setattr(engine_process, "require_causal", lambda model, command: model)
+    with pytest.raises(InvalidInput, match="seen"):
+        engine_process._start(EngineSpec(model="tiny", speculation=asked))

@@ -3,13 +3,30 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.protocol import Delta, Token
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "Verification", "progress"]
+__all__ = ["Answer", "AnswerSample", "News", "Verification", "given_params", "progress"]
+
+PARAMETERS = tuple(own.name for own in fields(SamplingParams))
+DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
+
+
+class News:
+    """Tells any number of readers that there is news; none of them misses any."""
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()  # set with the next news; look at it before at what there is, then wait for it
+
+    def tell(self) -> None:
+        """There is news."""
+        event, self.next = self.next, asyncio.Event()
+        event.set()
 
 
 class AnswerSample:
@@ -31,7 +48,7 @@ class Answer:
 
     Args:
         params: what was asked, with its seed.
-        changed: set whenever there is news; answers that are read together share one.
+        news: told whenever there is any; answers that are read together share one.
         priority: the engine serves lower ones first.
 
     Attributes:
@@ -50,7 +67,7 @@ class Answer:
         request_id: str,
         prompt_ids: list[int],
         params: SamplingParams,
-        changed: asyncio.Event,
+        news: News,
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
@@ -66,7 +83,7 @@ class Answer:
         self.queued_seconds: float | None = None
         self.arrival = time.monotonic()
         self.first_token: float | None = None
-        self.changed = changed
+        self.news = news
         self.priority = priority
         self.engine: int | None = None
         self.tries = 0
@@ -102,7 +119,7 @@ class Answer:
         if delta.error is not None:
             self.error = EngineError(delta.error)
         self.finished = delta.finished
-        self.changed.set()
+        self.news.tell()
 
     def resumption(self) -> dict[int, list[int]] | None:
         """What an engine has to know to go on with it: the tokens of the samples that run; None where none has any."""
@@ -116,7 +133,7 @@ class Answer:
         """Nothing more comes."""
         if not self.finished:
             self.error, self.finished = error, True
-        self.changed.set()
+        self.news.tell()
 
 
 class Verification(Answer):
@@ -131,23 +148,24 @@ class Verification(Answer):
 
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
         asked = SamplingParams(n=len(lengths))
-        super().__init__(request_id, [0] * sum(lengths), asked, asyncio.Event())
+        super().__init__(request_id, [0] * sum(lengths), asked, News())
         self.receipt = receipt
         self.verdict: Verdict | None = None
 
     def settle(self, verdict: Verdict) -> None:
         """Take the verdict: nothing more comes."""
         self.verdict, self.finished = verdict, True
-        self.changed.set()
+        self.news.tell()
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """Yields whenever any of these answers, which share ``changed``, may have got longer; last when all have ended.
+    """Yields whenever any of these answers, which share ``news``, may have got longer; last when all have ended.
 
     Raises:
         DetcompileError: the ``error`` of the first that has one.
     """
     while True:
+        news = answers[0].news.next if answers else asyncio.Event()  # none have ended
         finished = all(answer.finished for answer in answers)
         error = next((answer.error for answer in answers if answer.error is not None), None)
         if error is not None:
@@ -155,5 +173,9 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
         yield
         if finished:
             return
-        await answers[0].changed.wait()
-        answers[0].changed.clear()
+        await news.wait()
+
+
+def given_params(params: SamplingParams) -> dict[str, Any]:
+    """What SamplingParams takes to make equal ones, as plain values that travel and are kept."""
+    return {name: value for name in PARAMETERS if (value := getattr(params, name)) != DEFAULTS[name]}

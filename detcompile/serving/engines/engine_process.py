@@ -27,6 +27,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.metrics import StepRecord
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.handshake import front_of
 from detcompile.serving.engines.protocol import (
@@ -263,7 +264,8 @@ def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
         spec.trust_remote_code,
     )
     model = require_causal(loaded.compile(spec.tp, spec.pp), "detcompile serve")
-    engine = model.engine(config)
+    speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
+    engine = model.engine(config, speculation=speculation)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
     return model, engine, hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
 

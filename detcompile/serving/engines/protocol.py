@@ -35,7 +35,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 4
+VERSION = 5
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -56,6 +56,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
     visible_devices: str | None = None  # becomes CUDA_VISIBLE_DEVICES
     generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
+    speculation: Literal["off", "automatic", "always"] = "off"  # drafts that are looked up in the sequence itself
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):

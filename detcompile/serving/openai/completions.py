@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts as text or token ids, and OpenAI's older shape of logprobs."""
 
+import functools
 from itertools import accumulate
 from typing import Any
 
@@ -9,6 +10,8 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.job import Ask
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.logprobs import finite
 from detcompile.serving.openai.parameters import completion_params
 from detcompile.serving.openai.reply import Reply
@@ -22,7 +25,7 @@ __all__ = ["complete"]
 MAX_PROMPTS = 2048
 
 
-async def complete(service: Service, asked: CompletionRequest) -> Response:
+async def complete(service: Service, asked: CompletionRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
@@ -32,8 +35,27 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
     service.require_model(asked.model)
     require_served(asked)
     service.require_receipts(asked.receipt)
-    params = completion_params(asked, service.hello.default_params)
     written = _prompts(asked)
+    job = await service.jobs.job(call, functools.partial(_ask, service, asked, written))
+    reply = _Completion(
+        service,
+        job,
+        stream_options=asked.stream_options,
+        with_ids=bool(asked.return_token_ids),
+        with_receipt=bool(asked.receipt),
+        hidden=asked.max_tokens == 0,
+        last_event=call.last_event,
+    )
+    if asked.echo:
+        reply.echo = [_echoed(service.texts, prompt) for prompt in written]
+    if asked.stream:
+        return Events(job.answers, job.release, reply.headers, reply.events())
+    return Whole(job.answers, job.release, reply.headers, reply.whole)
+
+
+async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
+    """What a request asks of the engines."""
+    params = completion_params(asked, service.hello.default_params)
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
     await service.grammars.require(params.grammar)
     special = asked.add_special_tokens is not False
@@ -41,20 +63,10 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
         await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         for prompt in written
     ]
-    echo = [_echoed(service.texts, prompt) for prompt in written] if asked.echo else None
-    answers = service.submit(prompts, params, asked.priority or 0)
-    reply = _Completion(
-        service,
-        answers,
-        stream_options=asked.stream_options,
-        with_ids=bool(asked.return_token_ids),
-        with_receipt=bool(asked.receipt),
-        hidden=asked.max_tokens == 0,
-    )
-    reply.echo = None if echo is None else dict(zip([answer.request_id for answer in answers], echo))
-    if asked.stream:
-        return Events(answers, service.release, reply.headers, reply.events())
-    return Whole(answers, service.release, reply.headers, reply.whole)
+    if asked.echo:
+        for prompt in written:
+            _echoed(service.texts, prompt)  # refused before anything is drawn
+    return Ask(prompts, params, asked.priority or 0, "cmpl-")
 
 
 def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
@@ -87,12 +99,11 @@ class _Completion(Reply):
     """Choices with text.
 
     Attributes:
-        echo: text of the prompts, by the ids of their answers, where it is told before their own.
+        echo: text of the prompts, where it is told before that of their answers.
     """
 
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
-    echo: dict[str, str] | None = None
+    echo: list[str] | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -104,7 +115,7 @@ class _Completion(Reply):
         known: list[Token | None] = list(logprobs or ())
         tokens = [entry.token_id for entry in known if entry is not None]
         if self.echo is not None and first:
-            text = self.echo[answer.request_id] + text
+            text = self.echo[index // answer.params.n] + text
             known, tokens = [*answer.prompt_logprobs, *known], [*answer.prompt_ids, *tokens]
         return {"text": text, "logprobs": None if logprobs is None else self._logprobs(index, tokens, known)}
 

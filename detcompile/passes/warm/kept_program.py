@@ -97,7 +97,7 @@ def take_program(
 
     Args:
         key: None where no program may be taken.
-        ranks: those that share the model, all of which call this. Where one has no program all compile, since they
+        ranks: the ranks that share the model, all of which call this. Where one has no program all compile, since they
             meet in its sums.
 
     Raises:

@@ -84,7 +84,7 @@ def label_of(model: PreTrainedModel, seen: Seen, max_context: int, digest: str) 
     """What a kept program is of, for who lists them.
 
     Args:
-        digest: that of the program.
+        digest: the digest of the program.
     """
     names = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
     return names | {"max_context": str(max_context), "program": digest}

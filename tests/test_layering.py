@@ -84,6 +84,7 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
+        {"serving.pooling"},
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},

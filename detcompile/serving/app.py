@@ -7,6 +7,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -27,6 +28,9 @@ from detcompile.serving.openai.schema import (
     TokenizeRequest,
     decode_body,
 )
+from detcompile.serving.pooling.embeddings import embed
+from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from detcompile.serving.pooling.scores import classify, rerank, score
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
 from detcompile.serving.request_log import RequestLog
@@ -36,6 +40,7 @@ from detcompile.serving.service import Service
 __all__ = ["MAX_BODY", "new_app"]
 
 MAX_BODY = 4 << 20  # bytes of a request's body
+METHODS = ["GET", "POST", "DELETE"]
 TOLD = [  # fields of answers that pages of other sites may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
 ]  # fmt: skip
@@ -67,18 +72,23 @@ def new_app(
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
+    app.add_exception_handler(RequestValidationError, _no_parameter)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
     outside: ASGIApp = Access(app, digests)
     if origins:  # around the keys, as a browser asks whether it may send one without it
         outside = CORSMiddleware(
-            outside, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=TOLD
+            outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=TOLD
         )
     return outside if request_log is None else RequestLog(outside, request_log)
 
 
 def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
+    kinds: list[Any] = []
+
     def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
+        kinds.append(kind)
+
         async def route(request: Request) -> Response:
             body = await read_body(request, max_body)
             if len(body) > SHORT_BODY:
@@ -96,12 +106,15 @@ def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
     post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _tokenize)
     post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
     post(["/v1/responses"], ResponsesRequest, respond)
+    post(["/v1/embeddings"], EmbeddingRequest, embed)
+    post(["/classify"], ClassifyRequest, classify)
+    post(["/score", "/v1/score"], ScoreRequest, score)
+    post(["/rerank", "/v1/rerank"], RerankRequest, rerank)
     post(["/v1/verify"], Envelope, verify)
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
         found = described()
-        kinds = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, Envelope]
         _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return found
@@ -159,6 +172,7 @@ def _add_gets(app: FastAPI, service: Service, version: str) -> None:
     get("/version", lambda: _json({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
     get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
+    get("/tokenizer_info", lambda: _tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
     get("/v1/certificate", certificate, ready=True)
 
@@ -204,6 +218,13 @@ async def _detokenize(service: Service, asked: DetokenizeRequest) -> Response:
     return _json({"prompt": service.texts.decode(asked.tokens, skip_special_tokens=False)})
 
 
+def _tokenizer_info(service: Service) -> Response:
+    """Special tokens by their names and the chat template, as clients read them that tokenize by this server."""
+    template = None if service.template is None else service.template.source
+    named = {"eos_token": None, "bos_token": None, "pad_token": None} | service.hello.special_tokens
+    return _json(named | {"chat_template": template, "model_max_length": service.hello.max_context})
+
+
 def _json(content: Any) -> Response:
     return Response(json.dumps(content), media_type=JSON)
 
@@ -223,6 +244,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
     found = HTTPError(error.status_code, said[:400], code="unsupported" if error.status_code == 404 else None)
     found.headers |= error.headers or {}
     return _answered(found)
+
+
+async def _no_parameter(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()[0]
+    name = str(found["loc"][-1])
+    return _answered(HTTPError(400, f"{name}: {found['msg']}", param=name))
 
 
 async def _failed(_request: Request, _error: Exception) -> Response:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from detcompile.serving.engines.engine_process import EngineServer, Wire
+from detcompile.serving.engines.command_loop import Wire
+from detcompile.serving.engines.engine_process import EngineServer
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import LENGTH, Add, Broken, Refused, Tokens, decode_report, frame
 

@@ -16,12 +16,13 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo test test-all check docs gpu-test bench census models clean help
+.PHONY: demo test test-all web-test check docs gpu-test bench census models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, and more cases of what they test"
+	@echo "make web-test  the tests of the server's page, which need Chromium (apt-get install chromium)"
 	@echo "make check     ruff, mypy, and the site"
 	@echo "make docs      the site, into build/site"
 	@echo "make gpu-test  the tests that need a CUDA GPU, under $(PYTHON) and its own packages"
@@ -38,6 +39,10 @@ demo: $(VENV)/.stamp-run
 test: CHOSEN := -m "not exhaustive"
 test test-all: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(PYTEST_ARGS)
+
+# Chromium where it is found, or at CHROMIUM.
+web-test: $(VENV)/.stamp-web
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs -m web $(PYTEST_ARGS) tests/web
 
 check: $(VENV)/.stamp-dev docs
 	@$(VENV_PYTHON) -m ruff check $(LINTED)
@@ -84,6 +89,10 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml constraints.txt
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	@echo "Installing what the tests need (0.6 GB: lm-eval is among it)"
 	@$(PIP_INSTALL) -e '.[test,eval,clients]'
+	@touch $@
+
+$(VENV)/.stamp-web: $(VENV)/.stamp-test
+	@$(PIP_INSTALL) -e '.[test,eval,clients,web]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test

@@ -2,9 +2,11 @@
 
 The cost of a step is that of an H200 with an 8B model, fitted to six whole-model figures (FITTED: commit 099064d,
 Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step was run.
-Nothing overlaps: a step is planned when the one before has ended, and the host takes no time.
+The host takes no time. Without stages nothing overlaps: a step is planned when the one before has ended. Of a pipeline
+each stage takes its part of a step's cost, and as many steps are under way as there are stages.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -113,6 +115,8 @@ class Simulation:
     seconds: float = 0.0
     num_preemptions: int = 0
     most_decode_keys: int = 0
+    idle_share: float = 0.0  # of the stages' time while steps were under way
+    idle_share_under_load: float = 0.0  # the same until the last request came
 
     def gaps(self, *, preempted: bool = True) -> list[tuple[float, int]]:
         """(seconds, steps) between any two tokens of an answer; without those that a preemption made, if so wished."""
@@ -124,34 +128,75 @@ class Simulation:
         ]
 
 
-def simulate(trace: list[Arrival], config: EngineConfig, num_blocks: int, cost: StepCost = H200_8B) -> Simulation:
+class _InFlight(NamedTuple):
+    """A step that was launched."""
+
+    entries: tuple[StepEntry, ...]
+    drawn: list[Sequence]  # whose next token it draws
+    end: float
+
+
+def simulate(
+    trace: list[Arrival], config: EngineConfig, num_blocks: int, cost: StepCost = H200_8B, num_stages: int = 1
+) -> Simulation:
     """Serve a trace to its end."""
     pool = BlockPool(num_blocks, config.block_size)
     blocks = KVBlocks(pool, [KVGroup(tuple(range(36)), 0)], prefix_caching=False)
-    scheduler = Scheduler(config, blocks)
+    scheduler = Scheduler(config, blocks, num_stages)
     served = {_sequence(arrival, number): _Served(arrival) for number, arrival in enumerate(trace)}
     simulation = Simulation(list(served.values()), [])
+    stages = _Stages(num_stages)
     coming = list(served)[::-1]
     now = 0.0
+    in_flight: deque[_InFlight] = deque()
     while coming or scheduler.num_unfinished:
         while coming and served[coming[-1]].arrival.time <= now:
             assert scheduler.most_blocks(coming[-1]) <= pool.num_usable, "a request that never fits"
             scheduler.add(coming.pop())
+            if not coming:
+                simulation.idle_share_under_load = stages.idle_share
         plan = scheduler.plan()
         for sequence in plan.preempted:
             served[sequence].preempted_before.add(sequence.num_generated)
             simulation.num_preemptions += 1
-        if not plan.entries:
+        if plan.entries:
+            seconds, decode_keys = cost.of(plan.entries)
+            simulation.most_decode_keys = max(simulation.most_decode_keys, decode_keys)
+            in_flight.append(_InFlight(plan.entries, _drawn(plan.entries), stages.run(now, seconds)))
+        elif not in_flight:
             assert coming, "sequences are left and none can run"
             now = served[coming[-1]].arrival.time
             continue
-        seconds, decode_keys = cost.of(plan.entries)
-        now += seconds
-        simulation.most_decode_keys = max(simulation.most_decode_keys, decode_keys)
-        _finish(plan.entries, scheduler, served, now, len(simulation.step_tokens))
-        simulation.step_tokens.append(sum(entry.num_tokens for entry in plan.entries))
-    simulation.seconds = now
+        if not plan.entries or len(in_flight) == num_stages:
+            due = in_flight.popleft()
+            now = due.end
+            _finish(due, scheduler, served, now, len(simulation.step_tokens))
+            simulation.step_tokens.append(sum(entry.num_tokens for entry in due.entries))
+    simulation.seconds, simulation.idle_share = now, stages.idle_share
     return simulation
+
+
+class _Stages:
+    """When each stage is free again, and how much of their time they have used."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._free = [0.0] * num_stages
+        self._busy = self._seconds = 0.0
+
+    def run(self, now: float, seconds: float) -> float:
+        """Run a step that is launched now; returns when it ends."""
+        ended = self._free[-1]
+        end = now
+        for stage, free in enumerate(self._free):
+            end = self._free[stage] = max(end, free) + seconds / len(self._free)
+        self._busy += seconds
+        self._seconds += end - max(now, ended)
+        return end
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the stages' time in which they had no step, while steps were under way."""
+        return 1 - self._busy / (len(self._free) * self._seconds) if self._seconds else 0.0
 
 
 def latencies(first: list[float], between: list[float]) -> dict[str, float]:
@@ -197,17 +242,24 @@ def _sequence(arrival: Arrival, number: int) -> Sequence:
     return Sequence([0] * arrival.num_prompt, params, arrival=number)
 
 
-def _finish(
-    entries: Iterable[StepEntry], scheduler: Scheduler, served: dict[Sequence, _Served], now: float, step: int
-) -> None:
-    """Tokens of the sequences whose last known token was computed; the ended ones leave."""
-    for sequence, start, count, _ in entries:
-        if start + count == sequence.num_tokens:
-            request = served[sequence]
-            request.times.append(now)
-            request.steps.append(step)
-            sequence.append(END if len(request.times) == request.arrival.num_output else 0)
-    for sequence, _, _, _ in entries:
-        scheduler.blocks.settle(sequence)
+def _drawn(entries: Iterable[StepEntry]) -> list[Sequence]:
+    """Sequences whose last known token a step computes; their next one is pending."""
+    drawn = [sequence for sequence, start, count, _ in entries if start + count == sequence.num_tokens]
+    for sequence in drawn:
+        sequence.num_pending += 1
+    return drawn
+
+
+def _finish(due: _InFlight, scheduler: Scheduler, served: dict[Sequence, _Served], now: float, step: int) -> None:
+    """The tokens of a step have come; the ended sequences leave."""
+    for sequence in due.drawn:
+        request = served[sequence]
+        request.times.append(now)
+        request.steps.append(step)
+        sequence.num_pending -= 1
+        sequence.append(END if len(request.times) == request.arrival.num_output else 0)
+    for sequence, _, _, _ in due.entries:
+        if sequence in scheduler.running:
+            scheduler.blocks.settle(sequence)
         if sequence.finish_reason is not None:
             scheduler.remove(sequence)

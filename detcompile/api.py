@@ -17,7 +17,7 @@ from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.models.remote import compile_in_workers
 from detcompile.orders.numerics import Numerics
-from detcompile.parallel import tensor_parallel
+from detcompile.parallel import PipelineStage, tensor_parallel
 from detcompile.passes import named_backend  # noqa: F401 - torch.compile knows the name from here on
 from detcompile.passes.capture import require_ready
 from detcompile.passes.lowering import lower
@@ -34,6 +34,7 @@ def compile(
     model: PreTrainedModel | str | Path,
     *,
     tp: int = 1,
+    pp: int = 1,
     numerics: Numerics | None = None,
     max_context: int | None = None,
     tp_group: ProcessGroup | None = None,
@@ -60,6 +61,8 @@ def compile(
             result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
             process then calls compile() with the same whole model and keeps its share of it, and from then on all of
             them make the same calls (docs/tensor_parallel.md).
+        pp: pipeline-parallel size: stages that hold a part of the layers each, in ``pp * tp`` worker processes. The
+            bits and the fingerprint are those of one stage (docs/pipeline_parallel.md).
         numerics: the declared orders; part of the fingerprint.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. Rotary tables that
             look at the length are frozen to it, so it is part of the fingerprint.
@@ -67,8 +70,8 @@ def compile(
         replicate_attention: where the heads do not divide among the ranks, every rank computes all of them, instead
             of a refusal.
         progress: show the stages and their seconds on standard error, as one line of a terminal, or as lines; default:
-            yes, unless DETCOMPILE_PROGRESS=0. Worker processes show no stages. What is fetched from the Hub has
-            Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
+            yes, unless DETCOMPILE_PROGRESS=0. Of worker processes, those of rank 0. What is fetched from the Hub
+            has Hugging Face's own bars, which HF_HUB_DISABLE_PROGRESS_BARS=1 hides.
         dtype, device, revision, token, trust_remote_code, task: how to load a model that is given by its name, as
             ``load_model`` takes them. Refused with a module.
 
@@ -82,13 +85,18 @@ def compile(
     numerics = numerics or Numerics()
     if tp not in numerics.tp_sizes:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
+    if pp < 1:
+        raise InvalidInput(f"pp={pp}: a pipeline has at least one stage")
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": task}
     with shown(progress):
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
-    if tp > 1 and tp_group is None and not dist.is_initialized():
+    alone = tp_group is None and not dist.is_initialized()
+    if pp > 1 and not alone:
+        raise InvalidInput(f"pp={pp}: stages are processes that compile() starts; call it where no ranks were started")
+    if pp * tp > 1 and alone:
         options = {"replicate_attention": replicate_attention}
-        return compile_in_workers(given, tp=tp, numerics=numerics, max_context=max_context, options=options)
+        return compile_in_workers(given, tp=tp, pp=pp, numerics=numerics, max_context=max_context, options=options)
     with shown(progress):
         module = given.on(given.device) if isinstance(given, Load) else given
         return compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
@@ -102,22 +110,24 @@ def compile_here(
     tp_group: ProcessGroup | None = None,
     replicate_attention: bool = False,
     on_read: Callable[[int, int], None] | None = None,
+    stage: PipelineStage | None = None,
 ) -> Compiled:
     """``compile`` in this process, a rank where tp is above 1.
 
     Args:
         on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
+        stage: the part of the layers that runs here; None for all.
     """
     ranks = tensor_parallel(tp, tp_group) if tp > 1 else None
     kind = _kind(model)
     if kind is not CompiledModel and not isinstance(model, PoolingModel):  # which it is if it was compiled before
-        if ranks is not None:
-            raise UnsupportedModel(f"{type(model).__name__} has no language-model head: compile it with tp=1")
+        if ranks is not None or stage is not None:
+            raise UnsupportedModel(f"{type(model).__name__} has no language-model head: compile it with tp=1 and pp=1")
         require_ready(model)
         as_pooling_model(model)
     context = context_of(model, max_context)
     parameters = ParameterCount.of(model)
-    lowered = lower(model, numerics, context, ranks, replicate_attention, on_read)
+    lowered = lower(model, numerics, context, ranks, replicate_attention, on_read, stage)
     compiled = kind(executor_of(model, lowered, numerics, parameters, ranks))
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)

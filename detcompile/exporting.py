@@ -74,6 +74,8 @@ def export(
             "this process is one of the ranks that share the model: compile it from a single process with tp="
             f"{compiled.ranks.size}, and export that: the bits are the same"
         )
+    if isinstance(compiled, RemoteModel) and compiled.stages > 1:
+        raise UnsupportedModel(f"export of a model in stages: compile it with pp=1 instead of pp={compiled.stages}")
     try:
         _write(compiled, path, weights == "beside")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""TensorParallel: which share of a model this process holds, and with whom it adds up.
+"""TensorParallel and PipelineStage: which share of a model this process holds, and with whom it adds up.
 
 A value, handed down from compile() to the modules and operations that need it; nothing looks it up elsewhere. The group
 itself is torch.distributed's, known by its name, because an operation of a graph can carry a name and not a group.
@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
 
-__all__ = ["TensorParallel", "backend_of_ranks", "process_group", "rank_device", "tensor_parallel"]
+__all__ = ["PipelineStage", "TensorParallel", "backend_of_ranks", "process_group", "rank_device", "tensor_parallel"]
 
 _resolve: Any = distributed_c10d._resolve_process_group  # torch 2.13 gave names a type of their own
 
@@ -63,6 +63,29 @@ class TensorParallel:
                     f"ranks 0 and {rank} of the tensor-parallel group do not hold the same model: {told}. "
                     "Give every rank the same checkpoint, dtype, numerics and versions."
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineStage:
+    """One stage of a pipeline, which holds a range of a model's layers; the ends hold what is around these.
+
+    Attributes:
+        size: stages of the pipeline. index: number of this one.
+    """
+
+    size: int
+    index: int
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of this stage; where they do not divide, the last stage, which has the head, gets none more.
+
+        Raises:
+            InvalidInput: there are more stages than layers.
+        """
+        if num_layers < self.size:
+            raise InvalidInput(f"pp={self.size}: the model has {num_layers} layers, and every stage needs one")
+        first, last = (-(-num_layers * index // self.size) for index in (self.index, self.index + 1))
+        return range(first, last)
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:

@@ -12,7 +12,7 @@ from rich.status import Status
 
 from detcompile import config
 
-__all__ = ["Listener", "Stage", "aside", "listening", "shown", "stage"]
+__all__ = ["Listener", "Stage", "aside", "listener", "listening", "shown", "stage"]
 
 
 class Listener(Protocol):
@@ -37,41 +37,46 @@ class Stage:
     def becomes(self, text: str) -> None:
         """Say more of it, now that more is known."""
         self.text = text
-        listener = _listener.get()
-        if listener is not None:
-            listener.begins(text)
+        told = _listener.get()
+        if told is not None:
+            told.begins(text)
 
 
 @contextlib.contextmanager
 def stage(text: str) -> Iterator[Stage]:
     """Tell who listens that a stage begins, and how long it took."""
-    listener, start = _listener.get(), time.perf_counter()
+    told, start = _listener.get(), time.perf_counter()
     under_way = Stage(text)
-    if listener is not None:
-        listener.begins(text)
+    if told is not None:
+        told.begins(text)
     yield under_way
-    if listener is not None:
-        listener.ended(under_way.text, time.perf_counter() - start)
+    if told is not None:
+        told.ended(under_way.text, time.perf_counter() - start)
+
+
+def listener() -> Listener | None:
+    """The listener that is told of stages now; None if there is none."""
+    return _listener.get()
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """Leave the terminal's line to what shows a progress of its own."""
-    listener = _listener.get()
-    if not isinstance(listener, _Spinner):
+    told = _listener.get()
+    if not isinstance(told, _Spinner):
         yield
         return
-    listener.status.stop()
+    told.status.stop()
     try:
         yield
     finally:
-        listener.status.start()
+        told.status.start()
 
 
 @contextlib.contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
+def listening(told: Listener | None) -> Iterator[None]:
     """Tell this listener of the stages within, and no other; None for nobody."""
-    before = _listener.set(listener)
+    before = _listener.set(told)
     try:
         yield
     finally:

@@ -3,8 +3,9 @@
 Named by ``executors.ranks`` and called through ``runtime.processes.group``; nothing else imports it.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,17 @@ from detcompile.executors.local import LocalExecutor
 from detcompile.executors.ranks import RankPlan
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.exported import load
-from detcompile.parallel import backend_of_ranks, rank_device
+from detcompile.parallel import PipelineStage, backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
+from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import Room, affordable_blocks, new_worker, room_for_cache
-from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, WorkReader, pack_tensor
-from detcompile.runtime.processes.start_progress import reading
+from detcompile.runtime.engine_setup import Forwards, Room, affordable_blocks, new_worker, room_for_cache
+from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, RankStep, WorkReader, pack_tensor
+from detcompile.runtime.processes.start_progress import StageNotes, reading
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.runner import Runner
-from detcompile.runtime.step.worker import LaunchedStep, StepResult, Worker
+from detcompile.runtime.step.stage_forward import StageForward
+from detcompile.runtime.step.worker import LaunchedStep, Worker
 
 __all__ = ["RankServer", "load_for_rank"]
 
@@ -37,11 +40,12 @@ class _Served(NamedTuple):
 
     worker: Worker
     reader: WorkReader
-    launched: deque[LaunchedStep]
+    launched: deque[tuple[LaunchedStep, Callable[[], float]]]  # with what gives the seconds that it took in a stage
 
 
 class RankServer:
-    """The commands of one rank. What a step returns travels only where the parent reads it: from rank 0.
+    """The commands of one rank. What a step returns travels only where the parent reads it: from the first rank of the
+    last stage.
 
     Args:
         note: tells the parent what goes on.
@@ -50,6 +54,9 @@ class RankServer:
     def __init__(self, rank: int, plan: RankPlan, note: Callable[[str], None]) -> None:
         self.rank = rank
         self.plan = plan
+        self._stage = PipelineStage(size=plan.pp, index=rank // plan.tp)
+        self._is_last = self._stage.index == plan.pp - 1
+        self._answers = rank == plan.num_ranks - plan.tp
         self.note = note
         self._store: dist.TCPStore | None = None
         self._made: dict[int, _Served | Runner] = {}
@@ -70,23 +77,36 @@ class RankServer:
         device = rank_device(plan.device_type, self.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if plan.tp > 1:
-            self._join(device, port)
-        self.note("loading")
-        self.model = self._compiled(device) if plan.archive is None else load(plan.archive)
-        return self.model.executor.description.elsewhere() if self.rank == 0 else None
+        with listening(StageNotes(self.note) if self.rank == 0 else None):
+            tp_group = None
+            if plan.num_ranks > 1:
+                with stage("join the other ranks"):
+                    tp_group = self._join(device, port)
+            self.model = self._compiled(device, tp_group) if plan.archive is None else load(plan.archive)
+        return self.model.executor.description.elsewhere() if self.rank % plan.tp == 0 else None
 
-    def _compiled(self, device: torch.device) -> CompiledModel:
+    def _compiled(self, device: torch.device, tp_group: dist.ProcessGroup | None) -> CompiledModel:
         plan = self.plan
-        model = load_for_rank(plan, device)
-        numbers = plan.tp, plan.numerics, plan.max_context
-        compiled = compile_here(model, *numbers, on_read=self._tell_read, **plan.options)
-        return require_causal(compiled, "a worker process")
+        with stage("load the model"):
+            model = load_for_rank(plan, device)
+        part = self._stage if plan.pp > 1 else None
+        numbers = plan.tp, plan.numerics, plan.max_context, tp_group
+        compiled = compile_here(model, *numbers, on_read=self._tell_read, stage=part, **plan.options)
+        causal = require_causal(compiled, "a worker process")
+        if part is not None:
+            self._connect(causal)
+        return causal
+
+    def _connect(self, model: CompiledModel) -> None:
+        """Have the stage's forward take rows from the stage before and send them to the next."""
+        executor, part = model.executor, model.executor.description.stage
+        assert isinstance(executor, LocalExecutor) and part is not None
+        before = self.rank - self.plan.tp if self._stage.index else None
+        after = None if self._is_last else self.rank + self.plan.tp
+        executor.forwards = Forwards(StageForward(executor.forwards.plain, part.rows, before, after))
 
     def _tell_read(self, done: int, total: int) -> None:
         self.note(reading(done, total))
-        if done == total:
-            self.note("compiling")
 
     def fingerprint_parts(self) -> dict[str, str] | None:
         """Parts of the model's fingerprint, from rank 0; every rank takes part where the ranks share the work."""
@@ -124,15 +144,21 @@ class RankServer:
         served = self._served(name)
         for number in packed.forgotten:
             served.worker.sampler.forget(number)
-        served.launched.append(served.worker.launch(served.reader.read(packed)))
+        with self._connected() as forward:
+            launched = served.worker.launch(served.reader.read(packed))
+            served.launched.append((launched, float if forward is None else forward.timed()))
 
-    def collect(self, name: int) -> tuple[StepResult, PackedTensor | None] | None:
+    def collect(self, name: int) -> RankStep | None:
         """Wait for the oldest step launched; its hidden states beside the rest."""
         served = self._served(name)
-        result = served.worker.collect(served.launched.popleft())
-        if self.rank:
+        launched, seconds = served.launched.popleft()
+        result = served.worker.collect(launched)
+        if self.rank % self.plan.tp:
             return None
-        return result._replace(hidden=None), None if result.hidden is None else pack_tensor(result.hidden)
+        if not self._answers:
+            return RankStep(None, None, seconds())
+        hidden = None if result.hidden is None else pack_tensor(result.hidden)
+        return RankStep(result._replace(hidden=None), hidden, seconds())
 
     def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
         """Make a KV cache, and what runs steps over it."""
@@ -140,8 +166,9 @@ class RankServer:
 
     def run(self, name: int, arrays: StepArrays) -> PackedTensor | None:
         """Logits of a step."""
-        logits = self._runner(name).run(arrays)
-        return pack_tensor(logits) if self.rank == 0 else None
+        with self._connected():
+            logits = self._runner(name).run(arrays)
+        return pack_tensor(logits) if self._answers else None
 
     def fill_caches(self, name: int, value: float) -> None:
         """Write a value into every slot of a runner's cache."""
@@ -159,11 +186,27 @@ class RankServer:
         """Names of the workers and runners here."""
         return list(self._made)
 
-    def _join(self, device: torch.device, port: int) -> None:
+    def _join(self, device: torch.device, port: int) -> dist.ProcessGroup | None:
+        """Meet the other ranks; returns the group of those of this stage, None if these are all."""
+        plan = self.plan
         settle_symmetric_memory()
         store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
         backend = backend_of_ranks(device.type)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.plan.tp)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=plan.num_ranks)
+        if plan.pp == 1 or plan.tp == 1:
+            return None
+        stages = [list(range(first, first + plan.tp)) for first in range(0, plan.num_ranks, plan.tp)]
+        return [dist.new_group(stage) for stage in stages][self._stage.index]
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[StageForward | None]:
+        """Steps inside are the pipeline's, if this is a stage of one."""
+        forward = self._executor.forwards.plain
+        if isinstance(forward, StageForward):
+            with forward.connected():
+                yield forward
+        else:
+            yield None
 
     @property
     def _executor(self) -> LocalExecutor:

@@ -56,7 +56,7 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
-        {"passes.preparation", "passes.warm"},
+        {"passes.preparation", "passes.stages", "passes.warm", "passes.whole_model"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},
@@ -84,11 +84,11 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
-        {"serving.pooling"},
+        {"serving.dashboard", "serving.pooling"},
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},
-        {"serving.receipts.issuer"},
+        {"serving.dashboard.history", "serving.receipts.issuer"},
         {"serving.request_log"},
         {
             "serving.access",

@@ -59,6 +59,16 @@ def test_every_request_gets_all_its_tokens(policy: str) -> None:
     assert all(request.times[0] > request.arrival.time for request in found.served)
 
 
+@pytest.mark.parametrize(("num_stages", "rate"), [(2, 9.0), (4, 16.0), (4, 20.0)])
+def test_stages_are_idle_for_less_than_a_twentieth_under_load(num_stages: int, rate: float) -> None:
+    """And give more than one stage could, without preemptions."""
+    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=1024)
+    found = simulate(log_normal_trace(300, rate), config, 4 * ROOMY, num_stages=num_stages)
+    assert found.idle_share_under_load < 0.05 and found.num_preemptions == 0
+    alone = simulate(log_normal_trace(300, rate), config, 4 * ROOMY)
+    assert summarise(found)["output_tokens_per_s"] > 1.2 * summarise(alone)["output_tokens_per_s"]
+
+
 def test_where_blocks_are_short_lazy_preempts_and_reserve_never_does() -> None:
     trace = log_normal_trace(80, 8.0)
     lazy, reserve = (

@@ -62,10 +62,12 @@ class Web:
 
     cors: Annotated[list[str] | None, typer.Option(help="Site whose pages may use the server; repeat it.")] = None
     request_log: Annotated[Path | None, typer.Option(help="File of a JSON line a request, without texts.")] = None
+    demo: Annotated[bool, typer.Option("--demo", help="Let the page kill engines, to show that answers go on.")] = False
 
     def options(self) -> dict[str, Any]:
-        """Keys and log, the log opened."""
-        return {"origins": self.cors or (), "request_log": None if self.request_log is None else _log(self.request_log)}
+        """Origins, log and kill switch, the log opened."""
+        log = None if self.request_log is None else _log(self.request_log)
+        return {"origins": self.cors or (), "request_log": log, "demo": self.demo}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ class Loading:
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None
     tp: Annotated[int, typer.Option(min=1, help="Ranks, each in a process.")] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Stages of the layers, each of --tp ranks.")] = 1
     tp_sizes: Annotated[str | None, typer.Option(help="Declared tensor-parallel sizes; default: 1,2,4,8.")] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None

@@ -31,6 +31,7 @@ from detcompile.orders.numerics import Numerics
 __all__ = [
     "EXPORT",
     "ModelSpec",
+    "PP",
     "RESTART",
     "TP",
     "available_axes",
@@ -44,6 +45,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 RESTART = "restart"  # the one axis that needs another process
 EXPORT = "export"  # the program of an archive, in another process; measured where it is asked for
 TP = "tp"  # needs as many processes as ranks, on GPUs one each; measured where it is asked for
+PP = "pp"  # the same for stages
+STAGES = (2, 4)  # that PP compares with one
 ARCHIVE_SUFFIX = ".pt2"
 PROMPT_LENGTHS = (12, 515, 67, 130, 260)  # the first two are compared: few tokens, and past a chunk of 512 keys
 
@@ -62,14 +65,14 @@ class ModelSpec:
     trust_remote_code: bool = False
     task: Literal["generate", "classify", "embed"] | None = None
 
-    def compile(self, tp: int = 1) -> CompiledModel:
-        """Load and compile a causal LM; with ``tp`` above 1, in so many worker processes."""
-        return require_causal(self.compile_any(tp), "this command")
+    def compile(self, tp: int = 1, pp: int = 1) -> CompiledModel:
+        """Load and compile a causal LM; where it is more than one, in ``pp * tp`` worker processes."""
+        return require_causal(self.compile_any(tp, pp), "this command")
 
-    def compile_any(self, tp: int = 1) -> Compiled:
+    def compile_any(self, tp: int = 1, pp: int = 1) -> Compiled:
         """The same of any model."""
         if self.name.endswith(ARCHIVE_SUFFIX):
-            return self._load(tp)
+            return self._load(pp * tp)
         if self.dtype and self.dtype not in DTYPES:
             raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
         model = load_model(
@@ -82,29 +85,29 @@ class ModelSpec:
             trust_remote_code=self.trust_remote_code,
             task=self.task,
         )
-        return compile(model, tp=tp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+        return compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
 
     def pinned(self, model: CompiledModel) -> "ModelSpec":
         """The same, of the commit on the Hub that ``model`` is of."""
         commit = None if Path(self.name).exists() or self.name in EMBEDDED else model.config._commit_hash
         return self if commit is None else replace(self, revision=commit)
 
-    def _load(self, tp: int) -> CompiledModel:
-        settled = replace(self, name="", tp_sizes=tuple(self.tp_sizes), token=None) == ModelSpec("") and tp == 1
+    def _load(self, num_ranks: int) -> CompiledModel:
+        settled = replace(self, name="", tp_sizes=tuple(self.tp_sizes), token=None) == ModelSpec("") and num_ranks == 1
         if not settled:
             raise InvalidInput(f"{self.name} was compiled before: its weights, dtype, device and sizes are settled")
         return load(self.name)
 
 
 def available_axes(device_type: str) -> list[str]:
-    """Axes that are measured on this kind of device by default: all but TP and EXPORT."""
+    """Axes that are measured on this kind of device by default: all but TP, PP and EXPORT."""
     axes = [axis for axis in AXES if axis != "cuda_graphs" or device_type == "cuda"]
     return [*axes, RESTART]
 
 
 def require_axes(axes: Sequence[str], device_type: str | None = None) -> None:
     """Raise InvalidInput for an axis that does not exist on this type of device, or on any."""
-    known = [*available_axes(device_type or "cuda"), EXPORT, TP]
+    known = [*available_axes(device_type or "cuda"), EXPORT, PP, TP]
     for axis in axes:
         if axis not in known:
             where = "" if device_type is None else f" on {device_type}"
@@ -143,17 +146,18 @@ def verify(
     """Measure ``axes`` with ``count`` configurations for each of two targets; ``tick(axis)`` is called after each.
 
     Raises:
-        InvalidInput: an axis that does not exist or not on this device; TP without another declared size, or on a
-            machine without so many GPUs.
-        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks; EXPORT of a model
-            that came from an archive.
+        InvalidInput: an axis that does not exist or not on this device; TP without another declared size, PP with fewer
+            layers than two, or either on a machine without so many GPUs.
+        UnsupportedModel, NumericsError: the model cannot be shared among a declared number of ranks, or not be cut into
+            stages; EXPORT of a model that came from an archive.
     """
     require_axes(axes, model.device.type)
     prompts, spec = prompts_for(model, spec, seed), spec.pinned(model)
     results = {}
     for axis in axes:
-        if axis == TP:
-            results[axis] = _tensor_parallel(model, spec, prompts, count, seed, functools.partial(tick, axis))
+        if axis in (PP, TP):
+            how = _sizes(model, axis), count, seed, functools.partial(tick, axis)
+            results[axis] = _in_workers(model, spec, axis, prompts, *how)
         elif axis == RESTART:
             results[axis] = _restart(model, spec, prompts[:2])
             tick(axis)
@@ -168,20 +172,40 @@ def verify(
     return results
 
 
-def _tensor_parallel(
-    model: CompiledModel, spec: ModelSpec, prompts: Sequence[Tokens], count: int, seed: int, tick: Callable[[], None]
-) -> AxisResult:
-    """The targets on one rank, then on every declared number of ranks, alone and among others in chunks."""
-    sizes = model.numerics.tp_sizes[1:]
+def _sizes(model: CompiledModel, axis: str) -> tuple[int, ...]:
+    """Numbers of ranks or stages that are compared with one."""
+    if axis == TP:
+        sizes = model.numerics.tp_sizes[1:]
+        if not sizes:
+            raise InvalidInput(
+                f"axis {TP!r}: --tp-sizes declares one rank only; declare the sizes to compare, such as 1,2"
+            )
+        return sizes
+    num_layers = len(model.facts.kv_shapes)
+    sizes = tuple(size for size in STAGES if size <= num_layers)
     if not sizes:
-        raise InvalidInput(f"axis {TP!r}: --tp-sizes declares one rank only; declare the sizes to compare, such as 1,2")
+        raise InvalidInput(f"axis {PP!r}: the model has {num_layers} layer, and two stages need two")
+    return sizes
+
+
+def _in_workers(
+    model: CompiledModel,
+    spec: ModelSpec,
+    axis: str,
+    prompts: Sequence[Tokens],
+    sizes: Sequence[int],
+    count: int,
+    seed: int,
+    tick: Callable[[], None],
+) -> AxisResult:
+    """The targets in one process, then in every number of ranks or stages, alone and among others in chunks."""
     result = AxisResult()
     for target in prompts[:2]:
         result.add(target, score(model, Configuration((target,))))
         tick()
     for size in sizes:
-        plan = configurations("chunking", prompts, count, random.Random(f"{TP} {size} {seed}"))
-        sharded = spec.compile(tp=size)
+        plan = configurations("chunking", prompts, count, random.Random(f"{axis} {size} {seed}"))
+        sharded = spec.compile(**{axis: size})
         assert isinstance(sharded, RemoteModel), "compile() of several ranks outside torchrun starts workers"
         with sharded:
             for configuration in plan:

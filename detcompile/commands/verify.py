@@ -26,7 +26,7 @@ __all__ = ["command"]
 
 def command(
     model: Model,
-    axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all but tp and export.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Comma-separated axes; default: all but tp, pp and export.")] = None,
     json_output: Json = False,
     random: Random = False,
     *,

@@ -9,6 +9,7 @@ from torch import nn
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.proof.certificate import Certificate
+from detcompile.passes.stages import StagePart
 
 __all__ = ["ModelDescription", "ParameterCount"]
 
@@ -38,6 +39,7 @@ class ModelDescription:
         program: digest of the certified graph, over the whole weights.
         facts: the model's sizes; where ranks share it, the first rank's.
         parameters: how many parameters the whole model has.
+        stage: the part of the layers that is run here, of which ``facts`` are then; None where all are.
     """
 
     module: Any
@@ -46,6 +48,7 @@ class ModelDescription:
     program: str
     facts: ModelFacts
     parameters: ParameterCount
+    stage: StagePart | None = None
 
     def elsewhere(self) -> "ModelDescription":
         """The same for a process that does not hold the module."""

@@ -44,9 +44,11 @@ def executor_of(
         program=lowered.program,
         facts=lowered.facts,
         parameters=parameters,
+        stage=lowered.stage,
     )
     held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
-    weights = LiveWeights(held, partial(held, every_name=True), whole=lowered.whole_weights, is_share=ranks is not None)
+    whole = lowered.whole_weights
+    weights = LiveWeights(held, partial(held, every_name=True), whole=whole, is_share=bool(whole))
     origin = LoweredModule(description, lowered.recurrences)
     return LocalExecutor(description, Forwards(lowered.forward, origin.forward_with_states), weights, origin, ranks)
 

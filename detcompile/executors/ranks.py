@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
 from detcompile.executors.remote import START_SECONDS, RemoteExecutor
+from detcompile.executors.stages import joined_description
 from detcompile.orders.numerics import Numerics
+from detcompile.progress import aside, stage
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.start_progress import StartProgress
 
@@ -31,10 +33,16 @@ class RankPlan(NamedTuple):
     build: Callable[[], PreTrainedModel] | None = None  # what else makes the module, on the rank's device
     archive: str | None = None  # that export wrote, which each rank loads instead
     max_context: int | None = None
+    pp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes: those of the first stage, then those of the next."""
+        return self.pp * self.tp
 
 
 def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExecutor:
-    """Start ``plan.tp`` processes, and wait until each of them has its share of the model.
+    """Start the plan's processes, and wait until each of them has its share of the model.
 
     Args:
         step_seconds: time after which a step counts as hung; None takes STEP_SECONDS.
@@ -46,28 +54,31 @@ def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExec
     """
     _require_gpus(plan)
     group = WorkerGroup(
-        plan.tp,
+        plan.num_ranks,
         "detcompile.workers:RankServer",
         (plan,),
         step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
         files=() if plan.file is None else (plan.file,),
     )
-    with StartProgress(plan.tp) as progress:
+    with aside(), StartProgress(plan.num_ranks) as progress:
         group.on_note = progress.on_note
         try:
-            group.result(group.started)
+            with stage(f"start {plan.num_ranks} worker processes"):
+                group.result(group.started)
             port = group.call("open_store")[0]
-            description = group.call("start", port, seconds=START_SECONDS)[0]
+            told = group.call("start", port, seconds=START_SECONDS)
+            description = joined_description([part for part in told if part is not None])
         except BaseException:
             group.close()
             raise
     group.on_note = lambda rank, text: None
-    return RemoteExecutor(group, description)
+    return RemoteExecutor(group, description, plan.pp)
 
 
 def _require_gpus(plan: RankPlan) -> None:
-    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else plan.tp
+    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else plan.num_ranks
     if plan.device_type == "cuda" and found < needed:
-        instead = "take a smaller tp, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
+        instead = "take fewer ranks, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
         shared = "; DETCOMPILE_SHARED_GPUS=1 lets ranks share GPUs, to compare bits and not for speed" if found else ""
-        raise InvalidInput(f"tp={plan.tp} needs {needed} GPUs, this machine has {found}: {instead}{shared}")
+        sizes = f"tp={plan.tp}" if plan.pp == 1 else f"pp={plan.pp}, tp={plan.tp}"
+        raise InvalidInput(f"{sizes} needs {needed} GPUs, this machine has {found}: {instead}{shared}")

@@ -6,6 +6,7 @@ weights, KV caches, samplers. So a step sends its arrays, and gets its tokens ba
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from detcompile.runtime.processes.remote_worker import (
     PackedTensor,
     RemoteRunner,
     RemoteWorker,
+    answer,
     free_abandoned,
     pack_tensor,
     unpack_tensor,
@@ -72,11 +74,13 @@ class RemoteExecutor:
 
     Args:
         group: processes of workers.RankServer, started.
-        description: what rank 0 says of the model.
+        description: what the ranks say of the model.
+        pp: stages that they are; the ranks of a stage stand together.
     """
 
-    def __init__(self, group: WorkerGroup, description: ModelDescription) -> None:
+    def __init__(self, group: WorkerGroup, description: ModelDescription, pp: int = 1) -> None:
         self.group = group
+        self.pp = pp
         self.description = description
         self.ranks: TensorParallel | None = None  # this process is none of them
         self.weights = RemoteWeights(group)
@@ -93,6 +97,8 @@ class RemoteExecutor:
         ``memory_fraction`` is of each rank's GPU; ranks on one GPU or on a CPU share what it leaves.
         """
         facts = self.description.facts
+        if self.pp > 1:
+            config = self._of_stages(config, speculation)
         num_blocks = config.num_blocks
         if num_blocks is None:
             num_blocks = self._affordable_blocks(config, drafts=speculation is not None)
@@ -100,7 +106,7 @@ class RemoteExecutor:
         if speculation is not None and with_states:
             require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, None)
         given = (config, num_blocks, with_states)
-        worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, facts.device)
+        worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, facts.device, num_stages=self.pp)
         model = EngineModel(
             facts=facts,
             eos_token_ids=stop_tokens(self.description.module),
@@ -123,7 +129,7 @@ class RemoteExecutor:
 
     def head_weight(self) -> Tensor:
         """[V, H] of the language-model head, on the device of ``description``; it travels whole."""
-        (weight, *_) = self.apply(_head_of_first_rank, seconds=START_SECONDS)
+        weight = answer(self.apply(_head_of_first_rank, seconds=START_SECONDS))
         return unpack_tensor(weight).to(self.description.facts.device)
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
@@ -135,6 +141,15 @@ class RemoteExecutor:
         self.weights.ask()  # it may have changed them
         return results
 
+    def _of_stages(self, config: EngineConfig, speculation: SpeculationConfig | None) -> EngineConfig:
+        """Settings of an engine over stages, of which the first reads tokens and the last draws them."""
+        if speculation is not None and speculation.reads_states:
+            raise InvalidInput(
+                f"pp={self.pp}: this drafter reads hidden states, which stages do not hand out: take another drafter,"
+                " or compile with pp=1"
+            )
+        return replace(config, overlap=False)
+
     def _affordable_blocks(self, config: EngineConfig, *, drafts: bool) -> int:
         ranks = self.group.num_ranks
         devices = {rank_device(self.description.facts.device.type, rank) for rank in range(ranks)}
@@ -144,5 +159,7 @@ class RemoteExecutor:
 
 
 def _head_of_first_rank(model: Any) -> PackedTensor | None:
+    if model.executor.description.stage is not None and model.model.get_output_embeddings().weight is None:
+        return None  # the last stage has it
     weight = model.head_weight()
     return pack_tensor(weight) if model.ranks is None or model.ranks.rank == 0 else None

@@ -30,11 +30,13 @@ class RemoteModel(CompiledModel):
 
     Attributes:
         group: the worker processes.
+        stages: stages of the pipeline that they are.
     """
 
     def __init__(self, executor: RemoteExecutor) -> None:
         super().__init__(executor)
         self.group = executor.group
+        self.stages = executor.pp
         self._workers = executor
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
@@ -66,12 +68,13 @@ def compile_in_workers(
     model: PreTrainedModel | Load | Callable[[], PreTrainedModel],
     *,
     tp: int,
+    pp: int = 1,
     numerics: Numerics,
     max_context: int | None = None,
     step_seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RemoteModel:
-    """Start ``tp`` processes, one a rank, that load and compile ``model``.
+    """Start ``pp * tp`` processes, one a rank, that load and compile ``model``.
 
     Args:
         model: a checkpoint that was found, which each rank reads by itself, or a module, which is saved once to an
@@ -87,7 +90,8 @@ def compile_in_workers(
         Also what compile() raises in the ranks.
     """
     if isinstance(model, Load) and model.device.index is not None:
-        raise InvalidInput(f"device='{model.device}' with tp={tp}: ranks take cuda:0, cuda:1, …; give cuda or cpu")
+        ranks = f"tp={tp}" if pp == 1 else f"pp={pp}, tp={tp}"
+        raise InvalidInput(f"device='{model.device}' with {ranks}: ranks take cuda:0, cuda:1, …; give cuda or cpu")
     if isinstance(model, Load) and model.trust_remote_code:
         init_hf_modules()  # so that what the ranks say of such a model can be read here
     device_type = _device_type(model)
@@ -95,9 +99,10 @@ def compile_in_workers(
         saved = files.enter_context(_saved(model)) if isinstance(model, nn.Module) else None
         plan = RankPlan(
             tp=tp,
+            pp=pp,
             numerics=numerics,
             device_type=device_type,
-            num_threads=_threads_of_rank(tp),
+            num_threads=_threads_of_rank(pp * tp),
             options=dict(options or {}),
             load=model.on if isinstance(model, Load) else None,
             file=None if saved is None else saved.fileno(),

@@ -29,7 +29,12 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 __all__ = ["LLM"]
 
 # What compile() calls the options that are decided by then.
-COMPILES_BY = {"max_model_len": "max_context", "tensor_parallel_size": "tp", "hf_token": "token"}
+COMPILES_BY = {
+    "max_model_len": "max_context",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "hf_token": "token",
+}
 
 
 class LLM:
@@ -43,11 +48,11 @@ class LLM:
         model: a name, as compile() takes it, an exported .pt2, a module of transformers, or a compiled model.
         tokenizer: a tokenizer of transformers, or the folder of one; None takes the model's own.
         seed: makes the seeds of requests that have none; None draws them afresh.
-        options: vLLM's options by their names. Served are ``tensor_parallel_size``, ``dtype``, ``max_model_len``,
-            ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``,
-            ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``, ``enforce_eager``,
-            ``revision``, ``hf_token``, ``trust_remote_code`` and ``generation_config`` ("auto" or "vllm"); others are
-            taken where they ask for nothing.
+        options: vLLM's options by their names. Served are ``tensor_parallel_size``, ``pipeline_parallel_size``,
+            ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``max_num_seqs``, ``max_num_batched_tokens``,
+            ``block_size``, ``num_gpu_blocks_override``, ``enable_prefix_caching``, ``enable_chunked_prefill``,
+            ``enforce_eager``, ``revision``, ``hf_token``, ``trust_remote_code`` and ``generation_config`` ("auto" or
+            "vllm"); others are taken where they ask for nothing.
 
     Attributes:
         model: the compiled model.
@@ -205,12 +210,13 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
         changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.hub}
         changed.pop("trust_remote_code", None)  # there is no code to run any more
         changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
+        changed |= {"pipeline_parallel_size": options.pp if options.pp > 1 else None}
         for name, value in changed.items():
             if value is not None:
                 own = COMPILES_BY.get(name, name)
                 raise InvalidInput(f"LLM({name}={value}) of a model that is compiled before: pass {own} to compile()")
         return model if isinstance(model, CompiledModel) else load(model)
-    how: dict[str, Any] = {"tp": options.tp, "max_context": options.max_context, **options.hub}
+    how: dict[str, Any] = {"tp": options.tp, "pp": options.pp, "max_context": options.max_context, **options.hub}
     if isinstance(model, (str, Path)):
         how["dtype"] = options.dtype
     elif options.dtype is not None:

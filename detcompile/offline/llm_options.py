@@ -51,7 +51,6 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "max_seq_len_to_capture": (ANY, ""),
     "mm_processor_kwargs": ({}, "prompts are text or tokens"),
     "model_impl": ("auto", "transformers' code of the model is compiled"),
-    "pipeline_parallel_size": (1, ONE_ENGINE),
     "pooler_config": (None, "the model is a causal LM"),
     "quantization": (None, QUANTIZED),
     "runner": ("auto", "the model is a causal LM"),
@@ -71,6 +70,7 @@ class LLMOptions(NamedTuple):
 
     Attributes:
         tp: tensor-parallel size.
+        pp: stages of the layers.
         dtype: dtype of the weights; None is the checkpoint's own.
         max_context: tokens a sequence may hold; None is the model's.
         engine: settings of the engine.
@@ -79,6 +79,7 @@ class LLMOptions(NamedTuple):
     """
 
     tp: int
+    pp: int
     dtype: torch.dtype | None
     max_context: int | None
     engine: EngineConfig
@@ -97,6 +98,7 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
     context = rest.pop("max_model_len", None)
     defaults = rest.pop("generation_config", "auto")
     tp = whole_number(rest.pop("tensor_parallel_size", 1), "tensor_parallel_size")
+    pp = whole_number(rest.pop("pipeline_parallel_size", 1), "pipeline_parallel_size")
     if not isinstance(dtype, torch.dtype) and dtype not in DTYPES:
         raise InvalidInput(f"dtype={shown(dtype)} must be a torch.dtype or one of {', '.join(DTYPES)}")
     if defaults not in ("auto", "vllm"):
@@ -112,6 +114,7 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
             raise InvalidInput(f"LLM({name}={shown(value)}) is not served: {advice}")
     return LLMOptions(
         tp,
+        pp,
         dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype],
         None if context is None else whole_number(context, "max_model_len"),
         engine,

@@ -240,15 +240,14 @@ class _Compilation:
         run = self.layered.run
         sources = run.unrolled.sources
         inputs, wide, parts = inputs_of_all_layers(run.unrolled, self._inputs, self._groups, self._backend.layers)
-        return CompiledGraph(
-            _in_float_mode(run, self._inputs),
-            [values[source] for source in sources],
-            inputs,
-            [self._roles[source] for source in sources],
-            wide,
-            checked,
-            LayeredCode(run, parts),
-        )
+        roles = [self._roles[source] for source in sources]
+        fakes = [values[source] for source in sources]
+        rows = self.layered.rows
+        if rows is not None:
+            inputs, fakes, roles = [*inputs, rows.example], [*fakes, rows.value], [*roles, Role("rows", {1: "tokens"})]
+        code = LayeredCode(run, parts, None if rows is None else rows.example, self.layered.stage)
+        checked = frozenset(position for position, source in enumerate(sources) if source in checked)
+        return CompiledGraph(_in_float_mode(run, self._inputs), fakes, inputs, roles, wide, checked, code)
 
     def finish(self, direct: Mapping[Any, Any], gm: fx.GraphModule) -> None:
         self._backend._certify(gm, self._named)

@@ -1,7 +1,7 @@
 """The life of a model through compile(): from a Hugging Face module to a certified callable over packed tokens."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,30 +9,29 @@ from torch._inductor.compile_fx import compile_fx_inner
 from transformers import PreTrainedModel
 
 from detcompile.config import programs_kept
-from detcompile.digests import weights_digest
 from detcompile.errors import UnsupportedModel
 from detcompile.facts import ModelFacts
 from detcompile.orders.numerics import Numerics
-from detcompile.parallel import TensorParallel
+from detcompile.parallel import PipelineStage, TensorParallel
 from detcompile.passes.capture import PackedForward, StatesForward, observe_attention
 from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.preparation import prepare
 from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
-from detcompile.passes.programs.canonical_form import never_run
-from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
+from detcompile.passes.stages import StagePart, groups_of_stage, layers_of_stage, release_others, tensors_of
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
 from detcompile.passes.warm.program_key import program_key
+from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
-from detcompile.weights import named_weights, weight_digests
 
 __all__ = ["Lowered", "lower", "lower_view", "lower_with_states"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
@@ -47,6 +46,8 @@ class Lowered:
         constants: what the graph takes that is no parameter or buffer, by name.
         whole_weights: digests of the whole weights, where this process holds a share of them.
         recurrences: the operations that carry a state from token to token; None if there are none.
+        stage: what is known of a stage; None where one process has all layers. Its forward is given the rows of the
+            stage before it in the place of token ids, and gives rows [1, T, H], but at the ends.
     """
 
     forward: Callable[[Tensor, Tensor, StepInputs, Tensor], Tensor]
@@ -56,6 +57,7 @@ class Lowered:
     constants: Mapping[str, Tensor]
     whole_weights: Mapping[str, str] = field(default_factory=dict)
     recurrences: Recurrences | None = None
+    stage: StagePart | None = None
 
 
 def lower(
@@ -65,6 +67,7 @@ def lower(
     ranks: TensorParallel | None = None,
     replicate_attention: bool = False,
     on_read: Callable[[int, int], None] | None = None,
+    pipeline_stage: PipelineStage | None = None,
 ) -> Lowered:
     """Rewrite, capture, certify and lower ``model``, which is changed in place (its bits under eager change with it).
 
@@ -72,9 +75,10 @@ def lower(
         ranks: the ranks that share the model, each of which has to call this with the same model.
         replicate_attention: heads that do not divide among the ranks are computed by each.
         on_read: where ranks share the model, is told the bytes of weights read so far and of how many.
+        pipeline_stage: the part of the layers that is run here, whose weights alone are kept; None for all.
 
     Raises:
-        UnsupportedModel: the model cannot be captured with its meaning intact.
+        UnsupportedModel: the model cannot be captured with its meaning intact, or not be cut into stages.
         UncertifiedOp: an operation could make a row's bits depend on other rows.
         NumericsError: a row-parallel linear has no equal leaves, or what ranks share does not divide.
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
@@ -82,22 +86,29 @@ def lower(
     """
     vocabulary = _vocabulary(model)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
-    whole: _Whole | None = None
+    whole: WholeModel | None = None
+    if ranks is not None or pipeline_stage is not None:
+        whole = read_whole(model, numerics, max_context, seen, ranks, on_read)
     if ranks is None:
         pin_row_parallel(model, numerics)
     else:
-        whole = _read_whole(model, numerics, max_context, seen, ranks, on_read)
-        shard(model, seen.attention, numerics, ranks, replicate_attention)
+        with stage("take this rank's share"):
+            shard(model, seen.attention, numerics, ranks, replicate_attention)
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
-    program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
+    facts = _facts(model, seen, vocabulary, max_context)
+    if pipeline_stage is None:
+        program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
+    else:
+        program, facts = _compile_stage(model, numerics, seen, facts, pipeline_stage)
     return Lowered(
         forward=program.forward,
         certificate=program.certificate,
-        facts=_facts(model, seen, vocabulary, max_context),
+        facts=facts,
         program=program.digest if whole is None else whole.program,
         constants=program.constants,
         whole_weights={} if whole is None else whole.weights,
         recurrences=recurrences,
+        stage=program.stage,
     )
 
 
@@ -161,46 +172,12 @@ def _facts(model: PreTrainedModel, seen: Seen, vocabulary: tuple[int, int], max_
     )
 
 
-class _Whole(NamedTuple):
-    """What is known of a whole model before ranks take shares of it."""
-
-    program: str  # digest of the program that one rank would run
-    weights: Mapping[str, str]  # digests
-
-
-def _read_whole(
-    model: PreTrainedModel,
-    numerics: Numerics,
-    max_context: int,
-    seen: Seen,
-    ranks: TensorParallel,
-    on_read: Callable[[int, int], None] | None,
-) -> _Whole:
-    """Read the whole model, which has to be the same on every rank.
-
-    It is compared before the first collective of the model: ranks that differ would wait for each other.
-    """
-    digests = weight_digests(named_weights(model), on_read)
-    declared = {"numerics": str(numerics), "max_context": str(max_context)}
-    ranks.require_equal({"weights": weights_digest(digests), **declared})
-    program, constants = _whole_program(model, numerics, seen)
-    return _Whole(program, digests | weight_digests(constants))
-
-
-def _whole_program(model: PreTrainedModel, numerics: Numerics, seen: Seen) -> tuple[str, Mapping[str, Tensor]]:
-    """The digest of the program that one rank would run, and its constants."""
-    view = view_of(model)
-    pin_row_parallel(view, numerics)
-    repeats = None if seen.states else find_repeats(view)
-    traced = trace_packed(PackedForward(view), numerics, seen, never_run, join_weights=False, repeats=repeats)
-    return traced.digest, traced.constants
-
-
 class _Program(NamedTuple):
     forward: Callable[..., Any]
     certificate: Certificate
     digest: str
     constants: Mapping[str, Tensor]
+    stage: StagePart | None = None
 
 
 def _kept_or_compiled(
@@ -228,6 +205,25 @@ def _kept_or_compiled(
         label = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
         programs.write(key, content, label | {"max_context": str(max_context), "program": traced.digest})
     return _Program(forward, traced.certificate, traced.digest, traced.constants)
+
+
+def _compile_stage(
+    model: PreTrainedModel, numerics: Numerics, seen: Seen, facts: ModelFacts, pipeline_stage: PipelineStage
+) -> tuple[_Program, ModelFacts]:
+    """The program over the layers of a stage, and its facts; the other weights are dropped."""
+    repeats = None if seen.states else find_repeats(model)
+    here = layers_of_stage(model, pipeline_stage, repeats, carries_states=bool(seen.states))
+    groups = groups_of_stage(seen.groups, here)
+    with stage("capture over a batch"):
+        certify_batches(model, numerics, seen.expected, repeats)
+    with stage(f"capture and compile {len(here)} of {_layers(seen)}"):
+        traced = trace_packed(PackedForward(model), numerics, seen, compile_fx_inner, repeats=repeats, here=here)
+        forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
+        require_kept(forward, groups, traced.example)
+    release_others(model, tensors_of(traced.graph))
+    part = StagePart(traced.graph.code.stage, traced.graph.code.rows)
+    program = _Program(forward, traced.certificate, traced.digest, traced.constants, part)
+    return program, replace(facts, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
 
 
 def _layers(seen: Seen) -> str:

@@ -28,7 +28,7 @@ from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.binding import CompiledGraph
 from detcompile.passes.programs.canonical_form import NotRun, constants_of, input_names
-from detcompile.passes.programs.example_step import ExampleStep, example_step, first_layers
+from detcompile.passes.programs.example_step import ExampleStep, example_step, some_layers
 from detcompile.passes.programs.layer_views import layer_list, layers_of
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.roles import dense_role, packed_roles
@@ -112,6 +112,7 @@ def trace_packed(
     compile_graph: Callable[..., Any],
     join_weights: bool = True,
     repeats: Repeats | None = None,
+    here: range | None = None,
 ) -> Traced:
     """The graph of a packed forward over an example step.
 
@@ -122,11 +123,21 @@ def trace_packed(
         join_weights: whether matrices of equal width share a product; see `Backend`.
         repeats: structures of the model's layers; where they are given, only the first layers are traced, unless
             those turn out to read of each other something else than their rows.
+        here: the layers of a stage, which the program is to run; None for all. The example is then a step of theirs,
+            with rows in the place of token ids behind the first stage.
+
+    Raises:
+        UnsupportedModel: the layers of a stage read more of others than their rows.
     """
     if repeats is not None:
         try:
-            return _trace_packed(module, numerics, seen, compile_graph, join_weights, repeats)
+            return _trace_packed(module, numerics, seen, compile_graph, join_weights, repeats, here)
         except NotCut as error:
+            if here is not None:
+                raise UnsupportedModel(
+                    f"{type(module.model).__name__} is not cut into stages, as its layers hand each other more than"
+                    f" their rows: {error}. Compile it with pp=1"
+                ) from error
             logger.debug("the layers of %s are taken one by one: %s", type(module.model).__name__, error)
     return _trace_packed(module, numerics, seen, compile_graph, join_weights, None)
 
@@ -138,12 +149,14 @@ def _trace_packed(
     compile_graph: Callable[..., Any],
     join_weights: bool,
     repeats: Repeats | None,
+    here: range | None = None,
 ) -> Traced:
     model = module.model
     parameter = next(model.parameters())
     example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, parameter.device)
     leaves = step_leaves(*example)
-    layers = None if repeats is None else LayerInputs(list(layer_list(model) or ()), repeats, example[2], seen.groups)
+    every = list(layer_list(model) or ())
+    layers = None if repeats is None else LayerInputs(every, repeats, example, seen.groups, here)
     traced = module if repeats is None else PackedForward(marked_layers(model, repeats.prefix))
     backend = Backend(
         numerics,
@@ -155,9 +168,13 @@ def _trace_packed(
         layers=layers,
     )
     with inductor_config.patch(size_asserts=sizes_asserted()), contextlib.suppress(NotRun):
-        trace_once(traced, backend, example if repeats is None else first_layers(example, repeats.prefix))
+        trace_once(traced, backend, example if repeats is None else some_layers(example, range(repeats.prefix)))
     (graph,), (certificate,), (digest,) = backend.programs, backend.certificates, backend.digests
-    return Traced(graph, certificate, digest, example, constants_of(model, leaves, graph.inputs))
+    if here is not None:
+        input_ids, position_ids, step, logits_to_keep = some_layers(example, here)
+        rows = input_ids if graph.code.rows is None else graph.code.rows
+        example = rows, position_ids, step, logits_to_keep
+    return Traced(graph, certificate, digest, example, constants_of(model, step_leaves(*example), graph.inputs))
 
 
 def find_repeats(model: PreTrainedModel) -> Repeats | None:

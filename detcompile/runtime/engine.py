@@ -70,7 +70,7 @@ class Engine:
         self._admission = admission
         self._arrivals = count()
         self._deliveries = Deliveries()
-        self._scheduler = Scheduler(config, blocks)
+        self._scheduler = Scheduler(config, blocks, worker.num_stages)
         self._book = RequestBook(
             self._scheduler,
             together=not blocks.prefix_caching,
@@ -233,7 +233,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
         with without_interrupts(), self._steps.turns:
-            return self._pipeline.tally.stats(self._scheduler, self._blocks)
+            return self._pipeline.stats(self._book.num_held_blocks())
 
     def check(self) -> None:
         """Assert that no block is lost and none counted twice; between steps, at any time."""

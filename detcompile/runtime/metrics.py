@@ -1,6 +1,7 @@
 """What an engine has done, and how long its steps took."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +40,9 @@ class EngineStats:
         num_queried_tokens: prompt tokens looked up in the prefix cache.
         num_cached_tokens: prompt tokens found there.
         num_evicted_blocks: blocks whose cached content was forgotten for lack of empty ones.
+        num_held_blocks: blocks that each request has, by its id; one that several of them share counts for each.
         host_seconds: time spent on the host in all steps together.
+        idle_share: share of the time of a pipeline's stages in which they had no step, while there were any.
         recent: the last steps, oldest first.
     """
 
@@ -54,8 +57,10 @@ class EngineStats:
     num_queried_tokens: int
     num_cached_tokens: int
     num_evicted_blocks: int
+    num_held_blocks: Mapping[str, int]
     host_seconds: float
     recent: tuple[StepRecord, ...]
+    idle_share: float = 0.0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -80,7 +85,9 @@ class Tally:
         self._host_seconds += record.host_seconds
         self._records.append(record)
 
-    def stats(self, scheduler: Scheduler, blocks: KVBlocks) -> EngineStats:
+    def stats(
+        self, scheduler: Scheduler, blocks: KVBlocks, num_held_blocks: Mapping[str, int], idle_share: float
+    ) -> EngineStats:
         """The counts, and the state of the engine's parts now."""
         found, pool = blocks.statistics, blocks.pool
         return EngineStats(
@@ -95,6 +102,8 @@ class Tally:
             num_queried_tokens=found.num_queried_tokens,
             num_cached_tokens=found.num_hit_tokens,
             num_evicted_blocks=found.num_evictions,
+            num_held_blocks=num_held_blocks,
             host_seconds=self._host_seconds,
             recent=tuple(self._records),
+            idle_share=idle_share,
         )

@@ -5,15 +5,19 @@ yet are taken from the device, where that step will have drawn them. A sequence 
 row too many, which nobody reads. A step that drafts needs to know every token before it, and what follows one needs
 to know where it ended, so there the step ahead is read back first; what the caller does with its tokens has time while
 the next one runs.
+
+Where the worker is a pipeline of stages, as many steps are under way as there are stages, each of sequences whose
+tokens are all known: no step waits for a token of another.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from detcompile.errors import EngineError
 from detcompile.runtime.device_memory import ran_out_of_memory
-from detcompile.runtime.metrics import StepRecord, Tally
+from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
 from detcompile.runtime.request_book import RequestBook
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
@@ -78,51 +82,78 @@ class Pipeline:
         self._speculator = speculator
         self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: deque[_InFlight] = deque()  # at most one, or one a stage
         self._clock = clock
         self._resumed = self._seconds = 0.0  # since when the clock runs, and what it counted before; from step to step
 
     @property
     def busy(self) -> bool:
         """Whether a step was launched and not read back."""
-        return self._in_flight is not None
+        return bool(self._in_flight)
 
     @property
     def forked(self) -> list[int]:
-        """Blocks of the step in flight that belong to branches of drafts, and to no sequence."""
-        draws = () if self._in_flight is None else self._in_flight.step.draws
+        """Blocks of the steps in flight that belong to branches of drafts, and to no sequence."""
+        draws = [draw for flying in self._in_flight for draw in flying.step.draws]
         found = [draw.verification.forked for draw in draws if draw.verification is not None]
         return [block for forked in found for block in forked.reshape(-1).tolist()]
 
     def step(self) -> None:
-        """Plan, draft, build and launch a step; collect and settle it, or with ``overlap`` the one launched before it.
+        """Plan, draft, build and launch a step; collect and settle it, or one that was launched before it.
 
-        As far as there is anything to do. A step that drafts, and one behind a step that did or that bad words or a
-        grammar wait for, comes after the one before it was settled; so do the smaller steps in the place of one that
-        found no memory.
+        As far as there is anything to do.
         """
         self.mid_step = True
         self._resumed = self._clock()
-        before, self._in_flight = self._in_flight, None
+        moved = self._step_in_stages() if self._worker.num_stages > 1 else self._step_alone()
+        assert moved or not self._scheduler.num_unfinished, "sequences are left and none can run"
+        self._seconds += self._clock() - self._resumed
+        self.mid_step = False
+
+    def _step_in_stages(self) -> bool:
+        """Launch a step while there are fewer than stages; settle the oldest where all have one, or no step can be."""
+        launched = self._launch({}, self._planner.wants_drafts())
+        assert not isinstance(launched, _OutOfMemory), "stages share their steps"
+        if launched is not None:
+            self._in_flight.append(launched)
+        if self._in_flight and (launched is None or len(self._in_flight) == self._worker.num_stages):
+            self._settle(self._in_flight.popleft())
+            return True
+        return launched is not None
+
+    def _step_alone(self) -> bool:
+        """With ``overlap``, settle the step that was launched before, otherwise this one.
+
+        A step that drafts, and one behind a step that did or that bad words or a grammar wait for, comes after the one
+        before it was settled; so do the smaller steps in the place of one that found no memory.
+        """
+        before = self._in_flight.popleft() if self._in_flight else None
         due = before
         if due is not None and (due.step.drafting or due.step.awaited or self._planner.wants_drafts()):
             self._settle(due)
             due = None
-        launched = self._launch(due, self._planner.wants_drafts())
+        pending = {} if due is None else {draw.sequence: draw.row for draw in due.step.draws}
+        launched = self._launch(pending, self._planner.wants_drafts())
         while isinstance(launched, _OutOfMemory):
             if due is not None:
                 self._settle(due)
                 due = None
-            launched = self._launch(None, drafting=False)
-        if self._overlap:
-            self._in_flight = launched
-        else:
+            launched = self._launch({}, drafting=False)
+        if not self._overlap:
             due = launched
+        elif launched is not None:
+            self._in_flight.append(launched)
         if due is not None:
             self._settle(due)
-        assert before or launched or not self._scheduler.num_unfinished, "sequences are left and none can run"
-        self._seconds += self._clock() - self._resumed
-        self.mid_step = False
+        return before is not None or launched is not None
+
+    def stats(self, num_held_blocks: Mapping[str, int]) -> EngineStats:
+        """What the steps have done so far.
+
+        Args:
+            num_held_blocks: blocks that each request has, by its id.
+        """
+        return self.tally.stats(self._scheduler, self._scheduler.blocks, num_held_blocks, self._worker.idle_share)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""
@@ -132,14 +163,13 @@ class Pipeline:
             self._speculator.forget(sequence)
         self._scheduler.remove(sequence)
 
-    def _launch(self, before: _InFlight | None, drafting: bool) -> "_InFlight | _OutOfMemory | None":
+    def _launch(self, pending: dict[Sequence, int], drafting: bool) -> "_InFlight | _OutOfMemory | None":
         """Plan, draft, build and launch the next step; None where nothing can run.
 
         Args:
-            before: the step in flight, whose tokens are pending.
+            pending: rows of the step in flight whose tokens are the newest of their sequences.
         """
         started = time.perf_counter()
-        pending = {} if before is None else {draw.sequence: draw.row for draw in before.step.draws}
         step = self._planner.next_step(pending, drafting)
         if step is None:
             return None
@@ -150,7 +180,7 @@ class Pipeline:
         for draw in step.draws:
             draw.sequence.num_pending += 1
         host_seconds = time.perf_counter() - started
-        if self._speculator is not None and drafting:
+        if self._speculator is not None and drafting and self._worker.num_stages == 1:
             self._speculator.draft_ahead()
         return _InFlight(step, launched, time.monotonic(), host_seconds, len(self._scheduler.waiting))
 
@@ -190,7 +220,7 @@ class Pipeline:
                     ended.append(sequence)
             elif self._speculator is not None and draw.verification is not None:
                 self._speculator.discard(draw.verification)
-        if self._speculator is not None and result.hidden is not None and self._in_flight is None:
+        if self._speculator is not None and result.hidden is not None and not self._in_flight:
             self._speculator.observe(newest, result.hidden)  # a step launched meanwhile has overwritten the states
         for entry in step.plan.entries:
             if entry.sequence in self._scheduler.running:
@@ -206,6 +236,7 @@ class Pipeline:
         Returns whether the sequence goes on, how many tokens it got, and the row of the last of them.
         """
         sequence, first, verification = draw
+        seated = sequence in self._scheduler.running  # a step of another stage may have taken its blocks
         path: Path = ()
         count = 0
         while True:
@@ -222,10 +253,13 @@ class Pipeline:
             if not goes_on or child is None:
                 break
             path = child
-            sequence.num_computed += 1
+            sequence.num_computed += seated
         if verification is not None and self._speculator is not None:
-            self._speculator.settle(verification, path, cut=child is not None)
-            self._tables.changed(sequence, verification.start // self._scheduler.blocks.pool.block_size)
+            if seated:
+                self._speculator.settle(verification, path, cut=child is not None)
+                self._tables.changed(sequence, verification.start // self._scheduler.blocks.pool.block_size)
+            else:
+                self._speculator.discard(verification)
             self._book.on_draft(sequence, len(verification.tree), len(path))
         return goes_on, count, row
 

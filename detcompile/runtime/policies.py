@@ -20,6 +20,10 @@ __all__ = ["NextStep", "PROMPT_LOGPROBS_CHUNK", "Policy", "new_policy"]
 
 PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens a step whose logits are all wanted: bounds the memory of their logprobs
 
+# Of prompts in a step of a pipeline: a part of all that waits, so that steps behind each other take about as long.
+ROUNDS = 6  # of steps, one a stage, that what waits is spread over
+FEWEST = 64  # tokens: fewer take as long
+
 
 class NextStep:
     """A step in the making: what has a part in it, what had to give up its blocks for it, and the budget that is left.
@@ -29,14 +33,19 @@ class NextStep:
     Args:
         cut: token budget of a step while memory is short, which parts prompts under every policy; None where the
             config's budget holds.
+        num_stages: steps that run at a time, one a stage: this one takes its share of what there is to do, and no
+            sequence whose newest token another is about to draw.
 
     Attributes:
         budget: tokens that may still enter.
         entries: parts of the step by sequence, decodes first, then in the order in which they entered.
     """
 
-    def __init__(self, queues: Queues, blocks: KVBlocks, config: EngineConfig, cut: int | None) -> None:
+    def __init__(
+        self, queues: Queues, blocks: KVBlocks, config: EngineConfig, cut: int | None, num_stages: int
+    ) -> None:
         self.budget = config.max_num_batched_tokens if cut is None else cut
+        self._num_stages = num_stages
         self.entries: dict[Sequence, StepEntry] = {}
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -46,12 +55,18 @@ class NextStep:
         self._parts_prompts = cut is not None or config.scheduler != "prefill_first"
         self._prompt_logits = PROMPT_LOGPROBS_CHUNK  # rows of prompt tokens that may still be asked for
         self._lost: set[Sequence] = set()  # the preempted ones, to look up
+        if num_stages > 1 and self._parts_prompts:
+            self.budget = min(self.budget, self._share())
 
     def ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that decode, and those whose prompt is not computed yet."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        elsewhere = 0  # keys of the sequences whose next token other stages are about to draw
         for sequence in self._queues.running:
+            if self._num_stages > 1 and sequence.num_pending:
+                elsewhere += sequence.num_tokens
+                continue
             num_tokens = sequence.num_tokens
             num_uncomputed = num_tokens - sequence.num_computed
             if num_uncomputed == 1 and num_tokens > sequence.num_prompt_tokens:
@@ -59,7 +74,7 @@ class NextStep:
                     decodes.append(sequence)
             elif num_uncomputed > 0:
                 prefills.append(sequence)
-        return decodes, prefills
+        return self._part(decodes, elsewhere) if self._num_stages > 1 else decodes, prefills
 
     def decode(self, ready: Iterable[Sequence]) -> None:
         """One token of each of these, least recently served first, as the budget allows."""
@@ -107,6 +122,30 @@ class NextStep:
         if sequence.gives_prompt_logits(sequence.num_computed):
             wanted = min(wanted, self._prompt_logits)
         return min(wanted, self.budget) if self._parts_prompts else wanted
+
+    def _part(self, decodes: list[Sequence], elsewhere: int) -> list[Sequence]:
+        """Those of the sequences that decode, the least recently served first, which read their part of all keys."""
+        left = (elsewhere + sum(sequence.num_tokens for sequence in decodes)) / self._num_stages
+        part: list[Sequence] = []
+        for sequence in sorted(decodes, key=lambda s: s.last_step):
+            left -= sequence.num_tokens
+            if part and 2 * left < -sequence.num_tokens:  # the larger half of it would be too much
+                break
+            part.append(sequence)
+        return part
+
+    def _share(self) -> int:
+        """Tokens of this step: a part of the decodes, and of all prompt tokens that wait."""
+        num_decodes = waiting = 0
+        rounds = ROUNDS * self._num_stages
+        for sequence in (*self._queues.running, *self._queues.waiting):
+            if sequence.num_pending or sequence.num_computed >= sequence.num_prompt_tokens:
+                num_decodes += 1
+            else:
+                waiting += sequence.num_uncomputed
+            if waiting >= rounds * self.budget:
+                break
+        return -(-num_decodes // self._num_stages) + max(FEWEST, -(-waiting // rounds))
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.

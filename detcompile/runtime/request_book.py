@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import count
 
 from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.kv.block_pool import NULL_BLOCK
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
 from detcompile.runtime.requests.request import Request, undrawable
@@ -130,6 +131,16 @@ class RequestBook:
     def is_open(self, sequence: Sequence) -> bool:
         """Whether anybody still waits for the tokens of a sequence."""
         return sequence in self._owner
+
+    def num_held_blocks(self) -> dict[str, int]:
+        """Blocks of the KV cache that each request has, by its name; those that have none are left out."""
+        held: dict[str, int] = {}
+        for sequence, request in self._owner.items():
+            if sequence.block_tables:
+                name = request.output.request_id
+                own = sum(len(table) - table.count(NULL_BLOCK) for table in sequence.block_tables)
+                held[name] = held.get(name, 0) + own
+        return held
 
     def on_admission(self, entry: StepEntry) -> None:
         """A sequence got its first seat, or one again; ``entry.start`` tokens came from the cache."""

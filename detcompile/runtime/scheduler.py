@@ -34,13 +34,17 @@ class Scheduler:
 
     A planned sequence's ``num_computed`` advances at once, so that the next step can be planned while this one runs.
 
+    Args:
+        num_stages: steps that run at a time, each in a stage of a pipeline.
+
     Attributes:
         running: sequences that run, in the order of their admission; never changed from outside.
         waiting: sequences that wait, in any order; never changed from outside.
     """
 
-    def __init__(self, config: EngineConfig, blocks: KVBlocks) -> None:
+    def __init__(self, config: EngineConfig, blocks: KVBlocks, num_stages: int = 1) -> None:
         self.config = config
+        self._num_stages = num_stages
         self.blocks = blocks
         self._queues = Queues(config.aging)
         self.running, self.waiting = self._queues.running, self._queues.waiting
@@ -64,7 +68,7 @@ class Scheduler:
         most = sequence.most_tokens
         if self.config.allocation == "reserve":
             return self.blocks.needed(most)
-        in_flight = 2 * self.config.max_num_batched_tokens  # a step may run while the next is planned
+        in_flight = (1 + self._num_stages) * self.config.max_num_batched_tokens  # steps may run while one is planned
         return self.blocks.peak(most, most if self.config.whole_prompts else in_flight)
 
     def require_room(self, sequence: Sequence) -> None:
@@ -150,7 +154,7 @@ class Scheduler:
         return stateful
 
     def _next_step(self) -> NextStep:
-        return NextStep(self._queues, self.blocks, self.config, self._cut)
+        return NextStep(self._queues, self.blocks, self.config, self._cut, self._num_stages)
 
     def _drop(self, step: NextStep) -> None:
         """Nothing of a step that could not be planned was run; what lost its blocks on the way has lost them."""

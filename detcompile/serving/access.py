@@ -23,6 +23,9 @@ NO_KEY = "no API key, or none that is known: send `Authorization: Bearer KEY`"
 class Access:
     """Lets requests through that bring a key; without keys, all.
 
+    The page at / is a file that says nothing of this server, and browsers open pages without a key: it needs none, and
+    asks for the key that all else needs.
+
     Args:
         digests: sha256 of each key that is known.
         inside: what they reach.
@@ -34,7 +37,8 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer 401."""
-        if scope["type"] != "http" or not self._digests or self._knows(Headers(scope=scope).get("authorization", "")):
+        free = scope["type"] != "http" or not self._digests or (scope["method"], scope["path"]) == ("GET", "/")
+        if free or self._knows(Headers(scope=scope).get("authorization", "")):
             await self._inside(scope, receive, send)
             return
         error = HTTPError(401, NO_KEY)

@@ -15,6 +15,9 @@ from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.access import Access, read_body
+from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
+from detcompile.serving.dashboard.page import page
+from detcompile.serving.dashboard.state import state_of
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
@@ -56,6 +59,7 @@ def new_app(
     *,
     origins: Sequence[str] = (),
     request_log: IO[str] | None = None,
+    demo: bool = False,
 ) -> ASGIApp:
     """The application.
 
@@ -65,10 +69,11 @@ def new_app(
         max_body: bytes that a request's body may have.
         origins: sites whose pages may use this server from a browser.
         request_log: file that gets a line a request; None for none.
+        demo: whether the page may kill engines.
     """
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
-    _add_posts(app, service, max_body)
-    _add_gets(app, service, version)
+    _add_posts(app, service, max_body, demo)
+    _add_gets(app, service, version, demo)
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
@@ -83,7 +88,7 @@ def new_app(
     return outside if request_log is None else RequestLog(outside, request_log)
 
 
-def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
+def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
     kinds: list[Any] = []
 
     def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
@@ -111,6 +116,8 @@ def _add_posts(app: FastAPI, service: Service, max_body: int) -> None:
     post(["/score", "/v1/score"], ScoreRequest, score)
     post(["/rerank", "/v1/rerank"], RerankRequest, rerank)
     post(["/v1/verify"], Envelope, verify)
+    if demo:
+        post(["/dashboard/kill"], KillRequest, kill_engine)
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -151,22 +158,24 @@ def _ready(service: Service) -> Response:
     return _json({"status": "ready"})
 
 
-def _add_gets(app: FastAPI, service: Service, version: str) -> None:
+def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     def get(path: str, answer: Callable[[], Response], *, ready: bool = False) -> None:
         async def route() -> Response:
             if ready:
                 service.require_ready()
             return answer()
 
-        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_"))
+        app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_") or "page")
 
-    def certificate() -> Response:
-        return Response(service.hello.certificate, media_type=JSON)
+    def state() -> Response:
+        return Response(msgspec.json.encode(state_of(service, version, demo=demo)), media_type=JSON)
 
     def health() -> Response:
         failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
 
+    get("/", page)
+    get("/dashboard/state", state)
     get("/health", health)
     get("/ready", lambda: _ready(service), ready=True)
     get("/version", lambda: _json({"version": version}))
@@ -174,7 +183,7 @@ def _add_gets(app: FastAPI, service: Service, version: str) -> None:
     get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
     get("/tokenizer_info", lambda: _tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
-    get("/v1/certificate", certificate, ready=True)
+    get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
 
     async def receipt(name: str) -> Response:
         return found_receipt(service, name)

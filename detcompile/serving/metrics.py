@@ -11,7 +11,7 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "SECONDS"]
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
@@ -47,6 +47,10 @@ class Metrics:
         """All of it, in Prometheus' text form."""
         return generate_latest(self.registry)
 
+    def latencies(self) -> dict[str, list[int]]:
+        """Counts of seconds to the first token and between tokens, for each bucket of SECONDS and above the last."""
+        return {"first": _counts(self._first), "between": _counts(self._between)}
+
     def prefill_rate(self) -> float:
         """Prompt tokens a second of the engine's steps so far, or 1000 where none were computed."""
         counted = self._fleet.statistics
@@ -77,6 +81,12 @@ class Metrics:
         self._whole.observe(time.monotonic() - answer.arrival)
         if answer.queued_seconds is not None:
             self._queued.observe(answer.queued_seconds)
+
+
+def _counts(histogram: Histogram) -> list[int]:
+    samples = next(iter(histogram.collect())).samples
+    sums = [int(sample.value) for sample in samples if sample.name.endswith("_bucket")]
+    return [own - before for own, before in zip(sums, [0, *sums])]
 
 
 class _EngineCounts(Collector):

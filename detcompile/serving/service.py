@@ -10,6 +10,7 @@ from typing import Literal
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
+from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
 from detcompile.serving.engines.answers import Answer, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
@@ -50,8 +51,10 @@ class Service:
         InvalidInput: a chat template that is none.
 
     Attributes:
+        serves: whether the engines have been ready once.
         draining: nothing new is taken, and what is open is finished.
         open: answers that have not ended.
+        history: the newest answers that have ended.
     """
 
     def __init__(
@@ -72,13 +75,14 @@ class Service:
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
+        self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
         self.created = int(time.time())
         self._name = name
         self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
         self._given_template = None if chat_template is None else ChatTemplate(chat_template)
-        self._serves = False
+        self.serves = False
         self._max_queue = max_queue
         self._max_queued_tokens = max_queued_tokens
         self._numbers = count()
@@ -98,12 +102,12 @@ class Service:
         self.template = self._given_template or own
         known = None if self.template is None else family_of(self.template.source)
         self.tool_family = self._given_family or known
-        self._serves = True
+        self.serves = True
         return hello
 
     async def stop(self) -> None:
         """End what runs beside the engines."""
-        if self._serves:
+        if self.serves:
             await self.grammars.stop()
 
     @property
@@ -120,7 +124,7 @@ class Service:
         """
         if self.fleet.failure is not None:
             raise error_of(WorkerError(f"the engine does not serve: {self.fleet.failure}"))
-        if self.draining or not self._serves:
+        if self.draining or not self.serves:
             what = "is shutting down" if self.draining else "is starting"
             raise HTTPError(503, f"the server {what}", code="unavailable", retry_after=5)
 
@@ -199,6 +203,7 @@ class Service:
         self.require_ready()
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
+        verification.name = f"verify-{verification.request_id}"
         self._add([verification])
         return verification
 
@@ -224,8 +229,10 @@ class Service:
             if cancelled:
                 self.fleet.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
-            known = self.open.pop(answer.request_id, None) is not None
-            if known and not isinstance(answer, Verification):
+            if self.open.pop(answer.request_id, None) is None:
+                continue
+            self.history.ended(answer, cancelled=cancelled)
+            if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:

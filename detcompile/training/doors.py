@@ -21,25 +21,24 @@ class Ledger:
     zeroed, replaced) is what the next gradient is added to.
 
     Args:
-        parameter: the parameter; None where something else keeps the sum (training.sharding).
         name: what messages call the parameter.
         guard: bounds the gradient, so that sums which may not be exact are refused.
+
+    Attributes:
+        ranks: how many add their gradients up elsewhere (training.sharding); 0 where this keeps the sum.
     """
 
-    def __init__(self, parameter: nn.Parameter | None, name: str, guard: ExactnessGuard) -> None:
-        self.name, self.guard = name, guard
+    def __init__(self, parameter: nn.Parameter, name: str, guard: ExactnessGuard) -> None:
+        self.name, self.guard, self.ranks = name, guard, 0
         self._exact: Tensor | None = None
         self._rounded: tuple[Tensor, int] | None = None  # what .grad was set to, and its version then
-        self._hook: Any = None
-        if parameter is not None:
-            parameter.grad_dtype = None  # float64 while autograd adds, the parameter's own afterwards
-            self._hook = parameter.register_post_accumulate_grad_hook(self._round)
+        parameter.grad_dtype = None  # float64 while autograd adds, the parameter's own afterwards
+        self._hook = parameter.register_post_accumulate_grad_hook(self._round)
 
-    def release(self, parameter: nn.Parameter) -> None:
-        """Leave the sum to something else from now on."""
+    def leave_to(self, ranks: int) -> None:
+        """Have so many ranks add up their gradients themselves from now on."""
         self._hook.remove()
-        self._hook = None
-        parameter.grad_dtype = parameter.dtype
+        self.ranks = ranks
 
     def open(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Put the float64 sum where autograd is about to add a gradient to it.
@@ -47,16 +46,13 @@ class Ledger:
         Raises:
             NumericsError: the sum may not be exact any more. On a GPU ``Trainer.clip_grad_norm_`` says so, later.
         """
-        if self._hook is not None:
-            grad = parameter.grad
-            if grad is None:
-                self.guard.forget(self.name)
-            elif grad.dtype is not torch.float64:
-                known = self._rounded is not None and grad is self._rounded[0] and grad._version == self._rounded[1]
-                parameter.grad = self._exact if known else grad.double()
+        grad = parameter.grad
+        if not self.ranks and grad is not None and grad.dtype is not torch.float64:
+            known = self._rounded is not None and grad is self._rounded[0] and grad._version == self._rounded[1]
+            parameter.grad = self._exact if known else grad.double()
         self.guard.add(self.name, gradient)
         if gradient.device.type == "cpu":
-            self.guard.require_one(self.name)
+            self.guard.require_one(self.name, max(1, self.ranks))
 
     def _round(self, parameter: Tensor) -> None:
         self._exact = parameter.grad
@@ -80,6 +76,8 @@ class _Door(torch.autograd.Function):
 
 def door(parameter: nn.Parameter, ledger: Ledger) -> Tensor:
     """The float64 stand-in of a parameter, a zero of its shape without memory, whose gradient is the parameter's."""
+    if ledger.ranks and parameter.grad_dtype is not torch.float64:
+        parameter.grad_dtype = torch.float64  # of a parameter that was gathered
     port: Tensor = _Door.apply(parameter, ledger) if torch.is_grad_enabled() else stand_in(parameter)
     return port
 

@@ -1,15 +1,19 @@
 """Trainer: a causal LM to train, whose logits are the bytes that serve it, and whose gradients are exact sums."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.loading import tokenizer_of
 from detcompile.orders.numerics import Numerics
@@ -21,6 +25,7 @@ from detcompile.training.construction import build
 from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.packing import leaf_table, packed_step, pieces
+from detcompile.training.sharding import ExactSum, shard_blocks, whole
 
 __all__ = ["Trainer"]
 
@@ -59,6 +64,7 @@ class Trainer(nn.Module):
         self._ledgers = {name: ledgers[id(held)] for name, held in every_name if id(held) in ledgers}
         for block in self.blocks:
             block.ledgers = {name: held for name, held in self._ledgers.items() if name.startswith(block.prefix)}
+        self._trained, self._sums = list(trained.values()), list[ExactSum]()
         self.certificate  # noqa: B018 - nothing is trained whose backward is not proved
 
     @property
@@ -83,6 +89,36 @@ class Trainer(nn.Module):
         layers = [None, *range(len(self.blocks)), None]
         proofs = [(call.prepare(trained), layer) for call, layer in zip(calls, layers, strict=True)]
         return TrainingCertificate(self._built.certificate, backward_of(proofs, self.numerics))
+
+    def shard(self, mesh: DeviceMesh | None = None) -> None:
+        """Share the parameters among ranks by FSDP2, block by block; torch.distributed is initialised before.
+
+        Every rank then reads its own sequences, in as many micro-batches as the others, and optimizers take
+        ``parameters()``, which are DTensors from now on. No bit of a gradient, of its norm or of weights follows the
+        ranks, where each token's weight in the loss is a function of the global batch: losses are added, not averaged.
+
+        Args:
+            mesh: one dimension of ranks, or two, to replicate over the first; None for all ranks.
+
+        Raises:
+            UnsupportedModel: the forward takes parameters of several dtypes, which one collective cannot gather.
+        """
+        dtype, *others = set(self._dtypes.values())
+        if others:
+            raise UnsupportedModel(f"parameters of {dtype} and {others} are not sharded: load the model in one dtype")
+        for ledger in self._ledgers.values():
+            ledger.leave_to(dist.get_world_size() if mesh is None else mesh.size())
+        self._sums = shard_blocks(self, self.blocks, dtype, mesh)
+        register_fsdp_forward_method(self, "logprobs")
+        self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def serving_weights(self) -> dict[str, Tensor]:
+        """The parameters by name as the engine takes them: whole, and rounded to the model's dtype.
+
+        Ranks that share them call this together.
+        """
+        named = self.named_parameters(remove_duplicate=False)
+        return {name: whole(parameter.detach()).to(self._dtypes[name]) for name, parameter in named}
 
     def forward(
         self,
@@ -157,7 +193,10 @@ class Trainer(nn.Module):
         Raises:
             NumericsError: a gradient's sums may not have been exact; it names the parameter, and what to do.
         """
-        self._guard.check(self.device)
+        if any(ledger.ranks for ledger in self._ledgers.values()):
+            self._guard.check(self.device)
+        else:
+            self._guard.require(self._guard.bounds(self.device))
         return clip_grad_norm_(self.parameters(), max_norm)
 
     def _batch(self, *given: Tensor | None) -> UnpaddedBatch:
@@ -166,14 +205,19 @@ class Trainer(nn.Module):
         return batch
 
     def _weights(self) -> dict[str, Weight]:
-        """The parameters that belong to no layer."""
+        """The parameters that belong to no layer, at the beginning of a forward."""
+        if all(parameter.grad is None for parameter in self._trained):
+            self._guard.clear()
+            for held in self._sums:
+                held.clear()
         return weights_of({name: self.get_parameter(name) for name in self._own}, self._ledgers, self._dtypes)
 
     def _rows(self, step: StepTensors, weights: Mapping[str, Weight]) -> Tensor:
         """What the last layer gives, [1, T, H]."""
         rows, *shared = self._built.first(None, (), step, weights)
+        others = MappingProxyType(weights)  # FSDP, which looks into a dict, would make zeros of all their gradients
         for block in self.blocks:
-            rows = block(rows, shared, step, weights)
+            rows = block(rows, shared, step, others)
         return rows
 
     def _chunked(

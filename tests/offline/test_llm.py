@@ -192,9 +192,10 @@ def test_what_is_closed_serves_no_more(model: CompiledModel) -> None:
 def test_options_are_mapped() -> None:
     given = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "block_size": 32, "gpu_memory_utilization": 0.5}
     given |= {"enable_prefix_caching": False, "enforce_eager": True, "enable_chunked_prefill": False}
-    given |= {"tensor_parallel_size": 2, "dtype": "half", "max_model_len": 100, "num_gpu_blocks_override": 44}
+    given |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    given |= {"dtype": "half", "max_model_len": 100, "num_gpu_blocks_override": 44}
     options = read_options(given)
-    assert (options.tp, options.dtype, options.max_context) == (2, torch.float16, 100)
+    assert (options.tp, options.pp, options.dtype, options.max_context) == (2, 3, torch.float16, 100)
     engine = options.engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (7, 99, 32)
     assert (engine.memory_fraction, engine.prefix_caching, engine.num_blocks) == (0.5, False, 44)
@@ -207,7 +208,7 @@ def test_options_are_mapped() -> None:
     ("options", "said"),
     [
         ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not served"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*one engine"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2.*one engine"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config.*SpeculationConfig"),
         ({"max_model_len": 64}, r"max_model_len=64\) of a model that is compiled before: pass max_context to compile"),
         ({"revision": "main"}, r"revision=main\) of a model that is compiled"),
@@ -221,6 +222,7 @@ def test_options_are_mapped() -> None:
         ({"seed": -1}, "seed -1 must be"),
         ({"dtype": "bfloat16"}, r"dtype=torch.bfloat16\) of a model that is compiled"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2\) of a model that is compiled"),
+        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2\) of a model that is compiled before: pass pp to"),
         ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere'"),
     ],
     ids=str,

@@ -1,9 +1,11 @@
 """An engine process without a model: it speaks the real protocol and gives each sample the tokens 40, 41, 42, …
 
-A sample gets one token every 20 ms, up to its max_tokens. It starts in tenths of a second. A request whose prompt holds
-POISON kills it at its fifth token; one whose prompt holds SILENT draws nothing.
+A sample gets one token every 20 ms, up to its max_tokens, each with the logprob -0.5 and the next tokens as
+alternatives where they are asked for. It starts in tenths of a second. A prompt of one or two tokens that holds POISON
+kills it at its fifth token; one with SILENT draws nothing; the fourth token of one with FICKLE is another each time.
 """
 
+import itertools
 import os
 import socket
 import sys
@@ -18,6 +20,8 @@ from detcompile.serving.engines.handshake import front_of
 
 POISON = 666
 SILENT = 667
+FICKLE = 668
+OTHERS = itertools.count(1000)
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
 HELLO = protocol.Hello(
     name="scripted",
@@ -34,6 +38,33 @@ HELLO = protocol.Hello(
     special_tokens={},
     chat_template=None,
 )
+
+
+def holds(add: protocol.Add, token: int) -> bool:
+    return len(add.prompt) <= 2 and token in add.prompt
+
+
+def samples(add: protocol.Add, count: int, ended: bool) -> list[protocol.SampleDelta]:
+    token, most = 39 + count, add.params.get("logprobs")
+    if holds(add, FICKLE) and count == 4:
+        token = next(OTHERS)
+    top = [(token + place, -0.5 - place) for place in range(most or 0)][:3]
+    logprobs = None if most is None else [protocol.Token(token, -0.5, top)]
+    reason = "length" if ended else None
+    return [protocol.SampleDelta(place, [token], logprobs, reason, None) for place in range(add.params.get("n", 1))]
+
+
+def heartbeat(num_steps: int, num_decodes: int, names: list[str]) -> protocol.Heartbeat:
+    num_blocks = HELLO.num_blocks
+    found = protocol.Statistics(
+        num_steps=num_steps,
+        num_generated_tokens=num_steps,
+        num_running=len(names),
+        num_blocks=num_blocks,
+        num_free_blocks=max(0, num_blocks - len(names)),
+    )
+    steps = [protocol.Step(0.02, 0, num_decodes, 0)] if num_decodes else []
+    return protocol.Heartbeat(found, steps, [protocol.Holding(name, 1) for name in names])
 
 
 def main() -> None:
@@ -57,22 +88,23 @@ def serve(connection: socket.socket) -> None:
 
     def draw() -> None:
         drawn: dict[str, int] = {}
+        num_steps = 0
         while True:
             time.sleep(0.02)
-            send(protocol.Heartbeat(protocol.Statistics(num_running=len(open_requests))))
             deltas = []
-            for name, add in [(name, add) for name, add in open_requests.items() if SILENT not in add.prompt]:
+            for name, add in [(name, add) for name, add in open_requests.items() if not holds(add, SILENT)]:
                 before = len((add.resume or {}).get(0, ()))
                 count = drawn[name] = drawn.get(name, before) + 1
-                if POISON in add.prompt and count == 5:
+                if holds(add, POISON) and count == 5:
                     os.abort()
                 ended = count >= add.params.get("max_tokens", 16)
                 if ended:
                     open_requests.pop(name, None)
-                sample = protocol.SampleDelta(0, [39 + count], None, "length" if ended else None, None)
-                deltas.append(protocol.Delta(name, [sample], ended, None, None, 0, None))
+                deltas.append(protocol.Delta(name, samples(add, count, ended), ended, None, None, 0, None))
             if deltas:
                 send(protocol.Tokens(deltas))
+            num_steps += bool(deltas)
+            send(heartbeat(num_steps, len(deltas), list(open_requests)))
 
     assert isinstance(receive(), protocol.EngineSpec)
     send(HELLO)

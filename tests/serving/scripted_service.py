@@ -29,9 +29,11 @@ def scripted(*, replicas: int = 1, spare: bool = False, most_restarts: int = 0, 
 
 
 @contextlib.asynccontextmanager
-async def running(service: Service, digests: list[bytes] | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a service whose engine is ready."""
-    app = new_app(service, "test", digests or [])
+async def running(
+    service: Service, digests: list[bytes] | None = None, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service whose engine is ready; ``options`` are those of the application."""
+    app = new_app(service, "test", digests or [], **options)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:
         try:
             await service.start(SPEC)

@@ -111,7 +111,7 @@ def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
                 await until_drawn(service, 2, 1)
                 before = service.fleet.num_restarts
                 os.kill(service.fleet.links[0].pid, signal.SIGKILL)
-                while service.fleet.num_restarts == before:
+                while service.fleet.num_restarts == before or not service.fleet.links[0].ready:
                     await asyncio.sleep(0.01)
             for task in tasks:
                 task.cancel()

@@ -10,7 +10,7 @@ import detcompile
 from detcompile import Numerics, Trainer
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
 
-__all__ = ["ARCHITECTURES", "gradients", "padded", "sequences", "trained"]
+__all__ = ["ARCHITECTURES", "add_gradients", "gradients", "padded", "sequences", "trained"]
 
 ARCHITECTURES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2"),
@@ -42,6 +42,13 @@ def padded(rows: Sequence[Tensor], left: Sequence[int] = (), width: int = 0) -> 
 def gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
     """Gradients of minus the mean log-probability, over micro-batches of the sequences of these numbers."""
     trainer.zero_grad()
+    add_gradients(trainer, rows, groups)
+    named = trainer.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+
+def add_gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
+    """Add what ``gradients`` gives to the gradients that there are, whatever rows other ranks read."""
     weights = [torch.linspace(0.5, 1.5, len(row) - 1) for row in rows]  # every token has its own
     for group in groups:
         ids, mask = padded([rows[number] for number in group])
@@ -50,5 +57,3 @@ def gradients(trainer: Trainer, rows: Sequence[Tensor], groups: Sequence[Sequenc
         for place, number in enumerate(group):
             weight[place, : len(rows[number]) - 1] = weights[number]
         (-(logprobs * weight).sum() / sum(map(len, rows))).backward()
-    named = trainer.named_parameters()
-    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}

@@ -11,8 +11,9 @@ from torch._guards import TracingContext
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.graphs import shape_of
 from detcompile.passes.layers.inputs import LayerInputs
-from detcompile.passes.layers.program import LayeredProgram, Run, Unrolled, owned_inputs, unroll
-from detcompile.passes.layers.regions import Region, cut
+from detcompile.passes.layers.program import LayeredProgram, Run, Unrolled, narrowed, owned_inputs, unroll
+from detcompile.passes.layers.regions import NotCut, Region, cut
+from detcompile.passes.layers.stages import GivenRows, given_rows, without_rows
 from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.programs.canonical_form import region_form
 from detcompile.passes.proof.certificate import Certificate, certify
@@ -25,10 +26,12 @@ __all__ = ["AllInputs", "Layered", "compile_layers", "inputs_of_all_layers", "ro
 
 
 class Layered(NamedTuple):
-    """A program over all layers of a model."""
+    """A program over all layers of a model, or over those of a stage."""
 
     run: LayeredProgram
-    certificate: Certificate
+    certificate: Certificate  # of all layers
+    stage: Certificate | None = None  # of what runs here, where that is a stage
+    rows: GivenRows | None = None  # of a stage behind the first
 
 
 def compile_layers(
@@ -57,25 +60,35 @@ def compile_layers(
         NotCut: layers read of each other something else than their rows.
     """
     whole, states = proved
-    regions = cut(gm, rows, owned_inputs(gm, inputs, owners), [owners.is_trained(given) for given in inputs])
-    unrolled = unroll(regions, inputs, owners)
-    known_roles = {node.name: role_of(node, state) for node, state in states.items() if node.op != "placeholder"}
-    certificates: dict[int, Certificate] = {}
-    runs: dict[int, Run] = {}
-    by_form: dict[str, Run] = {}
-    for index in sorted(set(unrolled.regions)):
-        region, last = regions[index], index == len(regions) - 1
-        own = known_roles | {name: role for name, role in roles.items() if last or not role.final_gather}
-        certificates[index] = certify(region.gm.graph, own, numerics, None)
-        form = region_form(region.gm, _names(region, inputs, owners, index - 1))
+    trained = [owners.is_trained(given) for given in inputs]
+    regions, repeats = cut(gm, rows, owned_inputs(gm, inputs, owners), trained), owners.repeats
+    known = {node.name: role_of(node, state) for node, state in states.items() if node.op != "placeholder"}
+
+    def roles_in(index: int) -> dict[str, Role]:
+        last = index == len(regions) - 1
+        return known | {name: role for name, role in roles.items() if last or not role.final_gather}
+
+    everywhere = sorted({0, *(1 + first for first in repeats.first), len(regions) - 1})
+    proofs = {index: certify(regions[index].gm.graph, roles_in(index), numerics, None) for index in everywhere}
+    certificate = Certificate(_entries(proofs, repeats, range(len(repeats.first))), numerics, whole.sums)
+    if owners.here.start:
+        regions[0] = without_rows(regions[0])
+        proofs[0] = certify(regions[0].gm.graph, roles_in(0), numerics, None)
+    unrolled = _of_stage(unroll(regions, inputs, owners), inputs, list(roles.values()), owners)
+    runs, by_form = dict[int, Run](), dict[str, Run]()
+    here = sorted(set(unrolled.regions))
+    for index in here:
+        form = region_form(regions[index].gm, _names(regions[index], inputs, owners, index - 1))
         if form not in by_form:
-            text = f"compile region {len(by_form) + 1} of at most {len(set(unrolled.regions))}"
+            text = f"compile region {len(by_form) + 1} of at most {len(here)}"
             with stage(text), TracingContext.report_output_strides():  # each region has its own
-                by_form[form] = compile_region(region, own, certificates[index])
+                by_form[form] = compile_region(regions[index], roles_in(index), proofs[index])
         runs[index] = by_form[form]
-    certificate = Certificate(_entries(certificates, owners.repeats), numerics, whole.sums)
-    shared = {index: regions[index].shared for index in runs}
-    return Layered(LayeredProgram(runs, shared, unrolled), certificate)
+    program = LayeredProgram(runs, {index: regions[index].shared for index in runs}, unrolled, bool(owners.here.start))
+    if not owners.is_stage:
+        return Layered(program, certificate)
+    part = replace(certificate, entries=_entries({index: proofs[index] for index in here}, repeats, owners.here))
+    return Layered(program, certificate, part, given_rows(rows) if owners.here.start else None)
 
 
 class AllInputs(NamedTuple):
@@ -129,11 +142,31 @@ def _names(region: Region, inputs: Sequence[Any], owners: LayerInputs, layer: in
     return names
 
 
-def _entries(certificates: Mapping[int, Certificate], repeats: Repeats) -> tuple[Any, ...]:
-    """Entries of the regions; those of a layer say for which layers they hold."""
+def _of_stage(unrolled: Unrolled, inputs: Sequence[Any], roles: Sequence[Role], owners: LayerInputs) -> Unrolled:
+    """The program, of a stage with no other inputs than it takes and the tensors of a step that every stage is given.
+
+    Raises:
+        NotCut: it takes the token ids, which stages behind the first are not given.
+    """
+    if not owners.is_stage:
+        return unrolled
+    everywhere = [
+        position
+        for position, (given, role) in enumerate(zip(inputs, roles, strict=True))
+        if isinstance(given, torch.Tensor) and role.kind != "weight" and owners.is_everywhere(given)
+    ]
+    own = narrowed(unrolled, everywhere)
+    if owners.here.start and any(owners.is_token_ids(inputs[source]) for source in own.sources):
+        raise NotCut("layers read the token ids, beside the rows of the layer before")
+    return own
+
+
+def _entries(certificates: Mapping[int, Certificate], repeats: Repeats, here: range) -> tuple[Any, ...]:
+    """Entries of the regions; those of a layer say for which of the layers that run here they hold."""
     found = []
     for index, certificate in sorted(certificates.items()):
         layer = index - 1
         alike = repeats.alike(layer) if 0 <= layer < repeats.prefix else ()
-        found += [replace(entry, holds_for=alike) for entry in certificate.entries]
+        own = tuple(layer for layer in alike if layer in here)
+        found += [replace(entry, holds_for=own) for entry in certificate.entries]
     return tuple(found)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from detcompile.passes.layers.regions import NotCut
 from detcompile.passes.layers.structure import Repeats
-from detcompile.step import KVGroup, StepInputs
+from detcompile.passes.programs.example_step import ExampleStep
+from detcompile.step import KVGroup
 
 __all__ = ["LayerInputs"]
 
@@ -26,8 +27,9 @@ class LayerInputs:
     Args:
         layers: all layers of the model.
         repeats: structures of the layers.
-        step: an example with the caches of all layers.
+        example: a step with the caches of all layers.
         groups: KV groups of all layers.
+        here: the layers that the program runs, one behind the other; None for all.
         trains: the weights are to be trained.
     """
 
@@ -35,11 +37,14 @@ class LayerInputs:
         self,
         layers: Sequence[nn.Module],
         repeats: Repeats,
-        step: StepInputs,
+        example: ExampleStep,
         groups: Sequence[KVGroup],
+        here: range | None = None,
         trains: bool = False,
     ) -> None:
         self.repeats, self._trains = repeats, trains
+        self.here = range(len(layers)) if here is None else here
+        self._token_ids, _, step, _ = example
         self._step = step
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._weights = [dict((*layer.named_parameters(), *layer.named_buffers())) for layer in layers]
@@ -55,6 +60,25 @@ class LayerInputs:
     def is_owned(self, given: Any) -> bool:
         """Whether an input belongs to some layer, or to the layers of a group."""
         return id(given) in self._owned
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether the program runs a part of the layers."""
+        return len(self.here) < len(self.repeats.first)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the program runs the last layer, and what comes after it."""
+        return self.here.stop == len(self.repeats.first)
+
+    def is_everywhere(self, given: Any) -> bool:
+        """Whether a tensor of a step is given to the programs of all layers: no cache, and no token ids."""
+        owned = self._owned.get(id(given))
+        return not self.is_token_ids(given) and (owned is None or owned.kind != "cache")
+
+    def is_token_ids(self, given: Any) -> bool:
+        """Whether an input is the token ids of the step."""
+        return given is self._token_ids
 
     def is_trained(self, given: Any) -> bool:
         """Whether an input is a weight that is to be trained."""

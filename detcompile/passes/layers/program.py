@@ -1,6 +1,7 @@
 """A program that runs one compiled region for all layers of a structure, each over its own weights and caches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,10 @@ from torch import fx
 from detcompile.passes.graphs import sympy_size
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.regions import Region
+from detcompile.passes.proof.certificate import Certificate
 from detcompile.templates.device.cuda_graphs import is_rehearsal
 
-__all__ = ["LayeredCode", "LayeredProgram", "Run", "Unrolled", "owned_inputs", "unroll"]
+__all__ = ["LayeredCode", "LayeredProgram", "Run", "Unrolled", "narrowed", "owned_inputs", "unroll"]
 
 Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -44,18 +46,19 @@ def owned_inputs(gm: fx.GraphModule, inputs: Sequence[Any], owners: LayerInputs)
 
 
 def unroll(regions: Sequence[Region], inputs: Sequence[Any], owners: LayerInputs) -> Unrolled:
-    """Inputs and regions of the program over all layers, from the regions of a graph over the first ones."""
+    """Inputs and regions of the program over the layers that run here, from the regions of a graph over the first."""
     repeats = owners.repeats
     sources = list(range(len(inputs)))
     layers: list[int | None] = [None] * len(inputs)
     added: dict[tuple[int, int], int] = {}  # by layer and position in the graph
-    order = [0, *(1 + first for first in repeats.first), len(regions) - 1]
+    order: list[tuple[int | None, int]] = [(None, 0), *((layer, 1 + repeats.first[layer]) for layer in owners.here)]
+    if owners.has_end:
+        order.append((None, len(regions) - 1))
     given = []
-    for place, index in enumerate(order):
-        layer = place - 1
+    for layer, index in order:
         positions = []
         for position in regions[index].given:
-            if not 0 <= layer < len(repeats.first) or repeats.first[layer] == layer:
+            if layer is None or repeats.first[layer] == layer:
                 positions.append(position)
                 continue
             other = owners.of(inputs[position], layer)
@@ -68,7 +71,19 @@ def unroll(regions: Sequence[Region], inputs: Sequence[Any], owners: LayerInputs
                 layers.append(layer)
             positions.append(added[layer, position])
         given.append(tuple(positions))
-    return Unrolled(tuple(sources), tuple(layers), tuple(given), tuple(order))
+    return Unrolled(tuple(sources), tuple(layers), tuple(given), tuple(index for _, index in order))
+
+
+def narrowed(unrolled: Unrolled, others: Collection[int]) -> Unrolled:
+    """The program without the inputs that no region takes, but for ``others``."""
+    kept = sorted({*others, *chain.from_iterable(unrolled.given)})
+    place = {position: number for number, position in enumerate(kept)}
+    return Unrolled(
+        tuple(unrolled.sources[position] for position in kept),
+        tuple(unrolled.layers[position] for position in kept),
+        tuple(tuple(place[position] for position in positions) for positions in unrolled.given),
+        unrolled.regions,
+    )
 
 
 class LayeredCode(NamedTuple):
@@ -76,6 +91,8 @@ class LayeredCode(NamedTuple):
 
     program: "LayeredProgram"
     parts: Mapping[int, tuple[torch.Tensor, ...]]  # by position: weights that became one
+    rows: torch.Tensor | None = None  # an example of what a stage behind the first is given, as the last input
+    stage: Certificate | None = None  # proof of what runs here, where that is a stage
 
 
 class LayeredProgram:
@@ -87,9 +104,18 @@ class LayeredProgram:
         runs: code of the regions of a graph, by their number.
         shared: numbers of the shared values that each of them takes.
         unrolled: inputs and regions of the program.
+        takes_rows: the rows that enter the first layer are given, as the last input, and the first region gives the
+            shared values alone.
     """
 
-    def __init__(self, runs: Mapping[int, Run], shared: Mapping[int, tuple[int, ...]], unrolled: Unrolled) -> None:
+    def __init__(
+        self,
+        runs: Mapping[int, Run],
+        shared: Mapping[int, tuple[int, ...]],
+        unrolled: Unrolled,
+        takes_rows: bool = False,
+    ) -> None:
+        self._takes_rows = takes_rows
         self.runs, self.shared, self.unrolled = runs, shared, unrolled
         first, *others = unrolled.regions
         self._first = runs[first], unrolled.given[0]
@@ -102,7 +128,8 @@ class LayeredProgram:
 
     def __call__(self, *given: Any) -> Sequence[Any]:
         run, positions = self._first
-        rows, *shared = run([given[position] for position in positions])
+        made = run([given[position] for position in positions])
+        rows, *shared = (given[-1], *made) if self._takes_rows else made
         outputs: Sequence[Any] = [rows]
         for run, used, positions in self._rehearsed if is_rehearsal() else self._steps:
             arguments = [outputs[0], *[shared[index] for index in used], *[given[position] for position in positions]]

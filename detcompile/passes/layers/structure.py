@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
 
@@ -35,6 +35,8 @@ PLAIN = (
     torch.memory_format,
 )
 HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
+
+NO_INDICES = (-1, -1)  # of layers, where no number may differ
 
 
 class Repeats(NamedTuple):
@@ -238,8 +240,10 @@ def _same(one: Any, other: Any, indices: tuple[int, int]) -> bool:
         return len(one) == len(other) and all(_same(a, b, indices) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key], indices) for key in one)
-    if isinstance(one, (set, frozenset)):
+    if isinstance(one, (set, frozenset, slice)):
         return one == other
+    if isinstance(one, PreTrainedConfig):  # ranks that share heads count their own in a copy of each layer's
+        return _same(vars(one), vars(other), NO_INDICES)
     if isinstance(one, functools.partial):
         return _same((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), indices)
     if isinstance(one, types.MethodType):  # of two layers: the same function, and the modules are compared themselves

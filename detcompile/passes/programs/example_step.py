@@ -9,7 +9,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 from detcompile.step import KVShape, StateShape, StepInputs
 
-__all__ = ["BLOCK_SIZE", "ExampleStep", "example_step", "first_layers"]
+__all__ = ["BLOCK_SIZE", "ExampleStep", "NUM_TOKENS", "example_step", "some_layers"]
 
 NUM_TOKENS, NUM_BLOCKS = 2, 2
 BLOCK_SIZE = 16  # of the step's caches; the extent is marked unknown like the others
@@ -40,10 +40,11 @@ def example_step(
     return input_ids, position_ids, step, logits_to_keep
 
 
-def first_layers(example: ExampleStep, count: int) -> ExampleStep:
+def some_layers(example: ExampleStep, layers: range) -> ExampleStep:
     """The step without the caches of the other layers."""
     input_ids, position_ids, step, logits_to_keep = example
-    kept = step._replace(k_caches=step.k_caches[:count], v_caches=step.v_caches[:count])
+    part = slice(layers.start, layers.stop)
+    kept = step._replace(k_caches=step.k_caches[part], v_caches=step.v_caches[part])
     return input_ids, position_ids, kept, logits_to_keep
 
 

@@ -48,7 +48,7 @@ class TrainedRegion:
         self._programs: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def sizes(self) -> dict[int, tuple[int, int]]:
-        """An input, and its dimension, that has the extent which another input is; none is left out."""
+        """Where the extent of each number among the inputs is: its position, then an input and the dimension of it."""
         found: dict[Any, tuple[int, int]] = {}
         for place, node in enumerate(self._inputs):
             if isinstance(node.meta["val"], Tensor):

@@ -83,7 +83,7 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
         packed_roles(()),
         expects=Expected(repeats.prefix),
         compile_graph=never_run,
-        layers=LayerInputs(list(layers), repeats, example[2], (), trains=True),
+        layers=LayerInputs(list(layers), repeats, example, (), trains=True),
         compile_region=keep,
     )
     with contextlib.suppress(NotRun):

@@ -47,7 +47,7 @@ def kept(traced: Traced, model: nn.Module) -> bytes | None:
     code = traced.graph.code
     if code is None or traced.constants:
         return None
-    program, parts = code
+    program, parts = code.program, code.parts
     graphs = {id(run): run for run in program.runs.values()}
     if not all(isinstance(run, CompiledFxGraph) for run in graphs.values()):
         return None

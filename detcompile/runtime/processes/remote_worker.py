@@ -16,6 +16,7 @@ from torch import Tensor
 
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import SampleRow
 from detcompile.runtime.step.builder import StepArrays
@@ -24,9 +25,11 @@ from detcompile.runtime.step.worker import StepResult, StepWork
 __all__ = [
     "PackedTensor",
     "PackedWork",
+    "RankStep",
     "RemoteRunner",
     "RemoteWorker",
     "WorkReader",
+    "answer",
     "free_abandoned",
     "pack_tensor",
     "unpack_tensor",
@@ -45,6 +48,14 @@ class PackedWork(NamedTuple):
     forgotten: tuple[int, ...]  # sequences that will have no more rows
     forbidden: dict[int, tuple[int, ...]]  # by row: tokens that would complete a bad word
     masks: dict[int, Mask]  # by row: tokens that a grammar lets it draw
+
+
+class RankStep(NamedTuple):
+    """What the first rank of a stage says of a step."""
+
+    result: StepResult | None  # of the last stage
+    hidden: "PackedTensor | None"
+    busy_seconds: float  # that it did not wait for another stage's rows
 
 
 class WorkReader:
@@ -74,6 +85,11 @@ class WorkReader:
         return packed.work._replace(rows=rows)
 
 
+def answer(values: Sequence[Any]) -> Any:
+    """What the one rank that answers a command returned; the others return None."""
+    return next(value for value in values if value is not None)
+
+
 def free_abandoned(group: WorkerGroup, abandoned: "deque[int]") -> None:
     """Let the workers drop what nobody holds here any more."""
     while True:
@@ -101,6 +117,12 @@ class _Remote:
         free_abandoned(self._group, self._abandoned)
 
 
+class RemoteStep:
+    """A step that the workers were told of, and what collects it, once they were told to."""
+
+    ticket: int | None = None
+
+
 class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
@@ -110,36 +132,73 @@ class RemoteWorker(_Remote):
         args: what ``new_worker`` is given behind the name.
         seconds: longest that making it may take.
         device: device that hidden states are handed out on.
+        num_stages: stages of the pipeline that the workers are.
     """
 
     accepts_rejection = False
     is_alone = False
 
     def __init__(
-        self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], seconds: float, device: torch.device
+        self,
+        group: WorkerGroup,
+        abandoned: "deque[int]",
+        args: Sequence[Any],
+        seconds: float,
+        device: torch.device,
+        *,
+        num_stages: int = 1,
     ) -> None:
         super().__init__(group, abandoned)
         self._device = device
+        self.num_stages = num_stages
+        self._stages = StageClock(num_stages)
+        self._newest: RemoteStep | None = None
         self._tell_abandoned()
         self._numbers: dict[Hashable, int] = {}
         self._next_number = count()
         self._forgotten: list[int] = []
         group.call("new_worker", self.name, *args, seconds=seconds)
 
-    def launch(self, work: StepWork) -> None:
-        """Start a step; nothing waits for it."""
+    def launch(self, work: StepWork) -> RemoteStep:
+        """Start a step; nothing waits for it.
+
+        Stages tell what came of a step as soon as they know, while others run later ones: on a CPU, where a launch is
+        the step, before they are told of the next one, and on a GPU behind its launch, which takes the host's time.
+        """
         self._tell_abandoned()
         self._group.post("launch", self.name, self._pack(work))
+        self._stages.started()
+        before, launched = self._newest, RemoteStep()
+        if self.num_stages > 1:
+            if before is not None:
+                self._ask(before)
+            if self._device.type == "cpu":
+                self._ask(launched)
+        self._newest = launched
+        return launched
 
-    def collect(self, launched: None) -> StepResult:
+    def collect(self, launched: RemoteStep) -> StepResult:
         """Wait for the oldest step that was not collected."""
-        result, hidden = self._group.call("collect", self.name)[0]
+        told = [step for step in self._group.result(self._ask(launched)) if step is not None]
+        self._stages.ended(step.busy_seconds for step in told)
+        result, hidden, _ = told[-1]
         assert isinstance(result, StepResult)
         return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
+
+    def _ask(self, launched: RemoteStep) -> int:
+        """Tell the workers to collect a step, if they were not told."""
+        if launched.ticket is None:
+            launched.ticket = self._group.submit("collect", self.name)
+        return launched.ticket
 
     def recover(self) -> None:
         """Never asked for: a rank that could not launch a step leaves the others waiting in it."""
         raise AssertionError("ranks share their steps")
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the stages' time in which they had no step, while there were any; 0 before the first."""
+        return self._stages.idle_share if self.num_stages > 1 else 0.0
 
     @property
     def sampler(self) -> "RemoteWorker":
@@ -187,7 +246,7 @@ class RemoteRunner(_Remote):
 
     def run(self, arrays: StepArrays) -> Tensor:
         """Run a step in the workers, as ``Runner.run`` does; return its logits [R, V] on ``device``."""
-        return unpack_tensor(self._group.call("run", self.name, arrays)[0]).to(self.device)
+        return unpack_tensor(answer(self._group.call("run", self.name, arrays))).to(self.device)
 
     def fill_caches(self, value: float) -> None:
         """Write ``value`` into every slot of the workers' KV caches and every state."""

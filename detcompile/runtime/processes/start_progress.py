@@ -3,19 +3,38 @@
 import os
 import re
 import threading
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["StartProgress", "reading"]
+from detcompile.progress import listener
+
+__all__ = ["StageNotes", "StartProgress", "reading"]
 
 QUIET_SECONDS = 2.0  # what takes longer shows that it goes on
 READING = re.compile(r"reading (\d+) of (\d+) bytes")
+ENDED = re.compile(r"in (\d+\.\d+) s: (.+)")
 
 
 def reading(done: int, total: int) -> str:
     """The note of a rank that has read so many bytes of the weights."""
     return f"reading {done} of {total} bytes"
+
+
+class StageNotes:
+    """A listener in a worker process, which tells the parent of its stages by notes."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def begins(self, text: str) -> None:
+        """A stage begins."""
+        self._note(text)
+
+    def ended(self, text: str, seconds: float) -> None:
+        """A stage has ended."""
+        self._note(f"in {seconds:.6f} s: {text}")
 
 
 class StartProgress:
@@ -30,6 +49,7 @@ class StartProgress:
 
     def __init__(self, num_ranks: int, console: Console | None = None, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._num_ranks = num_ranks
+        self._listener = listener()
         self._read: dict[int, tuple[int, int]] = {}  # by rank: bytes, and how many there are
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=console or Console(stderr=True), transient=True)
@@ -46,7 +66,12 @@ class StartProgress:
         return done, totals if len(self._read) == self._num_ranks else None
 
     def on_note(self, rank: int, text: str) -> None:
-        """A rank's note: ``reading``, or words."""
+        """A rank's note: ``reading``, those of StageNotes, or words."""
+        ended = ENDED.fullmatch(text)
+        if ended is not None:
+            if self._listener is not None:
+                self._listener.ended(f"rank {rank} of {self._num_ranks}: {ended[2]}", float(ended[1]))
+            return
         found = READING.fullmatch(text)
         if found is None:
             self._bar.update(self._task, description=f"rank {rank} of {self._num_ranks}: {text}")

@@ -24,10 +24,17 @@ class StepWorker(Protocol):
     Attributes:
         accepts_rejection: whether the sampler can accept guesses by rejection.
         is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
+        num_stages: stages of the pipeline that it is, each of which runs a step while the others run others.
+        idle_share: share of the stages' time in which they had no step, while there were any; 0 before the first.
     """
 
     accepts_rejection: bool
     is_alone: bool
+    num_stages: int
+
+    @property
+    def idle_share(self) -> float:
+        """See above."""
 
     @property
     def sampler(self) -> Forgetful:

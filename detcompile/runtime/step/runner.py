@@ -21,6 +21,7 @@ from detcompile.runtime.sampling.likeliest import likeliest
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
 from detcompile.runtime.step.graphs import Graph
 from detcompile.runtime.step.layout import MIXED_BUCKETS, TOKEN_BUCKETS, StepBuffers, StepLayout, host_tensors
+from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.step import NO_SLOT, StepInputs
 from detcompile.templates.device.cuda_graphs import for_graph, rehearsal
 from detcompile.templates.tokens.next_tokens_gpu import fill_pending_cuda
@@ -45,13 +46,16 @@ class Runner:
 
     Args:
         forward: (input_ids [1, T], position_ids [1, T], StepInputs, logits_to_keep [R]) -> logits [R, V], or a pair of
-            them and the states [R, H] that they were made of.
+            them and the states [R, H] that they were made of. A StageForward's rows are exchanged with other stages
+            around it.
         cuda_graphs: needs a cache on a CUDA device.
 
     Attributes:
         states: states of the last launch, good until the next one; None if the forward gives none.
         drawn: [R, 2] int64, what ``likeliest`` gives for the logits of the last ``launch``, good until the next one;
-            ``sampled`` has these tokens then. None if no graph was replayed.
+            ``sampled`` has these tokens then. None if no graph was replayed, or it gives no logits.
+        gives_logits: whether it does; otherwise ``launch`` gives [0, 0].
+        replayed: whether the last launch was a graph.
 
     Raises:
         InvalidInput: CUDA graphs without a CUDA device.
@@ -61,11 +65,14 @@ class Runner:
         if cuda_graphs and kv_cache.device.type != "cuda":
             raise InvalidInput(f"CUDA graphs need a GPU, the KV cache is on {kv_cache.device}: turn them off")
         self.forward = forward
+        self._stage = forward if isinstance(forward, StageForward) else None
+        self.gives_logits = self._stage is None or self._stage.gives_logits
         self.kv_cache = kv_cache
         self.cuda_graphs = cuda_graphs
         self._on_host = kv_cache.device.type == "cpu"
         self.states: Tensor | None = None
         self.drawn: Tensor | None = None
+        self.replayed = False
         self.sampled = torch.zeros(MOST_SEQUENCES, dtype=torch.int64, device=kv_cache.device)
         self._graphs: dict[StepLayout, Graph] = {}
         self._widest = 0  # table among them
@@ -96,7 +103,13 @@ class Runner:
         Pending tokens are those of the launch before, by row of its logits: what ``keep`` was given after it, or else,
         if a graph was replayed, the likeliest.
         """
+        if self._stage is not None:
+            self._stage.receive(self.layout(arrays).tokens, self.kv_cache.device)
         found, drawn = (self._forward(host_tensors(arrays)), None) if self._on_host else self._launch_on_gpu(arrays)
+        if self._stage is not None:
+            self._stage.send(found)
+        if not self.gives_logits:
+            found = found.new_empty(0, 0)
         logits, states = found if isinstance(found, tuple) else (found, None)
         num_rows = len(arrays.logits_to_keep)
         self.states = None if states is None else states[:num_rows]
@@ -156,6 +169,7 @@ class Runner:
                 self._widest = max(self._widest, layout.blocks)
         buffers = self._buffers(layout) if graph is None else graph.buffers
         uploaded = self._start_upload((arrays,), buffers)
+        self.replayed = graph is not None
         found, drawn = (self._forward(buffers.steps[0].tensors()), None) if graph is None else graph.replay()
         uploaded.record()  # behind the step, as the device shall begin it first
         return found, drawn
@@ -202,9 +216,11 @@ class Runner:
         rows = min(map(len, found))
         return torch.stack([drawn[:rows] for drawn in found])
 
-    def _drawing(self, tensors: dict[str, Tensor]) -> tuple[Any, Tensor]:
-        """What the forward gives, and what is likeliest by it."""
+    def _drawing(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
+        """What the forward gives, and what is likeliest by it, if it gives logits."""
         found = self._forward(tensors)
+        if not self.gives_logits:
+            return found, None
         return found, self._draw(found[0] if isinstance(found, tuple) else found)
 
     def _draw(self, logits: Tensor) -> Tensor:

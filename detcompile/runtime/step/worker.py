@@ -76,10 +76,14 @@ class Worker:
     Attributes:
         accepts_rejection: whether the sampler can accept guesses by rejection.
         is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
+        num_stages: stages of the pipeline that it is.
+        idle_share: share of the stages' time in which they had no step, while there were any.
         memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
     """
 
     accepts_rejection = True
+    num_stages = 1
+    idle_share = 0.0
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self.runner = runner
@@ -109,8 +113,10 @@ class Worker:
 
     def _launch(self, work: StepWork) -> LaunchedStep:
         logits = self.runner.launch(work.arrays)
+        if not self.runner.gives_logits:
+            work = work._replace(rows=(), prompts=())
         sampled = None
-        self._allocates = self.runner.drawn is None or bool(work.prompts)
+        self._allocates = not self.runner.replayed or bool(work.prompts)
         refused: dict[int, Exception] = {}
         if work.rows:
             plan, drawn = self.sampler.prepare(work.rows, refused), self.runner.drawn  # while the forward runs

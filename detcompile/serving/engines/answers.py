@@ -38,11 +38,14 @@ class Answer:
         priority: the engine serves lower ones first.
 
     Attributes:
+        engine: place in the fleet of the engine that has it, or had it last; None before one did.
         tries: engines that have had it.
         deaths: engines that ended while they had it among others, since it was last served alone.
         deaths_alone: engines that ended while they had nothing else.
         error: why there is no more, where it is not the end: InvalidInput for what cannot be served, else EngineError.
         num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
+        num_preemptions: times that the engine which has it took its blocks.
+        name: the id of its reply, or a name of its verification; empty before there is one.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class Answer:
         self.prompt_logprobs: list[Token | None] = []
         self.error: DetcompileError | None = None
         self.finished = False
+        self.name = ""
         self.num_cached_tokens = 0
+        self.num_preemptions = 0
         self.queued_seconds: float | None = None
         self.arrival = time.monotonic()
         self.first_token: float | None = None
         self.changed = changed
         self.priority = priority
+        self.engine: int | None = None
         self.tries = 0
         self.deaths = 0
         self.deaths_alone = 0
@@ -94,6 +100,7 @@ class Answer:
         self._told_prompt_logprobs -= again
         self.prompt_logprobs += told[again:]
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_preemptions = delta.num_preemptions
         self.queued_seconds = delta.first_scheduled
         if delta.error is not None:
             self.error = EngineError(delta.error)
@@ -161,8 +168,8 @@ class Pooling(Errand):
 
     Args:
         prompts: token ids.
-        pooling: which hidden states an embedding is made of.
-        normalize: whether embeddings get length 1.
+        pooling: the hidden states that an embedding is made of.
+        normalize: give embeddings the length 1.
 
     Attributes:
         values: float32 of [prompts, num_columns], once it has ended.

@@ -78,6 +78,10 @@ class CommandLoop(ABC):
     def step(self) -> bool:
         """Do a part of what there is to do; returns whether there was any."""
 
+    def heartbeat(self) -> Heartbeat:
+        """What the next heartbeat tells."""
+        return Heartbeat(self.statistics)
+
     def _read(self) -> None:
         code = 0
         try:
@@ -91,5 +95,5 @@ class CommandLoop(ABC):
 
     def _beat(self) -> None:
         while True:
-            self.wire.send(Heartbeat(self.statistics))
+            self.wire.send(self.heartbeat())
             time.sleep(HEARTBEAT_SECONDS)

@@ -1,6 +1,7 @@
 """EngineLink: the front's end of an engine process, which starts one and notices when it is gone or hangs."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -25,10 +26,12 @@ from detcompile.serving.engines.protocol import (
     EngineSpec,
     Heartbeat,
     Hello,
+    Holding,
     Pooled,
     Refused,
     Report,
     Statistics,
+    Step,
     Tokens,
     Verified,
     decode_report,
@@ -42,6 +45,7 @@ DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
 LOOK_SECONDS = 0.25
+KEPT_STEPS = 160
 STOPPED_LOOKS = 3  # in a row that find it stopped, after which it is ended
 
 
@@ -59,6 +63,8 @@ class EngineLink:
         hello: what the engine said when it was ready; None before.
         failure: why it serves no more; None while it starts or serves.
         statistics: the engine's newest counts.
+        steps: the newest steps, oldest first.
+        holdings: blocks of the KV cache by request, at the last heartbeat.
         answers: what the engine has and has not ended, by the names of their tries.
     """
 
@@ -72,6 +78,8 @@ class EngineLink:
         self.hello: Hello | None = None
         self.failure: DetcompileError | None = None
         self.statistics = Statistics()
+        self.steps: deque[Step] = deque(maxlen=KEPT_STEPS)
+        self.holdings: list[Holding] = []
         self.answers: dict[str, Answer] = {}
         self._on_news = on_news
         self._on_lost = on_lost
@@ -149,6 +157,11 @@ class EngineLink:
             self.cancel(answer)
         return answers
 
+    def kill(self) -> None:
+        """Kill the process, as if it had ended by itself: its answers go on as those of any engine that is lost."""
+        if self._connection is not None:
+            self._connection.kill()
+
     async def stop(self) -> None:
         """End the process and wait for its end."""
         self._on_lost = None
@@ -187,7 +200,8 @@ class EngineLink:
                 errand.settle(report)
                 self._on_news(errand, None)
         elif isinstance(report, Heartbeat):
-            self.statistics = report.statistics
+            self.statistics, self.holdings = report.statistics, report.holdings
+            self.steps.extend(report.steps)
         elif isinstance(report, Hello):
             self.hello = report
             self._over.set()

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
@@ -25,6 +26,7 @@ from detcompile.passes.warm.program_key import cpu_facts
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
+from detcompile.runtime.metrics import StepRecord
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.command_loop import HEARTBEAT_SECONDS, CommandLoop, Wire
@@ -38,11 +40,14 @@ from detcompile.serving.engines.protocol import (
     Cancel,
     Delta,
     EngineSpec,
+    Heartbeat,
     Hello,
+    Holding,
     PoolingFacts,
     Refused,
     SampleDelta,
     Statistics,
+    Step,
     Token,
     Tokens,
     Verify,
@@ -51,6 +56,7 @@ from detcompile.serving.plain_tokenizer import plain_tokenizer
 
 __all__ = ["EngineServer", "hello_of", "main", "serve"]
 
+MOST_STEPS = 160  # that a heartbeat tells of
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
 
 
@@ -67,6 +73,8 @@ class EngineServer(CommandLoop):
         super().__init__(wire)
         self._engine = engine
         self._verifications = verifications
+        self._counts: tuple[Statistics, Sequence[StepRecord], list[Holding]] = (Statistics(), (), [])
+        self._num_told = 0  # steps
         self._counted = 0.0  # when the statistics were taken
         self._busy_seconds = 0.0
 
@@ -103,7 +111,8 @@ class EngineServer(CommandLoop):
     def _count(self) -> None:
         found = self._engine.stats
         counts = {name: getattr(found, name) for name in COUNTS}
-        self.statistics = Statistics(busy_seconds=self._busy_seconds, **counts)
+        holdings = [Holding(name, num_blocks) for name, num_blocks in found.num_held_blocks.items()]
+        self._counts = Statistics(busy_seconds=self._busy_seconds, **counts), found.recent, holdings
         self._counted = time.monotonic()
 
     def _add(self, command: Add) -> None:
@@ -124,6 +133,14 @@ class EngineServer(CommandLoop):
             said = f"request {command.request_id} cannot be taken: {error!r}"
             self.wire.send(Tokens([Delta(command.request_id, [], True, None, said, 0, None)]))
 
+    def heartbeat(self) -> Heartbeat:
+        """Counts, and the steps since the last one."""
+        statistics, recent, holdings = self._counts  # of one moment: the other thread replaces all three at once
+        num_new = min(statistics.num_steps - self._num_told, MOST_STEPS, len(recent))
+        steps = [_step(recent, place) for place in range(len(recent) - num_new, len(recent))]
+        self._num_told = statistics.num_steps
+        return Heartbeat(statistics, steps, holdings)
+
 
 def delta_of(output: RequestOutput) -> Delta:
     """A delta of the engine as it travels."""
@@ -137,6 +154,7 @@ def delta_of(output: RequestOutput) -> Delta:
         None if output.error is None else str(output.error),
         output.num_cached_tokens,
         None if metrics is None or first is None else first - metrics.arrival,
+        0 if metrics is None else metrics.num_preemptions,
     )
 
 
@@ -196,6 +214,14 @@ def _sample(sample: CompletionOutput) -> SampleDelta:
     return SampleDelta(sample.index, sample.token_ids, logprobs, sample.finish_reason, sample.stop_reason)
 
 
+def _step(records: Sequence[StepRecord], place: int) -> Step:
+    record = records[place]
+    start = record.launched - record.host_seconds
+    if place:
+        start = max(start, records[place - 1].finished)
+    return Step(record.finished - start, record.num_prefill_tokens, record.num_decodes, record.num_waiting)
+
+
 def _token(entry: Logprobs) -> Token:
     return Token(entry.token_id, entry.logprob, list(entry.top.items()))
 
@@ -217,7 +243,7 @@ def _start(spec: EngineSpec, wire: Wire) -> tuple[Hello, CommandLoop]:
         spec.trust_remote_code,
         spec.task,
     )
-    model = loaded.compile_any(spec.tp)
+    model = loaded.compile_any(spec.tp, spec.pp)
     if not isinstance(model, CompiledModel):
         return hello_of(model, spec.model, {}), PoolingServer(model, wire)
     engine = model.engine(config)

@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -15,10 +18,27 @@ from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statis
 from detcompile.serving.engines.quarantine import Quarantine
 from detcompile.serving.engines.router import Router
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "Loss"]
 
+KEPT_LOSSES = 20
 RESTART_SECONDS = 60.0  # in which so many restarts are too many
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Loss:
+    """An engine that was lost.
+
+    Attributes:
+        at: Unix time in seconds.
+        num_answers: answers that went on elsewhere.
+        seconds: time until another one served in its place; None before.
+    """
+
+    at: float
+    why: str
+    num_answers: int
+    seconds: float | None = None
 
 
 class Fleet:
@@ -37,6 +57,7 @@ class Fleet:
         failure: why nothing is served any more.
         num_restarts: engines that were started again.
         num_resumed: answers that went on elsewhere, counted each time.
+        losses: the last engines that were lost, oldest first.
     """
 
     def __init__(
@@ -54,6 +75,7 @@ class Fleet:
         self.num_restarts = 0
         self.num_resumed = 0
         self.links: list[EngineLink] = []
+        self.losses: deque[Loss] = deque(maxlen=KEPT_LOSSES)
         self._on_delta = on_delta
         self._launcher = LocalProcess() if launcher is None else launcher
         self._replicas = replicas
@@ -81,6 +103,13 @@ class Fleet:
         """The engines' newest counts, added up."""
         found = [link.statistics for link in self.links]
         return Statistics(*(sum(getattr(own, name) for own in found) for name in Statistics.__struct_fields__))
+
+    @property
+    def restarts_left(self) -> int:
+        """Engines that may be lost now before the fleet has failed."""
+        now = asyncio.get_running_loop().time()
+        self._restarts = [past for past in self._restarts if now - past < RESTART_SECONDS]
+        return self._most_restarts - len(self._restarts)
 
     async def start(self, spec: EngineSpec) -> None:
         """Start the processes; ``settled`` waits until they serve."""
@@ -152,8 +181,8 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         """Have the process in this place serve, on devices of its own where there are several."""
-        shares = self._replicas > 1 and self._launcher.local
-        own = visible_gpus(index * self._spec.tp, self._spec.tp) if shares else None
+        shares, size = self._replicas > 1 and self._launcher.local, self._spec.tp * self._spec.pp
+        own = visible_gpus(index * size, size) if shares else None
         self.links[index].start(replace(self._spec, visible_devices=own))
 
     async def _opened(self) -> EngineLink:
@@ -192,7 +221,8 @@ class Fleet:
         self._hand_over([answer for answer in answers if self._quarantine.died_with(answer)])
         if link in self.links:
             logger.warning("an engine is lost: %s; %d answers go on on another", link.failure, len(answers))
-            self._run(self._restart(self.links.index(link)))
+            self.losses.append(loss := Loss(time.time(), str(link.failure), len(answers)))
+            self._run(self._restart(self.links.index(link), loss))
 
     def _hand_over(self, answers: list[Answer]) -> None:
         """These go on as soon as an engine takes them, before all that have not begun."""
@@ -200,18 +230,18 @@ class Fleet:
         self._waiting = answers + self._waiting
         self._place()
 
-    async def _restart(self, index: int) -> None:
+    async def _restart(self, index: int, loss: Loss) -> None:
         """Take the place of an engine that was lost, unless that happens too often."""
-        now = asyncio.get_running_loop().time()
-        self._restarts = [past for past in self._restarts if now - past < RESTART_SECONDS]
-        if len(self._restarts) >= self._most_restarts:
+        if self.restarts_left <= 0:
             error = self.links[index].failure
             assert error is not None
             self._give_up(error)
             return
-        self._restarts.append(now)
+        self._restarts.append(now := asyncio.get_running_loop().time())
         self.num_restarts += 1
         await self._replace(index)
+        if self.links[index].ready:
+            loss.seconds = asyncio.get_running_loop().time() - now
         logger.warning("an engine serves again")
 
     async def _replace(self, index: int) -> None:
@@ -241,7 +271,7 @@ class Fleet:
         if open_links:
             waiting, self._waiting = self._waiting, []
             for answer in waiting:
-                self._router.choose(open_links, answer).add(answer)
+                self._give(self._router.choose(open_links, answer), answer)
 
     def _try_suspects(self, ready: Sequence[EngineLink]) -> None:
         """Have the next suspect served alone, on an engine that is cleared for it."""
@@ -250,7 +280,11 @@ class Fleet:
             if self._quarantine.suspects:
                 self._court = min(ready, key=lambda link: len(link.answers))
                 self._waiting += self._court.take_back()
-                self._court.add(self._quarantine.begin())
+                self._give(self._court, self._quarantine.begin())
+
+    def _give(self, link: EngineLink, answer: Answer) -> None:
+        answer.engine = self.links.index(link)
+        link.add(answer)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

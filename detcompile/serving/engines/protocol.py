@@ -18,6 +18,7 @@ __all__ = [
     "EngineSpec",
     "Heartbeat",
     "Hello",
+    "Holding",
     "LENGTH",
     "Pool",
     "Pooled",
@@ -26,6 +27,7 @@ __all__ = [
     "Report",
     "SampleDelta",
     "Statistics",
+    "Step",
     "Token",
     "Tokens",
     "VERSION",
@@ -36,7 +38,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 4
+VERSION = 5
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -49,6 +51,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     dtype: str | None = None
     device: str | None = None
     tp: int = 1
+    pp: int = 1
     tp_sizes: list[int] | None = None
     revision: str | None = None
     token: str | None = None
@@ -155,6 +158,7 @@ class Delta(msgspec.Struct, array_like=True):
     error: str | None
     num_cached_tokens: int
     first_scheduled: float | None  # seconds from its arrival in the engine, once it has ended
+    num_preemptions: int = 0
 
 
 class Statistics(msgspec.Struct, array_like=True):
@@ -175,6 +179,22 @@ class Statistics(msgspec.Struct, array_like=True):
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     busy_seconds: float = 0.0
+
+
+class Step(msgspec.Struct, array_like=True):
+    """One step: seconds that it took beyond the end of the step before it, and what it computed."""
+
+    seconds: float
+    num_prefill_tokens: int
+    num_decodes: int
+    num_waiting: int
+
+
+class Holding(msgspec.Struct, array_like=True):
+    """What a request has of the KV cache. A block that several requests share counts for each of them."""
+
+    request_id: str
+    num_blocks: int
 
 
 class Tokens(msgspec.Struct, tag=True):
@@ -206,9 +226,16 @@ class Pooled(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """The engine process lives; sent also while a step runs."""
+    """The engine process lives; sent also while a step runs.
+
+    Attributes:
+        steps: the newest of those that ended since the heartbeat before, oldest first.
+        holdings: blocks of the KV cache by request.
+    """
 
     statistics: Statistics
+    steps: list[Step] = []
+    holdings: list[Holding] = []
 
 
 class Broken(msgspec.Struct, tag=True):

@@ -59,6 +59,7 @@ class Recording:
         self.num_bytes = TOKEN_BYTES * len(answer.prompt_ids)
         self._service = service
         self.answer = answer
+        answer.name = self.name
         self._fields = fields
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None

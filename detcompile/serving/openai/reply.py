@@ -63,6 +63,8 @@ class Reply(ABC):
             "system_fingerprint": service.hello.fingerprint,
             "seed": self.seed,
         }
+        for answer in answers:
+            answer.name = str(self._head["id"])
         self._salt = service.receipts.salt()
         self.headers = {"X-Request-Id": self._head["id"], "X-Detcompile-Seed": str(self.seed)}
         if self._salt is not None:

@@ -81,9 +81,10 @@ def pooled(
         HTTPError: no room, or no engine.
     """
     asked = service.pool(prompts, pooling, normalize=normalize)
+    asked.name = prefix + secrets.token_hex(12)
     num_tokens = sum(map(len, prompts))
     head = {
-        "id": prefix + secrets.token_hex(12),
+        "id": asked.name,
         "created": int(time.time()),
         "model": service.name,
         "system_fingerprint": service.hello.fingerprint,
@@ -93,7 +94,7 @@ def pooled(
     def whole() -> dict[str, Any]:
         return head | result(_rows(asked))
 
-    return Whole([asked], service.release, {"X-Request-Id": str(head["id"])}, whole)
+    return Whole([asked], service.release, {"X-Request-Id": asked.name}, whole)
 
 
 def _rows(asked: Pooling) -> list[Row]:

@@ -76,6 +76,7 @@ _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
 _FEW_WEIGHTS = 8 << 20  # numbers; so few are fetched ahead whole, and without a warp of its own
 _MANY_FEATURES = 16384
+_MANY_LEAVES = 8  # a rank's share of a tree has fewer, which side by side leave most of a multiprocessor without work
 _MANY_GATED = 1024  # from here on the one launch of a gated schedule is worth the registers that it takes
 _SHARED_BYTES = 231_424  # that a program may have there, less the barriers of hopper.py
 
@@ -160,7 +161,10 @@ def _with_leaves(problem: GemmProblem, found: list[GemmSchedule]) -> list[GemmSc
     if problem.hopper and problem.bucket <= 64:
         hopper += [HopperTiles(*row, swapped=True) for row in _HOPPER_FEW[max(16, problem.bucket)]]
     rest = [*split, *tiles] if problem.bucket <= 256 else [*tiles, *split]
-    return _whole_groups(problem, [*_batched_leaves(problem), *hopper, *rest])
+    batched, leaves = _batched_leaves(problem), math.prod(problem.radices)
+    if leaves >= _MANY_LEAVES or (leaves > 2 and problem.n * problem.k > _FEW_WEIGHTS):
+        return _whole_groups(problem, [*batched, *hopper, *rest])
+    return _whole_groups(problem, [*hopper, *rest, *batched])
 
 
 def _batched_leaves(problem: GemmProblem) -> list[BatchedLeaves]:

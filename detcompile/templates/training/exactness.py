@@ -46,10 +46,6 @@ class ExactnessGuard:
         largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
         self._bounds[place] = largest + self._bounds[place] if place in self._bounds else largest
 
-    def forget(self, name: str) -> None:
-        """Start anew with one parameter, whose gradient was set to None."""
-        self._bounds.pop(self._places[name], None)
-
     def clear(self) -> None:
         """Start anew, as after an optimizer's step."""
         self._bounds.clear()
@@ -78,10 +74,13 @@ class ExactnessGuard:
             "Numerics(token_grid=...)"
         )
 
-    def require_one(self, name: str) -> None:
-        """Refuse the gradient of one parameter if its bound, of this rank, is beyond exactness; as ``require``."""
+    def require_one(self, name: str, ranks: int) -> None:
+        """Refuse the gradient of one parameter as ``require`` does, if so many ranks had this one's bound.
+
+        It is soon, and needs no other rank: some rank's bound is at least its share of the whole.
+        """
         bounds = torch.zeros(len(self.names), dtype=torch.float64)
-        bounds[self._places[name]] = self._bounds[self._places[name]]
+        bounds[self._places[name]] = self._bounds[self._places[name]] * ranks
         self.require(bounds)
 
     def check(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

@@ -1,5 +1,6 @@
 """Which layers are the same: seen in a run and in their modules, and never where anything tells them apart."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -87,6 +88,13 @@ def _constant(model: Any, layer: int) -> None:
         one.table = torch.full((3,), float(index == layer))
 
 
+def _configs(model: Any, layer: int | None) -> None:
+    """Every layer has a config of its own, as ranks that share heads give it, with another number in one."""
+    for index, one in enumerate(model.model.layers):
+        one.self_attn.config = copy.copy(one.self_attn.config)
+        one.self_attn.config.rms_norm_eps = 1e-5 if index == layer else 1e-6
+
+
 PLANTED = [_scaled, _by_index, _attribute, _hook, _epsilon, _layout, _dtype, _constant]
 
 
@@ -95,6 +103,15 @@ def test_a_layer_that_differs_in_anything_has_a_structure_of_its_own(plant: Any)
     model = random_model("llama", torch.float32, **SIX)
     plant(model, 2)
     assert found(model) == (0, 0, 2, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("layer", "first"), [(None, (0, 0, 0, 0, 0, 0)), (2, (0, 0, 2, 0, 0, 0))])
+def test_configs_are_compared_by_what_they_say(layer: int | None, first: tuple[int, ...]):
+    model = random_model("llama", torch.float32, **SIX)
+    assert found(model) == (0, 0, 0, 0, 0, 0)
+    _configs(model, layer)
+    repeats = find_repeats(model)
+    assert repeats is not None and repeats.first == first
 
 
 def test_the_bare_model_has_one_structure():

@@ -1,5 +1,6 @@
 """The bar of ranks that start: it adds up what they have read, and is not drawn where nothing takes long."""
 
+import functools
 import io
 import time
 
@@ -7,7 +8,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from detcompile.runtime.processes.start_progress import StartProgress, reading
+from detcompile.progress import listening, stage
+from detcompile.runtime.processes.start_progress import StageNotes, StartProgress, reading
 from detcompile.weights import named_weights, weight_digests
 
 
@@ -65,3 +67,25 @@ def test_the_digest_tells_how_far_it_is_and_is_the_same() -> None:
     many = nn.ParameterList(nn.Parameter(torch.zeros(9)) for _ in range(5000))
     weight_digests(named_weights(many), lambda *how: told.append(how))
     assert 500 <= len(told) <= 1001
+
+
+class Heard:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def begins(self, text: str) -> None:
+        pass
+
+    def ended(self, text: str, seconds: float) -> None:
+        self.lines.append(f"{text}: {seconds:.3f}")
+
+
+def test_stages_of_a_rank_are_told_to_who_listens_to_the_parent() -> None:
+    heard, console = Heard(), terminal()
+    with listening(heard), StartProgress(2, console, quiet_seconds=0.0) as progress:
+        notes = StageNotes(functools.partial(progress.on_note, 1))
+        with listening(notes), stage("compile a region"):
+            assert await_drawn(console, "rank 1 of 2: compile a region")
+    assert [line.rpartition(" ")[0] for line in heard.lines] == ["rank 1 of 2: compile a region:"]

@@ -1,0 +1,87 @@
+"""History: requests as rows of a table, those that are open and the newest that have ended."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from detcompile.serving.engines.answers import Answer, Verification
+
+__all__ = ["History", "Row"]
+
+KEPT_ROWS = 100
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One prompt and its answer, without their text.
+
+    Attributes:
+        request_id: counts the server's prompts.
+        name: the id of the reply, and of its receipt.
+        state: "waiting" for its first token, "running", why its samples ended, "cancelled" or "failed".
+        seed: decimal digits, as JavaScript's numbers have fewer bits; None of a verification.
+        engine: place in the fleet of the engine that has it, or had it last; None before one did.
+        num_moves: times that it went on on another engine.
+        first_seconds: time to its first token; None before it.
+        seconds: time to its end, or until now.
+    """
+
+    request_id: str
+    name: str
+    state: str
+    seed: str | None
+    engine: int | None
+    num_prompt_tokens: int
+    num_samples: int
+    num_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_moves: int
+    first_seconds: float | None
+    seconds: float
+
+
+class History:
+    """Keeps the rows of requests that ended."""
+
+    def __init__(self) -> None:
+        self._ended: deque[Row] = deque(maxlen=KEPT_ROWS)
+
+    def ended(self, answer: Answer, *, cancelled: bool) -> None:
+        """An answer is released; ``cancelled``: before its end."""
+        self._ended.append(_row(answer, "cancelled" if cancelled else _state(answer)))
+
+    def rows(self, open_answers: Iterable[Answer], most: int) -> list[Row]:
+        """The newest open answers, and the newest that ended, each of them newest first; ``most`` at most."""
+        found = [_row(answer, _state(answer)) for answer in list(open_answers)[: -most - 1 : -1]]
+        return (found + list(reversed(self._ended)))[:most]
+
+
+def _row(answer: Answer, state: str) -> Row:
+    first = answer.first_token
+    return Row(
+        request_id=answer.request_id,
+        name=answer.name,
+        state=state,
+        seed=None if isinstance(answer, Verification) else str(answer.params.seed),
+        engine=answer.engine,
+        num_prompt_tokens=len(answer.prompt_ids),
+        num_samples=answer.params.n,
+        num_tokens=answer.num_tokens,
+        num_cached_tokens=answer.num_cached_tokens,
+        num_preemptions=answer.num_preemptions,
+        num_moves=max(0, answer.tries - 1),
+        first_seconds=None if first is None else first - answer.arrival,
+        seconds=time.monotonic() - answer.arrival,
+    )
+
+
+def _state(answer: Answer) -> str:
+    if answer.error is not None:
+        return "failed"
+    if isinstance(answer, Verification):
+        return "verified" if answer.finished else "verifying"
+    if answer.finished:
+        return ", ".join(sorted({sample.finish_reason or "" for sample in answer.samples}))
+    return "waiting" if answer.first_token is None else "running"

@@ -1,0 +1,81 @@
+"""Sharding: FSDP2 over a trainer's blocks, with sums over ranks and micro-batches that are exact.
+
+fully_shard gathers float32 shards in the forward's dtype, which moves bytes, and reduces float64 gradients, which are
+multiples of one grid: no algorithm of the collective, and no number of ranks, changes a bit. It would round each
+reduced sum to float32 before it adds it to ``.grad``; a hook adds it in float64 before that.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["ExactSum", "shard_blocks", "whole"]
+
+
+class ExactSum:
+    """Adds the reduced gradients of one FSDP group, float64, before they are rounded to the parameters' dtype.
+
+    It goes by torch's rule: a ``.grad`` of None starts a new sum. FSDP's own addition then finds None.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._parameters = [held.sharded_param for group in _groups_of(module) for held in group.fsdp_params]
+        self._sum: Tensor | None = None
+
+    def clear(self) -> None:
+        """Free the sum, where every ``.grad`` is None."""
+        self._sum = None
+
+    def __call__(self, reduced: Tensor) -> None:
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if any(grad._local_tensor._version for grad in grads):
+            raise InvalidInput(
+                "a gradient was changed in place (zeroed, scaled) and then added to: start each step with"
+                " zero_grad(set_to_none=True), and clip after the last micro-batch"
+            )
+        if grads and self._sum is not None:
+            reduced += self._sum
+        self._sum = reduced  # what FSDP rounds next is a copy
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def shard_blocks(
+    root: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, mesh: DeviceMesh | None
+) -> list[ExactSum]:
+    """fully_shard each block, and then ``root`` with what is left; returns what adds up their gradients.
+
+    Args:
+        dtype: dtype that the forward takes parameters in.
+        mesh: the ranks, of one dimension, or of two to replicate over the first; None for all there are.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64, cast_forward_inputs=False)
+    for module in (*blocks, root):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    sums = []
+    for module in (*blocks, root):
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum: the loss has the global denominator
+        sums.append(ExactSum(module))
+        module.set_all_reduce_hook(sums[-1])
+    return sums
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter, gathered from the ranks that share it, which all call this."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """What torch keeps of a module that is sharded: several groups since 2.12, and one or none before."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

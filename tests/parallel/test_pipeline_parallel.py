@@ -1,0 +1,181 @@
+"""A model in stages, each in processes of its own, gives the bits and the fingerprint of one process, or is refused."""
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+import detcompile
+from detcompile import InvalidInput, Numerics, SamplingParams
+from detcompile.api import compile_here
+from detcompile.commands.verification import PP, ModelSpec, verify
+from detcompile.errors import DetcompileError, EngineError, UnsupportedModel, WorkerError
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.remote import RemoteModel, compile_in_workers
+from detcompile.parallel import PipelineStage
+from detcompile.passes import lowering
+from detcompile.passes.programs.plain import run_plainly
+from detcompile.passes.stages import layers_of_stage
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.speculation.medusa_heads import MedusaHeads
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from tests.bits import assert_bitwise_equal
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
+from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, without_inductor
+from tests.runtime.engine_cases import engine_configs, sampling_params
+from tests.runtime.speculation.test_speculator import Oracle, Workload, workload_of
+from tests.test_workers import assert_drafts_unmoved, told
+
+IDS = torch.arange(74).view(2, 37) * 7 % 150
+SIZES = ["2x1", "2x2", "4x1", "4x2"]  # stages, and ranks of each
+CONFIGS = engine_configs(60, 400)
+
+
+def module() -> PreTrainedModel:
+    """Two KV groups, of which a stage may have one; a bfloat16 head that is the embedding."""
+    return random_model("granite_swa", torch.bfloat16, num_hidden_layers=6, tie_word_embeddings=True)
+
+
+def module_without_inductor() -> PreTrainedModel:
+    """In a worker process, which compiles nothing else."""
+    lowering.compile_fx_inner = run_plainly
+    return module()
+
+
+@functools.cache
+def alone() -> CompiledModel:
+    return certified(module(), max_context=MAX_CONTEXT)
+
+
+@functools.cache
+def plain_answers() -> Workload:
+    return workload_of(alone())
+
+
+@pytest.fixture(scope="module", params=exhaustive_unless(lambda sizes: sizes == "2x1", SIZES))
+def stages(request: pytest.FixtureRequest) -> Iterator[RemoteModel]:
+    pp, tp = map(int, request.param.split("x"))
+    numbers = {"tp": tp, "pp": pp, "numerics": Numerics(), "max_context": MAX_CONTEXT}
+    with compile_in_workers(module_without_inductor, **numbers) as model:
+        assert model.group.num_ranks == pp * tp
+        yield model
+
+
+def test_logits_the_fingerprint_and_the_proof(stages: RemoteModel) -> None:
+    here = alone()
+    assert_bitwise_equal(stages(IDS).logits, here(IDS).logits)
+    assert torch.equal(stages.generate(IDS, max_new_tokens=9), here.generate(IDS, max_new_tokens=9))
+    assert stages.fingerprint_parts == here.fingerprint_parts
+    assert (stages.certificate.orders, stages.num_parameters()) == (here.certificate.orders, here.num_parameters())
+    found, expected = stages.executor.description.facts, here.executor.description.facts
+    assert found.kv_groups == expected.kv_groups and len(found.kv_shapes) == len(expected.kv_shapes)
+    assert_bitwise_equal(stages.head_weight(), here.head_weight())
+
+
+def test_a_stage_holds_its_own_weights_alone(stages: RemoteModel) -> None:
+    names = stages.apply(held)
+    pp = stages.stages
+    layers = [sorted({int(name.split(".")[2]) for name in own if ".layers." in name}) for own in names]
+    per_stage = layers[:: len(names) // pp]
+    assert sorted(layer for own in per_stage for layer in own) == list(range(6))
+    ends = [any("embed_tokens" in name or "lm_head" in name for name in own) for own in names[:: len(names) // pp]]
+    assert ends == [True, *[False] * (pp - 2), True]
+
+
+def held(model: CompiledModel) -> list[str]:
+    return [name for name, _ in model.model.named_parameters()]
+
+
+@settings(max_examples=8)
+@given(
+    params=st.lists(sampling_params(most_tokens=8), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(1, 90), min_size=6, max_size=6),
+    config=CONFIGS,
+)
+def test_an_engine_of_any_requests(
+    stages: RemoteModel, params: list[SamplingParams], lengths: list[int], config: EngineConfig
+) -> None:
+    params = [replace(own, stop=()) for own in params]
+    prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
+    outputs = []
+    for model in (stages, alone()):
+        engine = model.engine(config)
+        outputs.append([told(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
+        engine.check()
+    assert outputs[0] == outputs[1]
+
+
+@settings(max_examples=3)
+@given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), config=CONFIGS)
+def test_drafts_move_no_bit(stages: RemoteModel, accuracy: float, seed: int, config: EngineConfig) -> None:
+    workload = plain_answers()
+    assert_drafts_unmoved(stages, Oracle(workload[2], accuracy, seed), config, workload, max_nodes=7)
+
+
+def test_what_stages_do_not_serve_is_refused_by_name(stages: RemoteModel, tmp_path: Path) -> None:
+    drafter = stages.medusa_drafter(MedusaHeads(80, 2).to(torch.bfloat16), num_nodes=4)
+    with pytest.raises(InvalidInput, match="reads hidden states, which stages do not hand out"):
+        stages.engine(EngineConfig(num_blocks=40), speculation=SpeculationConfig(drafter=drafter))
+    with pytest.raises(UnsupportedModel, match="in stages"):
+        detcompile.export(stages, tmp_path / "m.pt2")
+    assert_bitwise_equal(stages(IDS).logits, alone()(IDS).logits)
+
+
+def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
+    engine = stages.engine(EngineConfig(num_blocks=60))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
+    engine.step()
+    os.kill(stages.group.process_ids[-1], signal.SIGKILL)
+    since = time.monotonic()
+    with pytest.raises(EngineError, match="its process was ended by SIGKILL"):
+        while engine.has_unfinished_requests:
+            engine.step()
+    assert time.monotonic() - since < 10
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        stages(IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama", {}, "pp=3: the model has 2 layers, and every stage needs one"),
+        ("rwkv", {"num_hidden_layers": 3}, "RwkvForCausalLM: pp=3, but its layers carry states from token to token"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(name: str, changes: dict[str, Any], said: str) -> None:
+    model = random_model(name, torch.float32, **changes)
+    with without_inductor(), pytest.raises(DetcompileError, match=said):
+        compile_here(model, 1, Numerics(), MAX_CONTEXT, stage=PipelineStage(size=3, index=1))
+
+
+def test_a_model_without_a_single_list_of_layers_is_refused() -> None:
+    model = random_model("llama", torch.float32)
+    model.extra = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: pp=2, but it keeps its layers in no single list"):
+        layers_of_stage(model, PipelineStage(size=2, index=0), None, carries_states=False)
+
+
+def test_ranks_that_were_started_before_take_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(InvalidInput, match="pp=2: stages are processes that compile"):
+        detcompile.compile(module(), pp=2)
+    with pytest.raises(InvalidInput, match="pp=0"):
+        detcompile.compile(module(), pp=0)
+
+
+@EXHAUSTIVE
+def test_the_pp_axis_is_measured_on_two_and_four_stages(tmp_path: Path) -> None:
+    random_model("gpt2", torch.float32, n_layer=5, n_positions=700).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu")
+    results = verify(spec.compile(), spec, [PP], count=2)
+    assert results[PP].holds and results[PP].configurations == 2 + 2 * 2

@@ -1,0 +1,44 @@
+"""Gradients, their norm and the weights after steps are one value, however ranks share a trainer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exhaustive import exhaustive_unless
+from tests.training.worlds import MUTANTS
+
+CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn"]
+
+
+@pytest.fixture(scope="module", params=exhaustive_unless("qwen3".__eq__, CASES))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """By mesh and mutant, what every rank ended with in every split: processes are what shares a trainer."""
+    file = tmp_path_factory.mktemp("worlds") / "found.json"
+    with Path(file.with_suffix(".log")).open("w+") as log:
+        program = [sys.executable, "-m", "tests.training.worlds", str(file), *request.param.split()]
+        ended = subprocess.run(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=600, check=False)
+        assert not ended.returncode, (log.seek(0), log.read())[1][-4000:]
+    return {(tuple(mesh), mutant): found for (mesh, mutant), found in json.loads(file.read_text())}
+
+
+def distinct(found: list[Any], key: str) -> set[str]:
+    return {json.dumps(given[key]) for given in found if key in given}
+
+
+@pytest.mark.parametrize("key", ["gradients", "norms", "weights", "served"])
+def test_no_world_mesh_assignment_or_split_moves_a_bit(found: dict[Any, list[Any]], key: str):
+    whole = distinct(found[(), ""], key)
+    assert len(whole) == 1
+    for mesh in ((1,), (2,), (3,), (2, 1), (2, 2)):
+        assert len(found[mesh, ""]) >= 4
+        assert distinct(found[mesh, ""], key) == whole, mesh
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_sharded_gradients_rest_on_is_seen_when_it_is_away(found: dict[Any, list[Any]], mutant: str):
+    """float64 in the collective; the hook that adds micro-batches; a sum that is not divided by the ranks."""
+    assert not distinct(found[(3,), mutant], "gradients") <= distinct(found[(), ""], "gradients")

@@ -1,0 +1,139 @@
+"""Digests of two steps of training, by how the trainer is shared among how many processes: a program.
+
+It makes a trainer once, and forks the ranks of every world with it:
+``python -m tests.training.worlds FILE MODEL [WHAT PARAMETERS ARE TRAINED]``.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import detcompile
+from detcompile import InvalidInput, Trainer
+from detcompile.training import sharding
+from tests.model_cases import MAX_CONTEXT, random_model
+from tests.training.cases import add_gradients, sequences
+
+__all__ = ["LENGTHS", "MUTANTS", "WORLDS", "World"]
+
+LENGTHS = [40, 7, 130, 2, 64, 15]
+MUTANTS = ("reduce_dtype", "hook", "divide")
+
+
+class World(NamedTuple):
+    """How ranks hold a trainer."""
+
+    mesh: tuple[int, ...]  # () for one that is not sharded
+    mutant: str = ""
+
+    @property
+    def size(self) -> int:
+        return int(torch.tensor(self.mesh).prod()) if self.mesh else 1
+
+
+WORLDS = (
+    *(World(mesh) for mesh in ((), (1,), (2,), (3,), (2, 1), (2, 2))),
+    *(World((3,), mutant) for mutant in MUTANTS),
+)
+
+
+def assignments(ranks: int) -> Iterator[list[list[list[int]]]]:
+    """By rank, micro-batches of the numbers of sequences: as many for every rank."""
+    numbers = list(range(len(LENGTHS)))
+    for order in (numbers, [5, 2, 0, 3, 4, 1]):
+        mine = [order[rank::ranks] for rank in range(ranks)]
+        fewest = min(map(len, mine))
+        for micro in {1, fewest}:
+            yield [[sequences[place::micro] for place in range(micro)] for sequences in mine]
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode() + sharding.whole(tensor.detach()).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def two_steps(trainer: Trainer, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What a rank ends with that reads these micro-batches; the trainer has its weights again afterwards."""
+    kept = {name: parameter.detach().clone() for name, parameter in trainer.named_parameters()}
+    parameters = dict(trainer.named_parameters())
+    optimizer = detcompile.AdamW(parameters.values(), lr=1e-3)
+    found: dict[str, Any] = {"gradients": [], "norms": []}
+    for _ in range(2):
+        optimizer.zero_grad()
+        add_gradients(trainer, sequences(LENGTHS), groups)
+        found["gradients"].append(digest({name: held.grad for name, held in parameters.items() if held.requires_grad}))
+        found["norms"].append(trainer.clip_grad_norm_(0.5).item().hex())
+        optimizer.step()
+    found |= {"weights": digest(parameters), "served": digest(trainer.serving_weights())}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(kept[name])
+    return found
+
+
+def mutate(mutant: str) -> None:
+    """Take away one thing that sharded gradients rest on."""
+    if mutant == "reduce_dtype":  # and plain sums, as gloo has no others for a divide factor of 1 in float32
+        divide = FSDPModule.set_gradient_divide_factor
+
+        def divide_and_sum(module: FSDPModule, factor: float) -> None:
+            divide(module, factor)
+            module.set_force_sum_reduction_for_comms(True)
+
+        FSDPModule.set_gradient_divide_factor = divide_and_sum
+        sharding.MixedPrecisionPolicy = lambda **given: MixedPrecisionPolicy(**given | {"reduce_dtype": torch.float32})
+    if mutant == "hook":
+        FSDPModule.set_all_reduce_hook = lambda module, hook: None
+    if mutant == "divide":
+        FSDPModule.set_gradient_divide_factor = lambda module, factor: None
+
+
+def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world.size)
+    mutate(world.mutant)
+    if world.mesh:
+        trainer.shard(init_device_mesh("cpu", world.mesh, mesh_dim_names=("replicate", "shard")[-len(world.mesh) :]))
+    found = []
+    for groups in assignments(world.size):
+        try:
+            found.append(two_steps(trainer, groups[rank]))
+        except InvalidInput as refused:  # as a mutant may be, on every rank alike
+            found.append({"refused": str(refused)})
+            break
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def digests(world: World, trainer: Trainer) -> list[Any]:
+    """Of every assignment and split, and of every rank: as equal as they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(of_rank, (world, trainer, folder), world.size, start_method="fork")
+        return [found for file in Path(folder).glob("*.json") for found in json.loads(file.read_text())]
+
+
+def main(file: str, name: str, part: str = "") -> None:
+    torch.set_num_threads(1)
+    model = random_model(name, torch.bfloat16)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(part in path)
+    trainer = detcompile.trainer(model, max_context=MAX_CONTEXT)
+    found = [(world, digests(world, trainer)) for world in WORLDS]
+    Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,26 @@
+"""A server over the scripted engine for a browser: python -m tests.web.web_server [KEY]. It prints its address.
+
+Engines may be killed through its page.
+"""
+
+import asyncio
+import hashlib
+import sys
+
+from detcompile.serving import server
+from detcompile.serving.app import new_app
+from tests.serving.scripted_service import SPEC, scripted
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+async def main() -> int:
+    service = scripted(most_restarts=5, chat_template=TEMPLATE)
+    digests = [hashlib.sha256(key.encode()).digest() for key in sys.argv[1:]]
+    with server.listen("127.0.0.1", 0) as sock:
+        app = new_app(service, "test", digests, demo=True)
+        return await server.serve(service, app, SPEC, sock, 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -21,9 +21,10 @@ ANSWERS = "detcompile.answers"  # of a request, in its scope, for layers around 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Any) -> bytes:
-    """A server-sent event of one JSON value."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def event(content: Any, name: str = "") -> bytes:
+    """A server-sent event of one JSON value, with an id where it has a name."""
+    head = f"id: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class _Awaited(Response, ABC):

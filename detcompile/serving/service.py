@@ -1,6 +1,5 @@
 """Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,14 +11,17 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
-from detcompile.serving.engines.answers import Answer, Pooling, Verification
+from detcompile.serving.engines.answers import Answer, News, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
 from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.journal.job import Job
+from detcompile.serving.journal.jobs import Jobs
+from detcompile.serving.journal.journal import Journal
 from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.metrics import Metrics
-from detcompile.serving.receipts.issuer import Issuer
+from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.texts import Texts
 from detcompile.serving.tools.families import FAMILIES, family_of
 
@@ -46,6 +48,7 @@ class Service:
         timeout: seconds that an answer may take as a whole.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
         receipts: makes the answers' receipts; None takes an Issuer that signs none.
+        journal: where requests with an Idempotency-Key are written; it is closed by ``stop``.
 
     Raises:
         InvalidInput: a chat template that is none.
@@ -69,12 +72,16 @@ class Service:
         timeout: float = 600.0,
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
         receipts: Issuer | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
+        self.jobs = Jobs(
+            self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal
+        )
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
@@ -106,7 +113,9 @@ class Service:
         return hello
 
     async def stop(self) -> None:
-        """End what runs beside the engines."""
+        """Nothing more is answered: end the engines and what runs beside them, and close the journal."""
+        await self.fleet.stop()
+        await self.jobs.stop()
         if self.serves:
             await self.grammars.stop()
 
@@ -185,8 +194,8 @@ class Service:
         """
         self.require_ready()
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
-        changed = asyncio.Event()
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, changed, priority) for prompt in prompts]
+        news = News()
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, priority) for prompt in prompts]
         self._add(answers)
         return answers
 
@@ -234,6 +243,19 @@ class Service:
             self.history.ended(answer, cancelled=cancelled)
             if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
+
+    def issue(self, job: Job) -> Issued | None:
+        """The receipt of a job whose answers have ended, made once; None where none are made.
+
+        Raises:
+            StorageError: the log cannot be written.
+        """
+        if job.issued is None:
+            name = (job.name, job.created, self.name)
+            job.issued = self.receipts.issue(
+                name, job.answers, self.hello, self.texts, template=job.ask.template, salt=job.salt
+            )
+        return job.issued
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:
         """Refuse what is beyond the bounds. Prompts longer than the bound alone are taken where nothing else is open.

@@ -137,15 +137,19 @@ class SampleText:
         self._finished = False
         self.num_read = 0  # tokens taken so far
 
-    def take(self) -> tuple[str, slice]:
-        """Text that is new, and which tokens are; the rest of it once the sample has ended."""
+    def take(self, end: int | None = None) -> tuple[str, slice]:
+        """Text that is new, and which tokens are; the rest of it once the sample has ended.
+
+        Args:
+            end: tokens of the sample to read, as if there were no more; None for all.
+        """
         sample, start = self._sample, self.num_read
-        self.num_read = len(sample.token_ids)
+        self.num_read = len(sample.token_ids) if end is None else end
         read = slice(start, self.num_read)
         if self._finished or self._detokenizer is None:
             return "", read
-        ended = sample.finish_reason is not None
-        silent = isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
+        ended = sample.finish_reason is not None and end is None
+        silent = ended and isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
         new = sample.token_ids[start : self.num_read - silent]
         self._finished = ended
         return self._detokenizer.finish(new) if ended else self._detokenizer.append(new), read

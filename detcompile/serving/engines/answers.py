@@ -4,15 +4,31 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "Errand", "Pooling", "Verification", "progress"]
+__all__ = ["Answer", "AnswerSample", "Errand", "News", "Pooling", "Verification", "given_params", "progress"]
+
+PARAMETERS = tuple(own.name for own in fields(SamplingParams))
+DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
+
+
+class News:
+    """Tells any number of readers that there is news; none of them misses any."""
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()  # set with the next news; look at it before at what there is, then wait for it
+
+    def tell(self) -> None:
+        """There is news."""
+        event, self.next = self.next, asyncio.Event()
+        event.set()
 
 
 class AnswerSample:
@@ -34,7 +50,7 @@ class Answer:
 
     Args:
         params: what was asked, with its seed.
-        changed: set whenever there is news; answers that are read together share one.
+        news: told whenever there is any; answers that are read together share one.
         priority: the engine serves lower ones first.
 
     Attributes:
@@ -53,7 +69,7 @@ class Answer:
         request_id: str,
         prompt_ids: list[int],
         params: SamplingParams,
-        changed: asyncio.Event,
+        news: News,
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
@@ -69,7 +85,7 @@ class Answer:
         self.queued_seconds: float | None = None
         self.arrival = time.monotonic()
         self.first_token: float | None = None
-        self.changed = changed
+        self.news = news
         self.priority = priority
         self.engine: int | None = None
         self.tries = 0
@@ -105,7 +121,7 @@ class Answer:
         if delta.error is not None:
             self.error = EngineError(delta.error)
         self.finished = delta.finished
-        self.changed.set()
+        self.news.tell()
 
     def resumption(self) -> dict[int, list[int]] | None:
         """What an engine has to know to go on with it: the tokens of the samples that run; None where none has any."""
@@ -119,7 +135,7 @@ class Answer:
         """Nothing more comes."""
         if not self.finished:
             self.error, self.finished = error, True
-        self.changed.set()
+        self.news.tell()
 
 
 class Errand(Answer, ABC):
@@ -132,7 +148,7 @@ class Errand(Answer, ABC):
     def settle(self, report: Verified | Pooled) -> None:
         """Take what came of it: nothing more comes."""
         self.finished = True
-        self.changed.set()
+        self.news.tell()
 
 
 class Verification(Errand):
@@ -148,7 +164,7 @@ class Verification(Errand):
 
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
         asked = SamplingParams(n=len(lengths))
-        super().__init__(request_id, [0] * sum(lengths), asked, asyncio.Event())
+        super().__init__(request_id, [0] * sum(lengths), asked, News())
         self.receipt = receipt
         self.verdict: Verdict | None = None
 
@@ -182,7 +198,7 @@ class Pooling(Errand):
         pooling: Literal["last", "first", "mean"] | None,
         normalize: bool,
     ) -> None:
-        super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), asyncio.Event())
+        super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), News())
         self._asked = (list(prompts), pooling, normalize)
         self.num_columns = 0
         self.values = b""
@@ -199,12 +215,13 @@ class Pooling(Errand):
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """Yields whenever any of these answers, which share ``changed``, may have got longer; last when all have ended.
+    """Yields whenever any of these answers, which share ``news``, may have got longer; last when all have ended.
 
     Raises:
         DetcompileError: the ``error`` of the first that has one.
     """
     while True:
+        news = answers[0].news.next if answers else asyncio.Event()  # none have ended
         finished = all(answer.finished for answer in answers)
         error = next((answer.error for answer in answers if answer.error is not None), None)
         if error is not None:
@@ -212,5 +229,9 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
         yield
         if finished:
             return
-        await answers[0].changed.wait()
-        answers[0].changed.clear()
+        await news.wait()
+
+
+def given_params(params: SamplingParams) -> dict[str, Any]:
+    """What SamplingParams takes to make equal ones, as plain values that travel and are kept."""
+    return {name: value for name in PARAMETERS if (value := getattr(params, name)) != DEFAULTS[name]}

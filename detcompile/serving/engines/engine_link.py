@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
 
 from detcompile.errors import (
     ArchiveError,
@@ -14,8 +13,7 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer, Errand
+from detcompile.serving.engines.answers import Answer, Errand, given_params
 from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
 from detcompile.serving.engines.protocol import (
     LENGTH,
@@ -40,8 +38,6 @@ from detcompile.serving.engines.protocol import (
 
 __all__ = ["EngineLink"]
 
-PARAMETERS = tuple(own.name for own in fields(SamplingParams))
-DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
 LOOK_SECONDS = 0.25
@@ -141,8 +137,7 @@ class EngineLink:
         if isinstance(answer, Errand):
             writer.write(frame(answer.command()))
             return
-        given = {name: value for name in PARAMETERS if (value := getattr(answer.params, name)) != DEFAULTS[name]}
-        resume = answer.resumption()
+        given, resume = given_params(answer.params), answer.resumption()
         writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
 
     def cancel(self, answer: Answer) -> None:

@@ -18,17 +18,16 @@ from detcompile.commands.verification import ModelSpec
 from detcompile.config import engine_secret, show_gpus
 from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
-from detcompile.models.compiled import CompiledModel
 from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.offline.default_params import configured_params
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.warm.program_key import cpu_facts
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.metrics import StepRecord
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines.command_loop import HEARTBEAT_SECONDS, CommandLoop, Wire
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.handshake import front_of
@@ -159,12 +158,7 @@ def delta_of(output: RequestOutput) -> Delta:
 
 
 def hello_of(
-    model: Compiled,
-    name: str,
-    defaults: dict[str, Any],
-    *,
-    block_size: int = BLOCK_SIZE,
-    num_blocks: int = 0,
+    model: Compiled, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]
 ) -> Hello:
     """What the front has to know of a model.
 
@@ -187,13 +181,14 @@ def hello_of(
         max_context=model.max_context,
         vocab_size=model.vocab_size,
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=config.block_size,
+        token_budget=config.max_num_batched_tokens,
         default_params=defaults,
         tokenizer=None if tokenizer is None else plain_tokenizer(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
         chat_template=template if isinstance(template, str) else None,
-        pooling=None if isinstance(model, CompiledModel) else _pooling_facts(model),
+        pooling=_pooling_facts(model) if isinstance(model, (CompiledClassifier, CompiledEmbedder)) else None,
     )
 
 
@@ -244,12 +239,12 @@ def _start(spec: EngineSpec, wire: Wire) -> tuple[Hello, CommandLoop]:
         spec.task,
     )
     model = loaded.compile_any(spec.tp, spec.pp)
-    if not isinstance(model, CompiledModel):
-        return hello_of(model, spec.model, {}), PoolingServer(model, wire)
-    engine = model.engine(config)
+    if isinstance(model, (CompiledClassifier, CompiledEmbedder)):
+        return hello_of(model, config, 0, spec.model, {}), PoolingServer(model, wire)
+    speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
+    engine = model.engine(config, speculation=speculation)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
-    sizes = {"block_size": config.block_size, "num_blocks": engine.stats.num_blocks}
-    hello = hello_of(model, spec.model, defaults, **sizes)
+    hello = hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
     return hello, EngineServer(engine, wire, Verifications(model, hello.fingerprint_parts, wire.send))
 
 

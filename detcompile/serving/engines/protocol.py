@@ -38,7 +38,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 5
+VERSION = 6
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -60,6 +60,7 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     visible_devices: str | None = None  # becomes CUDA_VISIBLE_DEVICES
     task: Literal["generate", "classify", "embed"] | None = None  # None takes what the checkpoint was saved as
     generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
+    speculation: Literal["off", "automatic", "always"] = "off"  # drafts that are looked up in the sequence itself
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):
@@ -122,6 +123,7 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     vocab_size: int
     num_blocks: int
     block_size: int
+    token_budget: int  # tokens that a step computes at most
     default_params: dict[str, Any]  # of SamplingParams, where a request says nothing
     tokenizer: str | None  # one JSON object, of the tokenizers library; None for a model without one
     special_ids: list[int]

@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts as text or token ids, and OpenAI's older shape of logprobs."""
 
+import functools
 from itertools import accumulate
 from typing import Any
 
@@ -8,6 +9,8 @@ from starlette.responses import Response
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
+from detcompile.serving.journal.job import Ask
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.logprobs import finite
 from detcompile.serving.openai.parameters import completion_params, prompts_of
 from detcompile.serving.openai.reply import Reply
@@ -19,7 +22,7 @@ from detcompile.serving.texts import Texts
 __all__ = ["complete"]
 
 
-async def complete(service: Service, asked: CompletionRequest) -> Response:
+async def complete(service: Service, asked: CompletionRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
@@ -30,26 +33,35 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
     service.require_causal()
     require_served(asked)
     service.require_receipts(asked.receipt)
-    params = completion_params(asked, service.hello.default_params)
     written = prompts_of(asked.prompt, "prompt")
-    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
-    await service.grammars.require(params.grammar)
-    special = asked.add_special_tokens is not False
-    prompts = [await service.texts.ids_of(prompt, special) for prompt in written]
-    echo = [_echoed(service.texts, prompt) for prompt in written] if asked.echo else None
-    answers = service.submit(prompts, params, asked.priority or 0)
+    job = await service.jobs.job(call, functools.partial(_ask, service, asked, written))
     reply = _Completion(
         service,
-        answers,
+        job,
         stream_options=asked.stream_options,
         with_ids=bool(asked.return_token_ids),
         with_receipt=bool(asked.receipt),
         hidden=asked.max_tokens == 0,
+        last_event=call.last_event,
     )
-    reply.echo = None if echo is None else dict(zip([answer.request_id for answer in answers], echo))
+    if asked.echo:
+        reply.echo = [_echoed(service.texts, prompt) for prompt in written]
     if asked.stream:
-        return Events(answers, service.release, reply.headers, reply.events())
-    return Whole(answers, service.release, reply.headers, reply.whole)
+        return Events(job.answers, job.release, reply.headers, reply.events())
+    return Whole(job.answers, job.release, reply.headers, reply.whole)
+
+
+async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
+    """What a request asks of the engines."""
+    params = completion_params(asked, service.hello.default_params)
+    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
+    await service.grammars.require(params.grammar)
+    special = asked.add_special_tokens is not False
+    prompts = [await service.texts.ids_of(prompt, special) for prompt in written]
+    if asked.echo:
+        for prompt in written:
+            _echoed(service.texts, prompt)  # refused before anything is drawn
+    return Ask(prompts, params, asked.priority or 0, "cmpl-")
 
 
 def _echoed(texts: Texts, prompt: str | list[int]) -> str:
@@ -65,12 +77,11 @@ class _Completion(Reply):
     """Choices with text.
 
     Attributes:
-        echo: text of the prompts, by the ids of their answers, where it is told before their own.
+        echo: text of the prompts, where it is told before that of their answers.
     """
 
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
-    echo: dict[str, str] | None = None
+    echo: list[str] | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -82,7 +93,7 @@ class _Completion(Reply):
         known: list[Token | None] = list(logprobs or ())
         tokens = [entry.token_id for entry in known if entry is not None]
         if self.echo is not None and first:
-            text = self.echo[answer.request_id] + text
+            text = self.echo[index // answer.params.n] + text
             known, tokens = [*answer.prompt_logprobs, *known], [*answer.prompt_ids, *tokens]
         return {"text": text, "logprobs": None if logprobs is None else self._logprobs(index, tokens, known)}
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,11 @@ def growth(rests: list[dict[str, float]]) -> dict[str, float]:
     """
     third = max(1, len(rests) // 3)
     last, second = rests[-third:], rests[third : 2 * third]
-    return {
-        name: round(statistics.median(rest[name] for rest in last) - statistics.median(rest[name] for rest in second), 1)
-        for name in ROOM
-    }
+
+    def middle(rests: Sequence[Mapping[str, float]], name: str) -> float:
+        return statistics.median(rest[name] for rest in rests)
+
+    return {name: round(middle(last, name) - middle(second, name), 1) for name in ROOM}
 
 
 def _numbers(text: str) -> dict[str, float]:

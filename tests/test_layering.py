@@ -62,7 +62,7 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
-        {"passes.preparation", "passes.shares", "passes.stages", "passes.warm", "passes.whole_model"},
+        {"passes.preparation", "passes.sharding.shares", "passes.stages", "passes.warm", "passes.whole_model"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},

@@ -16,13 +16,13 @@ RELOAD = "load and compile the model again"
 
 
 class Shares(Protocol):
-    """What knows a model before ranks took shares of it (passes.shares)."""
+    """What knows a model before ranks took shares of it (passes.sharding.shares)."""
 
     def whole(self, *, every_name: bool) -> Mapping[str, Tensor]:
         """Tensors of the shapes and dtypes of the whole parameters, by name."""
 
     def take(self, contents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's share of every parameter by name, of contents by the id of each tensor of ``whole``."""
+        """What this rank keeps of every parameter, by name; ``contents`` are by the id of each tensor of ``whole``."""
 
 
 class LiveWeights:

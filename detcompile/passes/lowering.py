@@ -21,7 +21,7 @@ from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
-from detcompile.passes.shares import Shares, shares_of
+from detcompile.passes.sharding.shares import Shares, shares_of
 from detcompile.passes.stages import (
     StagePart,
     groups_of_stage,

@@ -42,10 +42,10 @@ class Shares:
         return dict(self._structure.named_parameters(remove_duplicate=not every_name))
 
     def take(self, contents: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """This rank's share of every parameter, by each of its names.
+        """What this rank keeps of every parameter, by each of its names.
 
         Args:
-            contents: by the id of each tensor of ``whole``, what it holds now.
+            contents: what each tensor of ``whole`` holds now, by its id.
         """
         parameters = {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in contents.items()}
         model = _like(self._structure, parameters)

@@ -93,13 +93,13 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml constraints.txt
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	@echo "Installing what the tests need (0.6 GB: lm-eval is among it)"
-	@$(PIP_INSTALL) -e '.[test,eval]'
+	@$(PIP_INSTALL) -e '.[test,eval,clients]'
 	@touch $@
 
 $(VENV)/.stamp-web: $(VENV)/.stamp-test
-	@$(PIP_INSTALL) -e '.[test,eval,web]'
+	@$(PIP_INSTALL) -e '.[test,eval,clients,web]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
-	@$(PIP_INSTALL) -e '.[test,eval,dev]'
+	@$(PIP_INSTALL) -e '.[test,eval,clients,dev]'
 	@touch $@

@@ -176,6 +176,10 @@ class Loading:
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False
+    task: Annotated[
+        Literal["generate", "classify", "embed"] | None,
+        typer.Option(help="What to load of a checkpoint; default: what it was saved as."),
+    ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],
         typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),

@@ -7,6 +7,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -21,7 +22,6 @@ from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
-from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.response_schema import ResponsesRequest
 from detcompile.serving.openai.responses import cancelled_response, dropped_response, kept_response, respond
 from detcompile.serving.openai.schema import (
@@ -31,6 +31,10 @@ from detcompile.serving.openai.schema import (
     TokenizeRequest,
     decode_body,
 )
+from detcompile.serving.openai.tokenization import detokenize, tokenize, tokenizer_info
+from detcompile.serving.pooling.embeddings import embed
+from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from detcompile.serving.pooling.scores import classify, rerank, score
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
 from detcompile.serving.request_log import RequestLog
@@ -40,6 +44,7 @@ from detcompile.serving.service import Service
 __all__ = ["MAX_BODY", "new_app"]
 
 MAX_BODY = 4 << 20  # bytes of a request's body
+METHODS = ["GET", "POST", "DELETE"]
 TOLD = [  # fields of answers that pages of other sites may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
 ]  # fmt: skip
@@ -47,6 +52,16 @@ KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatRequest, chat),
 }
+POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal keeps
+    (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
+    (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
+    (["/v1/responses"], ResponsesRequest, respond),
+    (["/v1/embeddings"], EmbeddingRequest, embed),
+    (["/classify"], ClassifyRequest, classify),
+    (["/score", "/v1/score"], ScoreRequest, score),
+    (["/rerank", "/v1/rerank"], RerankRequest, rerank),
+    (["/v1/verify"], Envelope, verify),
+]
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
 
@@ -78,12 +93,13 @@ def new_app(
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
+    app.add_exception_handler(RequestValidationError, _no_parameter)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
     outside: ASGIApp = Access(app, digests)
     if origins:  # around the keys, as a browser asks whether it may send one without it
         outside = CORSMiddleware(
-            outside, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=TOLD
+            outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=TOLD
         )
     return outside if request_log is None else RequestLog(outside, request_log)
 
@@ -110,10 +126,8 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
 
     for path, (kind, answer) in KEPT.items():
         post([path], kind, answer)
-    post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _once(_tokenize))
-    post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _once(_detokenize))
-    post(["/v1/responses"], ResponsesRequest, _once(respond))
-    post(["/v1/verify"], Envelope, _once(verify))
+    for paths, kind, answer in POSTS:
+        post(paths, kind, _once(answer))
     if demo:
         post(["/dashboard/kill"], KillRequest, _once(kill_engine))
     described = app.openapi
@@ -185,9 +199,6 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     def state() -> Response:
         return Response(msgspec.json.encode(state_of(service, version, demo=demo)), media_type=JSON)
 
-    def certificate() -> Response:
-        return Response(service.hello.certificate, media_type=JSON)
-
     def health() -> Response:
         failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
@@ -199,8 +210,9 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     get("/version", lambda: _json({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
     get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
+    get("/tokenizer_info", lambda: tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
-    get("/v1/certificate", certificate, ready=True)
+    get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
 
     async def receipt(name: str) -> Response:
         return found_receipt(service, name)
@@ -237,24 +249,6 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-async def _tokenize(service: Service, asked: TokenizeRequest) -> Response:
-    service.require_ready()
-    service.require_model(asked.model)
-    if (asked.prompt is None) == (not asked.messages):
-        raise HTTPError(400, "give either prompt or messages", param="prompt")
-    if asked.messages:
-        ids = await prompt_of(service, asked.messages)
-    else:
-        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
-    return _json({"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context})
-
-
-async def _detokenize(service: Service, asked: DetokenizeRequest) -> Response:
-    service.require_ready()
-    service.require_model(asked.model)
-    return _json({"prompt": service.texts.decode(asked.tokens, skip_special_tokens=False)})
-
-
 def _json(content: Any) -> Response:
     return Response(json.dumps(content), media_type=JSON)
 
@@ -274,6 +268,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
     found = HTTPError(error.status_code, said[:400], code="unsupported" if error.status_code == 404 else None)
     found.headers |= error.headers or {}
     return _answered(found)
+
+
+async def _no_parameter(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()[0]
+    name = str(found["loc"][-1])
+    return _answered(HTTPError(400, f"{name}: {found['msg']}", param=name))
 
 
 async def _failed(_request: Request, _error: Exception) -> Response:

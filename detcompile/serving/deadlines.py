@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.answers import Answer, Errand
 from detcompile.serving.http_errors import OverdueError
 
 __all__ = ["Deadlines"]
@@ -28,7 +28,7 @@ class Deadlines:
         """An answer has begun to wait."""
         loop = asyncio.get_running_loop()
         timers = [loop.call_later(self._whole, self._end, answer, "took over", self._whole, 504)]
-        if not isinstance(answer, Verification):  # which has no tokens of its own
+        if not isinstance(answer, Errand):  # which has no tokens of its own
             timers.append(loop.call_later(self._first, self._end_unless_begun, answer))
         self._timers[answer.request_id] = timers
 

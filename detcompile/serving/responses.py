@@ -85,14 +85,18 @@ class Whole(_Awaited):
 
     async def _send(self, send: Send) -> None:
         try:
-            async for _ in progress(self._answers):
-                continue
+            await self._ended()
             body = msgspec.json.encode(self._result())
         except DetcompileError as error:
             await self._refuse(send, error_of(error))
             return
         await self._begin(send, 200, JSON, {"Content-Length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
+
+    async def _ended(self) -> None:
+        """Wait for the end of what the result is made of."""
+        async for _ in progress(self._answers):
+            continue
 
 
 class Events(_Awaited):

@@ -4,15 +4,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Literal
 
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
-from detcompile.serving.engines.answers import Answer, News, Verification
+from detcompile.serving.engines.answers import Answer, News, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
-from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
+from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
 from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.journal.job import Job
@@ -27,6 +28,11 @@ from detcompile.serving.tools.families import FAMILIES, family_of
 __all__ = ["Service"]
 
 MOST_RETRY_SECONDS = 60
+TASKS = {  # what a model does, for who asks it for something else
+    "generate": "generates text: POST /v1/completions, /v1/chat/completions or /v1/responses",
+    "embed": "gives embeddings: POST /v1/embeddings, /v1/score or /v1/rerank",
+    "classify": "classifies: POST /classify, or with one label /v1/score or /v1/rerank",
+}
 
 
 class Service:
@@ -150,6 +156,27 @@ class Service:
             raise HTTPError(404, f"there is no model {name[:200]!r} here, but {self.name!r}", param="model",
                             code="model_not_found")  # fmt: skip
 
+    def require_causal(self) -> None:
+        """Refuse what a model has to generate for, where it does not.
+
+        Raises:
+            HTTPError: 400.
+        """
+        if self.hello.pooling is not None:
+            raise HTTPError(400, f"{self.name} {TASKS[self.hello.pooling.task]}", code="unsupported_task")
+
+    def require_pooling(self, *tasks: str) -> PoolingFacts:
+        """What is known of the model, where it says one thing of a sequence by one of these tasks.
+
+        Raises:
+            HTTPError: 400.
+        """
+        found = self.hello.pooling
+        if found is None or found.task not in tasks:
+            task = "generate" if found is None else found.task
+            raise HTTPError(400, f"{self.name} {TASKS[task]}", code="unsupported_task")
+        return found
+
     def require_receipts(self, asked: bool | None) -> None:
         """Refuse a request that asks for a receipt where none are made.
 
@@ -169,15 +196,7 @@ class Service:
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
         news = News()
         answers = [Answer(f"{next(self._numbers)}", prompt, params, news, priority) for prompt in prompts]
-        for answer in answers:
-            self.open[answer.request_id] = answer
-            self.deadlines.watch(answer)
-        try:
-            for answer in answers:
-                self.fleet.add(answer)
-        except DetcompileError as error:
-            self.release(answers)
-            raise error_of(error) from error
+        self._add(answers)
         return answers
 
     def verify(self, receipt: bytes, lengths: Sequence[int]) -> Verification:
@@ -194,14 +213,22 @@ class Service:
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
         verification.name = f"verify-{verification.request_id}"
-        self.open[verification.request_id] = verification
-        self.deadlines.watch(verification)
-        try:
-            self.fleet.add(verification)
-        except DetcompileError as error:
-            self.release([verification])
-            raise error_of(error) from error
+        self._add([verification])
         return verification
+
+    def pool(
+        self, prompts: Sequence[list[int]], pooling: Literal["last", "first", "mean"] | None, *, normalize: bool
+    ) -> Pooling:
+        """Have the model say of each prompt what it says; ``release`` it in the end, whatever comes.
+
+        Raises:
+            HTTPError: as of ``submit``.
+        """
+        self.require_ready()
+        self.require_room(sum(map(len, prompts)), 1)
+        asked = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
+        self._add([asked])
+        return asked
 
     def release(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these any more; those that have not ended are cancelled."""
@@ -251,6 +278,17 @@ class Service:
             f" {self._max_queued_tokens} at most: try again in {wait} s",
             retry_after=wait,
         )
+
+    def _add(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self.open[answer.request_id] = answer
+            self.deadlines.watch(answer)
+        try:
+            for answer in answers:
+                self.fleet.add(answer)
+        except DetcompileError as error:
+            self.release(answers)
+            raise error_of(error) from error
 
     def _progressed(self, answer: Answer, delta: Delta) -> None:
         self.metrics.progressed(answer, delta)

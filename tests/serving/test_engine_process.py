@@ -10,7 +10,8 @@ import pytest
 from detcompile.errors import InvalidInput
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.engines import engine_process
-from detcompile.serving.engines.engine_process import EngineServer, Wire
+from detcompile.serving.engines.command_loop import Wire
+from detcompile.serving.engines.engine_process import EngineServer
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.protocol import LENGTH, Add, Broken, EngineSpec, Refused, Tokens, decode_report, frame
 
@@ -86,7 +87,6 @@ def test_speculation_is_the_engines(asked: Any, given: Any, monkeypatch: pytest.
             assert speculation == given
             raise InvalidInput("seen")
 
-    monkeypatch.setattr(engine_process.ModelSpec, "compile", lambda spec, tp, pp: Model())
-    monkeypatch.setattr(engine_process, "require_causal", lambda model, command: model)
+    monkeypatch.setattr(engine_process.ModelSpec, "compile_any", lambda spec, tp, pp: Model())
     with pytest.raises(InvalidInput, match="seen"):
-        engine_process._start(EngineSpec(model="tiny", speculation=asked))
+        engine_process._start(EngineSpec(model="tiny", speculation=asked), Wire(socket.socket()))

@@ -2,16 +2,18 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.protocol import Delta, Token
+from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "News", "Verification", "given_params", "progress"]
+__all__ = ["Answer", "AnswerSample", "Errand", "News", "Pooling", "Verification", "given_params", "progress"]
 
 PARAMETERS = tuple(own.name for own in fields(SamplingParams))
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
@@ -136,11 +138,25 @@ class Answer:
         self.news.tell()
 
 
-class Verification(Answer):
-    """A receipt that is replayed: it waits, is bounded and is cancelled as answers are, and draws nothing.
+class Errand(Answer, ABC):
+    """What an engine is asked beside answers: it waits, is bounded and is cancelled as they are, and draws nothing."""
+
+    @abstractmethod
+    def command(self) -> Verify | Pool:
+        """What the engine is told."""
+
+    def settle(self, report: Verified | Pooled) -> None:
+        """Take what came of it: nothing more comes."""
+        self.finished = True
+        self.news.tell()
+
+
+class Verification(Errand):
+    """A receipt that is replayed.
 
     Args:
         receipt: one as JSON.
+        lengths: tokens of each of its samples, with those of its prompt.
 
     Attributes:
         verdict: what came of it.
@@ -152,10 +168,50 @@ class Verification(Answer):
         self.receipt = receipt
         self.verdict: Verdict | None = None
 
-    def settle(self, verdict: Verdict) -> None:
-        """Take the verdict: nothing more comes."""
-        self.verdict, self.finished = verdict, True
-        self.news.tell()
+    def command(self) -> Verify:
+        """What the engine is told."""
+        return Verify(self.try_id, self.receipt)
+
+    def settle(self, report: Verified | Pooled) -> None:
+        """Take the verdict."""
+        assert isinstance(report, Verified)
+        self.verdict = report.verdict
+        super().settle(report)
+
+
+class Pooling(Errand):
+    """Prompts of which a model says one thing each.
+
+    Args:
+        prompts: token ids.
+        pooling: the hidden states that an embedding is made of.
+        normalize: give embeddings the length 1.
+
+    Attributes:
+        values: float32 of [prompts, num_columns], once it has ended.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        pooling: Literal["last", "first", "mean"] | None,
+        normalize: bool,
+    ) -> None:
+        super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), News())
+        self._asked = (list(prompts), pooling, normalize)
+        self.num_columns = 0
+        self.values = b""
+
+    def command(self) -> Pool:
+        """What the engine is told."""
+        return Pool(self.try_id, *self._asked)
+
+    def settle(self, report: Verified | Pooled) -> None:
+        """Take the values."""
+        assert isinstance(report, Pooled)
+        self.num_columns, self.values = report.num_columns, report.values
+        super().settle(report)
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:

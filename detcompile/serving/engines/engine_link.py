@@ -13,7 +13,7 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from detcompile.serving.engines.answers import Answer, Verification, given_params
+from detcompile.serving.engines.answers import Answer, Errand, given_params
 from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
 from detcompile.serving.engines.protocol import (
     LENGTH,
@@ -25,13 +25,13 @@ from detcompile.serving.engines.protocol import (
     Heartbeat,
     Hello,
     Holding,
+    Pooled,
     Refused,
     Report,
     Statistics,
     Step,
     Tokens,
     Verified,
-    Verify,
     decode_report,
     frame,
 )
@@ -50,7 +50,7 @@ class EngineLink:
 
     Args:
         on_news: called with every answer that has news, once the answer has taken them: with its delta, or with None
-            where it is refused or a verification.
+            where it is refused or an errand.
         on_lost: called with the answers that had not ended where it serves no more; they are the callee's then.
         launcher: gives the connection to the process.
         silence: seconds without a heartbeat after which the process counts as hanging.
@@ -134,8 +134,8 @@ class EngineLink:
         writer = self._connection.writer
         answer.tries += 1
         self.answers[answer.try_id] = answer
-        if isinstance(answer, Verification):
-            writer.write(frame(Verify(answer.try_id, answer.receipt)))
+        if isinstance(answer, Errand):
+            writer.write(frame(answer.command()))
             return
         given, resume = given_params(answer.params), answer.resumption()
         writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
@@ -189,11 +189,11 @@ class EngineLink:
                     del self.answers[delta.request_id]
                 answer.extend(delta)
                 self._on_news(answer, delta)
-        elif isinstance(report, Verified):
-            verification = self.answers.pop(report.request_id, None)
-            if isinstance(verification, Verification):
-                verification.settle(report.verdict)
-                self._on_news(verification, None)
+        elif isinstance(report, (Verified, Pooled)):
+            errand = self.answers.pop(report.request_id, None)
+            if isinstance(errand, Errand):
+                errand.settle(report)
+                self._on_news(errand, None)
         elif isinstance(report, Heartbeat):
             self.statistics, self.holdings = report.statistics, report.holdings
             self.steps.extend(report.steps)

@@ -29,6 +29,7 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     """
     service.require_ready()
     service.require_model(asked.model)
+    service.require_causal()
     require_served(asked)
     service.require_receipts(asked.receipt)
     use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)

@@ -9,11 +9,10 @@ from starlette.responses import Response
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
-from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.journal.job import Ask
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.logprobs import finite
-from detcompile.serving.openai.parameters import completion_params
+from detcompile.serving.openai.parameters import completion_params, prompts_of
 from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import CompletionRequest, require_served
 from detcompile.serving.responses import Events, Whole
@@ -21,8 +20,6 @@ from detcompile.serving.service import Service
 from detcompile.serving.texts import Texts
 
 __all__ = ["complete"]
-
-MAX_PROMPTS = 2048
 
 
 async def complete(service: Service, asked: CompletionRequest, call: Call) -> Response:
@@ -33,9 +30,10 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
     """
     service.require_ready()
     service.require_model(asked.model)
+    service.require_causal()
     require_served(asked)
     service.require_receipts(asked.receipt)
-    written = _prompts(asked)
+    written = prompts_of(asked.prompt, "prompt")
     job = await service.jobs.job(call, functools.partial(_ask, service, asked, written))
     reply = _Completion(
         service,
@@ -59,31 +57,11 @@ async def _ask(service: Service, asked: CompletionRequest, written: list[str | l
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
     await service.grammars.require(params.grammar)
     special = asked.add_special_tokens is not False
-    prompts = [
-        await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-        for prompt in written
-    ]
+    prompts = [await service.texts.ids_of(prompt, special) for prompt in written]
     if asked.echo:
         for prompt in written:
             _echoed(service.texts, prompt)  # refused before anything is drawn
     return Ask(prompts, params, asked.priority or 0, "cmpl-")
-
-
-def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a request, one or many, each text or token ids.
-
-    Raises:
-        HTTPError: none, too many, or a list of both tokens and prompts.
-    """
-    prompt = asked.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(isinstance(part, int) for part in prompt):
-        return [prompt]  # type: ignore[list-item]
-    if not prompt or len(prompt) > MAX_PROMPTS or any(isinstance(part, int) for part in prompt):
-        wanted = f"a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these"
-        raise HTTPError(400, f"prompt must be {wanted}", param="prompt")
-    return prompt  # type: ignore[return-value]
 
 
 def _echoed(texts: Texts, prompt: str | list[int]) -> str:

@@ -13,6 +13,7 @@ Writes benchmarks/results/kill-drill-<cores>-cores-<commit>.json.
 
 import argparse
 import asyncio
+import collections
 import functools
 import json
 import os
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -187,6 +189,8 @@ def started(command: Sequence[str]) -> tuple[str, subprocess.Popen[str]]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = next(line for line in process.stderr if line.startswith("serving "))
+    lines: collections.deque[str] = collections.deque(maxlen=100)  # read on, or the server waits for room in the pipe
+    threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()
     return line.split()[3].rstrip(";"), process
 
 

@@ -21,7 +21,6 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class Soak:
         await self._rest()
         while time.monotonic() < end:
             stop = min(end, time.monotonic() + stretch)
-            killer = asyncio.create_task(self._kill(kill_every)) if kill_every else None
+            killer = asyncio.create_task(self._kill(kill_every, stop)) if kill_every else None
             await asyncio.gather(*(self._client(stop) for _ in range(NUM_CLIENTS)))
             if killer is not None:
                 killer.cancel()
@@ -111,8 +110,9 @@ class Soak:
                     await asyncio.sleep(pause)
         self.counts["read slowly" if pause else "answered"] += 1
 
-    async def _kill(self, every: float) -> None:
-        while True:
+    async def _kill(self, every: float, stop: float) -> None:
+        """Disturb engines; none once clients wait for their last answers, so that these come."""
+        while time.monotonic() + every < stop:
             await asyncio.sleep(every)
             os.kill(self._random.choice(engine_processes(self._server)), self._random.choice(SIGNALS))
             self.counts["engines disturbed"] += 1
@@ -147,12 +147,11 @@ def growth(rests: list[dict[str, float]]) -> dict[str, float]:
     The first third is left out: pools fill, and code is imported.
     """
     third = max(1, len(rests) // 3)
-    last, second = rests[-third:], rests[third : 2 * third]
-
-    def middle(rests: Sequence[Mapping[str, float]], name: str) -> float:
-        return statistics.median(rest[name] for rest in rests)
-
-    return {name: round(middle(last, name) - middle(second, name), 1) for name in ROOM}
+    found = {}
+    for name in ROOM:
+        second, last = ([rest[name] for rest in part] for part in (rests[third : 2 * third], rests[-third:]))
+        found[name] = round(statistics.median(last) - statistics.median(second), 1)
+    return found
 
 
 def _numbers(text: str) -> dict[str, float]:

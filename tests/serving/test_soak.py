@@ -16,7 +16,7 @@ def test_nothing_grows_under_random_load(folder: Path, tmp_path: Path, seconds: 
     server = started(folder, *options)
     try:
         soak = Soak(server.url, server.process.pid)
-        asyncio.run(soak.run(seconds, stretch=seconds / 10, kill_every=max(1.0, seconds / 60)))
+        asyncio.run(soak.run(seconds, stretch=max(6.0, seconds / 30), kill_every=5.0 if seconds < 60 else 20.0))
         assert server.stop() == 0
     finally:
         server.process.kill()

@@ -16,10 +16,11 @@ VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_EXTRA_ARGS) -c constraints.txt
 LINTED := detcompile tests benchmarks examples tools
 
-.PHONY: demo test test-all web-test check docs gpu-test bench census models clean help
+.PHONY: demo rl test test-all web-test check docs gpu-test bench census models clean help
 
 help:
 	@echo "make demo      plain torch beside detcompile on the embedded model"
+	@echo "make rl        reinforcement learning, plain and on policy to the bit, minutes"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-all  these, and more cases of what they test"
 	@echo "make web-test  the tests of the server's page, which need Chromium (apt-get install chromium)"
@@ -34,14 +35,18 @@ help:
 demo: $(VENV)/.stamp-run
 	@$(VENV)/bin/detcompile demo
 
+rl: $(VENV)/.stamp-run
+	@$(VENV_PYTHON) -m examples.rl
+
 # One OpenMP thread a worker: the tests of thread counts ask for theirs explicitly. Generated code asserts layouts
 # here; elsewhere it does so on request.
 test: CHOSEN := -m "not exhaustive"
 test test-all: $(VENV)/.stamp-test
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 $(VENV_PYTHON) -m pytest -q -r fEs -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(PYTEST_ARGS)
 
-# Chromium where it is found, or at CHROMIUM.
 web-test: $(VENV)/.stamp-web
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
+	  { echo "make web-test: no Chromium here: apt-get install chromium"; exit 1; }
 	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -r fEs -m web $(PYTEST_ARGS) tests/web
 
 check: $(VENV)/.stamp-dev docs
@@ -88,13 +93,13 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml constraints.txt
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	@echo "Installing what the tests need (0.6 GB: lm-eval is among it)"
-	@$(PIP_INSTALL) -e '.[test,eval]'
+	@$(PIP_INSTALL) -e '.[test,eval,clients]'
 	@touch $@
 
 $(VENV)/.stamp-web: $(VENV)/.stamp-test
-	@$(PIP_INSTALL) -e '.[test,eval,web]'
+	@$(PIP_INSTALL) -e '.[test,eval,clients,web]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
-	@$(PIP_INSTALL) -e '.[test,eval,dev]'
+	@$(PIP_INSTALL) -e '.[test,eval,clients,dev]'
 	@touch $@

@@ -1,17 +1,20 @@
-"""Answers of a server whose engines are killed while they are drawn, beside those of one that nobody disturbs.
+"""Answers of a server that is killed, or its engines, while they are drawn, beside those of one that nobody disturbs.
 
     python -m benchmarks.kill_drill --commit $(git rev-parse --short HEAD) [--rounds 50] [--replicas 1] [--tp 1]
 
-Every round asks for the same streams at once (several samples, penalties, log-probabilities, stop strings, greedy and
-drawn) and kills or stops (SIGKILL, SIGSTOP) a random process of the engines when some of the tokens have come. The
-script fails if a token is lost, comes twice, or is another one than before. A pause is the longest time between two
-events of a stream.
+Every round asks for the same streams at once (several samples, penalties, log-probabilities, stop strings, grammars,
+greedy and drawn, with drafts) and kills or stops (SIGKILL, SIGSTOP) a random process of the engines when some of the
+tokens have come; every third round it is the server itself that is killed, and started again with its journal, and
+clients come back with their keys for the rest of their streams. The script fails if a token is lost, comes twice, or is
+another one than before. A pause is the longest time between two events of a stream.
 
 Writes benchmarks/results/kill-drill-<cores>-cores-<commit>.json.
 """
 
 import argparse
 import asyncio
+import collections
+import functools
 import json
 import os
 import random
@@ -19,17 +22,23 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-__all__ = ["Drill", "bodies", "engine_processes"]
+__all__ = ["FRONT_EVERY", "Drill", "bodies", "engine_processes"]
 
 RESULTS = Path(__file__).parent / "results"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+FRONT_EVERY = 3  # rounds; in the last of them the server is killed
+RETRY_SECONDS = 0.2
+START_SECONDS = 240
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"top_p": 0.9, "top_k": 50},
@@ -37,6 +46,9 @@ KINDS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
     {"logprobs": 0, "min_p": 0.05, "logit_bias": {"17": 2.5}},
     {"stop": ["ee", "the end"], "min_tokens": 8},
+    {"structured_outputs": {"regex": "[a-z ,]{80,}"}, "ignore_eos": False},
+    {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 20}}, "n": 2},
+    {"temperature": 0, "prompt": [7, 8, 9, 10] * 8},  # what drafts are right about
 ]
 
 
@@ -61,68 +73,134 @@ def engine_processes(server: int) -> list[int]:
 
 
 class Drill:
-    """Rounds against one server.
+    """Rounds against one server, which is started again after it was killed.
 
     Args:
-        url: where it listens.
-        server: its process.
+        start: starts a server with the journal of the one before; returns where it listens, and its process.
         asked: the requests of a round.
 
     Attributes:
-        pauses: seconds of each stream of each disturbed round.
+        process: the server.
+        pauses: seconds of each stream of each round in which an engine was disturbed.
+        long_pauses: those in which the server was.
     """
 
-    def __init__(self, url: str, server: int, asked: Sequence[dict[str, Any]], seed: int = 0) -> None:
+    def __init__(
+        self, start: Callable[[], tuple[str, subprocess.Popen[str]]], asked: Sequence[dict[str, Any]], seed: int = 0
+    ) -> None:
         self.pauses: list[float] = []
-        self._url = url
-        self._server = server
+        self.long_pauses: list[float] = []
+        self._start = start
         self._asked = asked
         self._random = random.Random(seed)
+        self._num_rounds = 0
+        self._url, self.process = start()
 
     def undisturbed(self) -> list[Any]:
         """What every stream gives where nobody is killed."""
-        return asyncio.run(self._round(None))
+        return asyncio.run(self._round([]))
 
     def disturbed(self) -> list[Any]:
-        """What every stream gives where a process of the engines is killed, or stopped, meanwhile."""
-        return asyncio.run(self._round(self._random.choice(SIGNALS)))
+        """What every stream gives where a process of the engines is killed, or stopped, meanwhile, or the server is."""
+        self._num_rounds += 1
+        if self._num_rounds % FRONT_EVERY == 0:
+            return asyncio.run(self._round(self.long_pauses, self._kill_server))
+        return asyncio.run(self._round(self.pauses, self._kill_engine))
 
-    async def _round(self, number: int | None) -> list[Any]:
+    async def _kill_engine(self) -> None:
+        os.kill(self._random.choice(engine_processes(self.process.pid)), self._random.choice(SIGNALS))
+
+    async def _kill_server(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._url, self.process = await asyncio.to_thread(self._start)
+
+    async def _round(self, pauses: list[float], disturb: Callable[[], Any] | None = None) -> list[Any]:
         self._num_events = 0
         limits = httpx.Limits(max_connections=len(self._asked))
-        async with httpx.AsyncClient(base_url=self._url, timeout=180, limits=limits) as client:
-            streams = [asyncio.create_task(self._stream(client, body, number is not None)) for body in self._asked]
-            if number is not None:
+        async with httpx.AsyncClient(timeout=180, limits=limits) as client:
+            streams = [
+                asyncio.create_task(self._stream(client, body, pauses, by_name=index % 2 == 0))
+                for index, body in enumerate(self._asked)
+            ]
+            if disturb is not None:
                 after = self._random.randint(len(streams), 8 * len(streams))
                 while self._num_events < after and not all(stream.done() for stream in streams):
                     await asyncio.sleep(0.001)
-                os.kill(self._random.choice(engine_processes(self._server)), number)
+                await disturb()
             return await asyncio.gather(*streams)
 
-    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], disturbed: bool) -> Any:
+    async def _stream(
+        self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float], by_name: bool
+    ) -> Any:
         """Tokens, text, log-probabilities and the reason of its end, of each sample."""
         samples: dict[int, dict[str, Any]] = {}
         last, pause = time.monotonic(), 0.0
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                self._num_events += 1
-                now = time.monotonic()
-                last, pause = now, max(pause, now - last)
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    sample = samples.setdefault(choice["index"], {"ids": [], "text": "", "logprobs": [], "end": None})
-                    sample["ids"] += choice["token_ids"] or []
-                    sample["text"] += choice["text"]
-                    sample["logprobs"] += (choice.get("logprobs") or {}).get("token_logprobs", [])
-                    sample["end"] = choice["finish_reason"] or sample["end"]
-        if disturbed:
-            self.pauses.append(pause)
-        assert all(sample["end"] for sample in samples.values()), samples
+        async for event in self._events(client, body, by_name):
+            self._num_events += 1
+            now = time.monotonic()
+            last, pause = now, max(pause, now - last)
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                sample = samples.setdefault(choice["index"], {"ids": [], "text": "", "logprobs": [], "end": None})
+                sample["ids"] += choice["token_ids"] or []
+                sample["text"] += choice["text"]
+                sample["logprobs"] += (choice.get("logprobs") or {}).get("token_logprobs", [])
+                sample["end"] = choice["finish_reason"] or sample["end"]
+        pauses.append(pause)
+        assert samples and all(sample["end"] for sample in samples.values()), samples
         return samples
+
+    async def _events(self, client: httpx.AsyncClient, body: dict[str, Any], by_name: bool) -> AsyncIterator[Any]:
+        """The events of a stream, whose client comes back for it whenever it loses the server.
+
+        Args:
+            by_name: it asks for the stream by the id of the answer, and not once more for the answer.
+        """
+        headers, name, end = {"Idempotency-Key": str(uuid.uuid4())}, "", time.monotonic() + START_SECONDS
+        while True:
+            lost = by_name and name
+            method, path = ("GET", f"/v1/streams/{name}") if lost else ("POST", "/v1/completions")
+            try:
+                async with client.stream(
+                    method, self._url + path, json=None if lost else body, headers=headers
+                ) as response:
+                    if response.status_code == 503:  # it starts
+                        raise httpx.ConnectError((await response.aread()).decode())
+                    assert response.status_code == 200, await response.aread()
+                    name, place = response.headers["x-request-id"], ""
+                    async for line in response.aiter_lines():
+                        if line == "data: [DONE]":
+                            return
+                        if line.startswith("id: "):
+                            place = line.removeprefix("id: ")
+                        elif line.startswith("data: "):
+                            headers["Last-Event-ID"] = place
+                            yield json.loads(line.removeprefix("data: "))
+                    raise AssertionError("a stream has no end")
+            except httpx.TransportError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+
+
+def started(command: Sequence[str]) -> tuple[str, subprocess.Popen[str]]:
+    """A server that is ready: where it listens, and its process."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if line.startswith("serving "))
+    lines: collections.deque[str] = collections.deque(maxlen=100)  # read on, or the server waits for room in the pipe
+    threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True).start()
+    return line.split()[3].rstrip(";"), process
+
+
+def summary(pauses: Sequence[float]) -> dict[str, float] | None:
+    """Pauses in seconds, as they are reported."""
+    if not pauses:
+        return None
+    found = sorted(pauses)
+    places = {"median": statistics.median(found), "P99": found[int(0.99 * len(found))], "longest": found[-1]}
+    return {name: round(value, 3) for name, value in places.items()}
 
 
 def main() -> int:
@@ -136,24 +214,22 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--between", type=float, default=15.0, help="seconds between rounds, for the next spare")
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--max-restarts", "1000"]
-    command += ["--replicas", str(arguments.replicas), "--tp", str(arguments.tp)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if line.startswith("serving "))
-        drill = Drill(line.split()[3].rstrip(";"), process.pid, bodies(arguments.streams, arguments.tokens))
-        expected = drill.undisturbed()
-        num_differing = 0
-        for number in range(arguments.rounds):
-            time.sleep(arguments.between)
-            found = drill.disturbed()
-            num_differing += sum(one != other for one, other in zip(found, expected, strict=True))
-            print(f"round {number}: {num_differing} differ, longest pause {max(drill.pauses[-len(found):]):.2f} s")
-    finally:
-        process.kill()
-        process.wait()
-    pauses = sorted(drill.pauses)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--max-restarts", "1000"]
+        command += ["--replicas", str(arguments.replicas), "--tp", str(arguments.tp), "--journal", f"{folder}/journal"]
+        command += ["--speculation", "always"]
+        drill = Drill(functools.partial(started, command), bodies(arguments.streams, arguments.tokens))
+        try:
+            expected = drill.undisturbed()
+            num_differing = 0
+            for number in range(arguments.rounds):
+                time.sleep(arguments.between)
+                found = drill.disturbed()
+                num_differing += sum(one != other for one, other in zip(found, expected, strict=True))
+                print(f"round {number}: {num_differing} differ", flush=True)
+        finally:
+            drill.process.kill()
+            drill.process.wait()
     result = {
         "commit": arguments.commit,
         "cores": os.cpu_count(),
@@ -164,11 +240,8 @@ def main() -> int:
         "tp": arguments.tp,
         "seconds between rounds": arguments.between,
         "streams that differ": num_differing,
-        "pause, s": {
-            "median": round(statistics.median(pauses), 3),
-            "P99": round(pauses[int(0.99 * len(pauses))], 3),
-            "longest": round(pauses[-1], 3),
-        },
+        "pause where an engine is lost, s": summary(drill.pauses),
+        "pause where the server is killed, s": summary(drill.long_pauses),
     }
     name = f"kill-drill-{os.cpu_count()}-cores-{arguments.replicas}x{arguments.tp}-{arguments.commit}.json"
     (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")

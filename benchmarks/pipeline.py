@@ -1,6 +1,7 @@
 """N devices as N stages, N ranks of tensor parallelism or N replicas: tokens a second, latencies, and equal bytes.
 
     python -m benchmarks.pipeline --commit $(git rev-parse --short HEAD) [--devices 4] [--layers 36] [--only pp4,tp4]
+    python -m benchmarks.pipeline --commit $(git rev-parse --short HEAD) --layers 8 --only pp1,pp2,pp2tp2 --bytes-only
 
 An arrangement is a number of replicas, stages and ranks: "pp2tp2" is one model on four devices, "4xpp1tp1" are four of
 one device each. Each replica is a process that builds Qwen3-8B's shape in bf16 with random weights, or with
@@ -8,7 +9,8 @@ one device each. Each replica is a process that builds Qwen3-8B's shape in bf16 
 Poisson arrivals, which replicas take in turn. Before that each answers the same mixed requests, with drafts and
 without, and a padded batch: one digest has to come out of all arrangements and of one device; the script fails if not.
 
-Writes benchmarks/results/pipeline-<device>x<devices>-<commit>.json, and adds to it if it is there.
+With ``--bytes-only`` nothing is timed. Writes benchmarks/results/pipeline-<device>x<devices>-<layers>-<commit>.json,
+and adds to it if it is there.
 """
 
 import argparse
@@ -133,7 +135,9 @@ def serve(engine: Engine, trace: Sequence[Arrival], prompts: Sequence[list[int]]
     return {"times": [times[name] for name in names], "idle share": engine.stats.idle_share}
 
 
-def replica(device: str, devices: int, layers: int, arrangement: Arrangement, number: int) -> None:
+def replica(
+    device: str, devices: int, layers: int, arrangement: Arrangement, number: int, bytes_only: bool
+) -> None:
     """One process: says what it found as lines of JSON, and starts on the times that it reads."""
 
     def tell(value: dict[str, Any]) -> None:
@@ -144,6 +148,9 @@ def replica(device: str, devices: int, layers: int, arrangement: Arrangement, nu
     model = compiled(device, layers, arrangement.pp, arrangement.tp)
     seconds = {"compile seconds": time.monotonic() - started}
     tell(digest(model))
+    if bytes_only:
+        tell(seconds)
+        return
     started = time.monotonic()
     own = workloads(device, devices)
     engine = model.engine(own.config)
@@ -156,11 +163,12 @@ def replica(device: str, devices: int, layers: int, arrangement: Arrangement, nu
         tell(serve(engine, trace[part], prompts[part], start))
 
 
-def measure(device: str, devices: int, layers: int, arrangement: Arrangement) -> dict[str, Any]:
+def measure(device: str, devices: int, layers: int, arrangement: Arrangement, bytes_only: bool) -> dict[str, Any]:
     """Both workloads on an arrangement, and the digests of its replicas."""
     size = arrangement.pp * arrangement.tp
     command = [sys.executable, "-m", "benchmarks.pipeline", "--replica", str(arrangement), "--device", device]
-    command += ["--layers", str(layers), "--devices", str(devices), "--number"]
+    command += ["--layers", str(layers), "--devices", str(devices)]
+    command += ["--bytes-only", "--number"] if bytes_only else ["--number"]
     processes = []
     try:
         for number in range(arrangement.replicas):
@@ -174,21 +182,25 @@ def measure(device: str, devices: int, layers: int, arrangement: Arrangement) ->
                     env=os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": seen}),
                 )
             )
-        return _coordinated(processes, workloads(device, devices))
+        return _coordinated(processes, workloads(device, devices), bytes_only)
     finally:
         for process in processes:
             process.kill()
             process.wait()
 
 
-def _coordinated(processes: Sequence[subprocess.Popen[str]], own: Workloads) -> dict[str, Any]:
+def _coordinated(processes: Sequence[subprocess.Popen[str]], own: Workloads, bytes_only: bool) -> dict[str, Any]:
     """Start all replicas on each workload at one time, and join what they say."""
 
     def answers() -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in processes if process.stdout is not None]
-        if not all(lines):
-            raise SystemExit("a replica has ended; its error is above")
-        return [json.loads(line) for line in lines]
+        told = []
+        for process in processes:
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if line.startswith("{")), None)
+            if line is None:
+                raise SystemExit("a replica has ended; its error is above")
+            told.append(json.loads(line))
+        return told
 
     def serve_all() -> list[dict[str, Any]]:
         start = time.monotonic() + 0.5
@@ -200,6 +212,8 @@ def _coordinated(processes: Sequence[subprocess.Popen[str]], own: Workloads) -> 
 
     digests, made = answers(), answers()
     found: dict[str, Any] = {"digests": digests, "start": made}
+    if bytes_only:
+        return found
     serve_all()
     for name, trace in (("offline", own.offline), ("load", own.load)):
         told = serve_all()
@@ -222,12 +236,14 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--only", help="arrangements with commas between; default: stages, ranks, replicas and both")
+    parser.add_argument("--bytes-only", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--replica", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.replica:
-        replica(given.device, given.devices, given.layers, Arrangement.of(given.replica), given.number)
+        one = Arrangement.of(given.replica)
+        replica(given.device, given.devices, given.layers, one, given.number, given.bytes_only)
         return
     if not given.commit:
         parser.error("--commit is missing")
@@ -235,7 +251,8 @@ def main() -> None:
     names = (given.only or f"pp1,pp{n},tp{n},{n}xpp1" + (f",pp2tp{n // 2},pp2" if n > 2 else "")).split(",")
     hardware = cpu_name() if given.device == "cpu" else torch.cuda.get_device_name()
     label = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    path = given.out / f"pipeline-{label}x{n}-{given.commit}.json"
+    layers = "tiny" if given.device == "cpu" else given.layers
+    path = given.out / f"pipeline-{label}x{n}-{layers}-{given.commit}.json"
     shape = f"Qwen3-8B shape, {given.layers} layers, bf16, random weights"
     shape = "embedded model" if given.device == "cpu" else shape
     about = {"commit": given.commit, "hardware": hardware, "devices": n, "torch": torch.__version__, "model": shape}
@@ -244,7 +261,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         arrangement = Arrangement.of(name)
-        report[str(arrangement)] = found = measure(given.device, n, given.layers, arrangement)
+        report[str(arrangement)] = found = measure(given.device, n, given.layers, arrangement, given.bytes_only)
         digests = {json.dumps(one) for own in report.values() if isinstance(own, dict) for one in own["digests"]}
         report["digests equal"] = len(digests) == 1
         path.write_text(json.dumps(report, indent=1) + "\n")

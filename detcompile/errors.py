@@ -9,6 +9,7 @@ DetcompileError
 │   └── NumericsError     a Numerics that no order can satisfy
 ├── ScheduleError         no schedule of a template may run on this device
 ├── StorageError          a folder or file cannot be written, is full, or may be somebody else's
+├── TrainerMismatch       a trainer's log-probabilities are not those of an engine
 ├── UnsupportedModel      the model cannot be captured with its meaning intact
 └── UncertifiedOp         the certificate refuses the compiled graph
 
@@ -24,6 +25,7 @@ __all__ = [
     "NumericsError",
     "ScheduleError",
     "StorageError",
+    "TrainerMismatch",
     "UncertifiedOp",
     "UnsupportedModel",
     "WorkerError",
@@ -60,6 +62,18 @@ class ScheduleError(DetcompileError):
 
 class StorageError(DetcompileError):
     """A folder or file cannot be written, has no room left, or may hold what somebody else put there."""
+
+
+class TrainerMismatch(DetcompileError):
+    """A trainer's log-probabilities are not, byte for byte, those of the engine that it shall train for.
+
+    Attributes:
+        weights: names of the weights that differ; none where the program or the machine does.
+    """
+
+    def __init__(self, message: str, weights: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.weights = weights
 
 
 class UnsupportedModel(DetcompileError):

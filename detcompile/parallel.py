@@ -71,10 +71,12 @@ class PipelineStage:
 
     Attributes:
         size: stages of the pipeline. index: number of this one.
+        device: where it computes, if the model is given on another device; None where the model is.
     """
 
     size: int
     index: int
+    device: torch.device | None = None
 
     def layers(self, num_layers: int) -> range:
         """The layers of this stage; where they do not divide, the last stage, which has the head, gets none more.

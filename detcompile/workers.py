@@ -6,6 +6,7 @@ Named by ``executors.ranks`` and called through ``runtime.processes.group``; not
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile_here
-from detcompile.config import settle_symmetric_memory
+from detcompile.config import gpus_shared, settle_symmetric_memory
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.ranks import RankPlan
@@ -89,11 +90,12 @@ class RankServer:
         plan = self.plan
         with stage("load the model"):
             model = load_for_rank(plan, device)
-        part = self._stage if plan.pp > 1 else None
+        part = replace(self._stage, device=device) if plan.pp > 1 else None
         numbers = plan.tp, plan.numerics, plan.max_context, tp_group
         compiled = compile_here(model, *numbers, on_read=self._tell_read, stage=part, **plan.options)
         causal = require_causal(compiled, "a worker process")
         if part is not None:
+            torch._dynamo.reset()  # it keeps what was traced, the weights of other stages with it
             self._connect(causal)
         return causal
 
@@ -103,7 +105,9 @@ class RankServer:
         assert isinstance(executor, LocalExecutor) and part is not None
         before = self.rank - self.plan.tp if self._stage.index else None
         after = None if self._is_last else self.rank + self.plan.tp
-        executor.forwards = Forwards(StageForward(executor.forwards.plain, part.rows, before, after))
+        shared = self.plan.device_type == "cuda" and gpus_shared()
+        hosts = dist.new_group(backend="gloo") if shared else None
+        executor.forwards = Forwards(StageForward(executor.forwards.plain, part.rows, before, after, hosts))
 
     def _tell_read(self, done: int, total: int) -> None:
         self.note(reading(done, total))
@@ -116,6 +120,11 @@ class RankServer:
     def weights_version(self) -> int:
         """Counts the contents that the weights here have had."""
         return self.model.executor.weights.version(look=True)
+
+    def update_weights(self, path: str) -> int:
+        """Take this rank's share of new weights, which are in a file; the version of the weights."""
+        given = torch.load(path, map_location="cpu", mmap=True)
+        return self.model.executor.weights.update(given)
 
     def weight_digests(self) -> dict[str, str] | None:
         """Digests of the whole weights by name, from rank 0; every rank takes part."""
@@ -228,8 +237,8 @@ class RankServer:
 def load_for_rank(plan: RankPlan, device: torch.device) -> PreTrainedModel:
     """The module: on the rank's device where it may have to be whole there, otherwise on the CPU, mapped and not read.
 
-    compile() then cuts each weight and moves the share. So a rank reads what it keeps and what the fingerprint hashes,
-    the ranks share the file's pages, and no device ever holds the whole model.
+    compile() then cuts each weight and moves the share, of its stage's layers. So a rank reads what it keeps and what
+    the fingerprint hashes, the ranks share the file's pages, and no device ever holds the whole model.
     """
     if plan.load is not None:
         module = plan.load(torch.device("cpu"))
@@ -238,4 +247,4 @@ def load_for_rank(plan: RankPlan, device: torch.device) -> PreTrainedModel:
     else:
         assert plan.build is not None
         return plan.build()
-    return module if plan.tp > 1 and moves_after_sharding(module) else module.to(device)
+    return module if plan.num_ranks > 1 and moves_after_sharding(module) else module.to(device)

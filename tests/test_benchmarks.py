@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.bar_charts import Panel, bar_chart
+from benchmarks.curves import CurvePanel, curve_chart
 from benchmarks.plots import PLOTS, plots
 from benchmarks.scheduler_plots import log_lines
 
@@ -38,3 +39,12 @@ def test_a_line_climbs_by_the_logarithm_of_its_values():
     xs, ys = zip(*(map(float, point.split(",")) for point in points.split()))
     assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], rel=1e-2) and ys[0] > ys[1]
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], rel=1e-2)
+
+
+def test_a_curve_is_the_mean_of_its_runs_in_a_band_of_their_range():
+    svg = curve_chart("t", "n", "step", [CurvePanel("y", {"ours": [[0.0, 1.0], [0.0, 3.0]], "none": [[0.0, 0.0]]})])
+    ends = [points.split()[-1] for points in re.findall(r'<polyline points="([^"]+)"', svg)]
+    (mean, floor) = (float(end.split(",")[1]) for end in ends)
+    low, high = re.findall(r'<polygon points="([^"]+)"', svg)[0].split()[1:3]
+    least, most = (float(point.split(",")[1]) for point in (low, high))
+    assert floor - least == pytest.approx(least - mean, rel=1e-2) == pytest.approx(mean - most, rel=1e-2)

@@ -1,6 +1,7 @@
 """The examples run as a reader would run them, with the draft model in the place of the embedded one, for time."""
 
 import copy
+import importlib
 import importlib.util
 import json
 import math
@@ -22,7 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run(name: str, folder: Path) -> str:
     """What an example prints."""
     source = (EXAMPLES / name).read_text()
-    assert 'compile("tiny")' in source
+    assert '("tiny")' in source
     example = folder / name
     example.write_text(source.replace('("tiny")', '("tiny-draft")'))
     environment = os.environ | {"DETCOMPILE_KEEP_PROGRAMS": "1"}
@@ -49,6 +50,41 @@ def test_no_score_and_no_verdict_of_the_judge_moves(tmp_path: Path) -> None:
 def test_an_agent_is_replayed_to_the_byte(tmp_path: Path) -> None:
     printed = run("replay_agent.py", tmp_path)
     assert printed.count("--- seed ") == 4 and "--- 4 turns replayed, equal to the byte; fingerprint " in printed
+
+
+def test_fine_tuning_follows_no_micro_batch(tmp_path: Path) -> None:
+    printed = run("sft.py", tmp_path)
+    found = re.findall(r"^(\d) micro-batches, step (\d): loss ([\d.]+)  weights (\w+)$", printed, re.M)
+    whole, parts = ([row[1:] for row in found if row[0] == number] for number in ("1", "3"))
+    assert len({digest for _, _, digest in whole}) == 6 and [row[2] for row in whole] == [row[2] for row in parts]
+    assert float(whole[-1][1]) < float(whole[1][1])
+    assert "--- equal weights after each of 6 steps, whole and in 3 micro-batches; last " in printed
+
+
+def test_reinforcement_learning_is_on_policy_to_the_bit(tmp_path: Path) -> None:
+    asked = ["--model", "tiny-draft", "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.rl", *asked]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False, timeout=540)
+    assert done.returncode == 0, done.stderr
+    for ranks in (1, 2):
+        said = f"detcompile's trainer, 1 and 3 micro-batches, 1 and {ranks} ranks: equal weights after 3 of 3 steps"
+        assert said in done.stdout
+    runs = json.loads((tmp_path / "rl.json").read_text())["runs"]
+    kls = {name: [one["kl"] for one in runs if one["trainer"] == name] for name in ("plain", "detcompile")}
+    assert kls["detcompile"] == [[0.0] * 3] * 3 and min(min(row) for row in kls["plain"]) > 0
+    assert (tmp_path / "rl.svg").read_text().startswith("<svg ")
+
+
+def test_a_step_off_policy_and_weights_that_micro_batches_move_are_failures() -> None:
+    main = importlib.import_module("examples.rl.__main__")
+    good = {"arm": "a", "trainer": "detcompile", "seed": 0, "kl": [0.0], "largest": [0.0], "equal": [True]}
+    runs = [{**good, "weights": ["x"]}, {**good, "weights": ["x"]}, {**good, "trainer": "plain", "equal": [False]}]
+    assert main.failures([{"weights": ["y"], **run} for run in runs]) == []
+    assert main.failures([runs[0], {**runs[1], "weights": ["y"]}]) == [
+        "micro-batches or ranks moved the weights of detcompile's trainer"
+    ]
+    assert "seed 0, step 0" in main.failures([{**runs[0], "equal": [False]}])[0]
+    assert main.failures([{**runs[0], "kl": [1e-9]}])
 
 
 NEAR = [5, math.nextafter(-0.25, 0)]

@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"detcompile", "detcompile.__main__", "detcompile.commands"},
     {"detcompile.serving"},
-    {"detcompile.commands.axes", "detcompile.commands.verification", "detcompile.exporting", "detcompile.offline"},
+    {
+        "detcompile.commands.axes",
+        "detcompile.commands.verification",
+        "detcompile.exporting",
+        "detcompile.offline",
+        "detcompile.trl",
+    },
     {"detcompile.api", "detcompile.training", "detcompile.workers"},
     {"detcompile.models.exported", "detcompile.models.remote"},
     {"detcompile.models"},
@@ -56,7 +62,7 @@ FLOORS = [
     ],
     [
         {"passes.lowering", "passes.packaging", "passes.training"},
-        {"passes.preparation", "passes.stages", "passes.warm", "passes.whole_model"},
+        {"passes.preparation", "passes.sharding.shares", "passes.stages", "passes.warm", "passes.whole_model"},
         {"passes.named_backend", "passes.tracing"},
         {"passes.backend"},
         {"passes.layers"},
@@ -84,10 +90,11 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
-        {"serving.dashboard"},
+        {"serving.dashboard", "serving.pooling"},
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},
+        {"serving.journal"},
         {"serving.dashboard.history", "serving.receipts.issuer"},
         {"serving.request_log"},
         {

@@ -242,7 +242,7 @@ def test_weights_that_a_function_changes_answer_for_no_older_ones(two: RemoteMod
     """The ranks' shares do not tell the whole, so that only these weights have a fingerprint again."""
     engine, greedy = two.engine(EngineConfig(num_blocks=60)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
     before, version = two.fingerprint, two.weights_version
-    with pytest.raises(InvalidInput, match="ranks share this model"):
+    with pytest.raises(InvalidInput, match="is missing: where ranks share a model, give all parameters"):
         two.update_weights({})
 
     def answer() -> Any:
@@ -256,6 +256,31 @@ def test_weights_that_a_function_changes_answer_for_no_older_ones(two: RemoteMod
         _ = two.fingerprint
     two.apply(scale_norm, 0.5)
     assert two.fingerprint == before and answer() == old
+
+
+def test_ranks_take_their_shares_of_new_weights(two: RemoteModel) -> None:
+    """Fingerprint, keys of prefixes and answers are those of the same weights on one rank; and back again."""
+    engine, greedy = two.engine(EngineConfig(num_blocks=60)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+    first, other = module().state_dict(), module()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.25)
+    new = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    one = detcompile.compile(other, max_context=MAX_CONTEXT)
+
+    def answer(engine: Any) -> Any:
+        return engine.generate([IDS.flatten().tolist()], greedy, progress=False)[0].outputs[0].logprobs
+
+    before, old, version = two.fingerprint, answer(engine), two.weights_version
+    with pytest.raises(InvalidInput, match="has dtype torch"):
+        two.update_weights(new | {"model.norm.weight": new["model.norm.weight"].double()})
+    assert two.fingerprint == before and answer(engine) == old
+    assert two.update_weights(new) == two.weights_version == version + 1
+    assert_bitwise_equal(two(IDS).logits, one(IDS).logits)
+    assert answer(engine) == answer(one.engine(EngineConfig(num_blocks=60))) != old
+    assert two.weight_digests() == one.weight_digests()
+    two.update_weights(first)
+    assert two.fingerprint == before and answer(engine) == old
 
 
 def test_a_function_makes_the_module_in_each_rank() -> None:

@@ -15,7 +15,7 @@ from detcompile import __version__
 from detcompile.config import engine_secret
 from detcompile.errors import InvalidInput
 
-__all__ = ["Bounds", "Chat", "EngineOptions", "Loading", "Processes", "Receipts", "Web", "command"]
+__all__ = ["Bounds", "Chat", "EngineOptions", "Kept", "Loading", "Processes", "Receipts", "Web", "command"]
 
 NEEDED = ("fastapi", "uvicorn", "msgspec", "jinja2", "prometheus_client", "cryptography")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -30,8 +30,10 @@ from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
 from detcompile.serving.engines.handshake import SECRET_BYTES  # noqa: E402
-from detcompile.serving.engines.launchers import DialIn  # noqa: E402
+from detcompile.serving.engines.launchers import DialIn, Launcher  # noqa: E402
 from detcompile.serving.engines.protocol import Delta, EngineSpec  # noqa: E402
+from detcompile.serving.engines.ray_actors import RayActors  # noqa: E402
+from detcompile.serving.journal.journal import Journal  # noqa: E402
 from detcompile.serving.receipts.issuer import Issuer, ReceiptLevel  # noqa: E402
 from detcompile.serving.receipts.keys import read_signing_key  # noqa: E402
 from detcompile.serving.receipts.log import ReceiptLog  # noqa: E402
@@ -90,6 +92,21 @@ class Receipts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Options of requests that outlive the server."""
+
+    journal: Annotated[
+        Path | None, typer.Option(help="File of requests with an Idempotency-Key, texts and all: nothing is lost.")
+    ] = None
+    journal_bytes: Annotated[int, typer.Option(min=1 << 20, help="Bytes that the journal may have.")] = 1 << 30
+    journal_hours: Annotated[float, typer.Option(min=0.01, help="Hours that a request is kept for.")] = 24.0
+
+    def opened(self) -> Journal | None:
+        """The journal, opened."""
+        return None if self.journal is None else Journal(self.journal, self.journal_bytes, 3600 * self.journal_hours)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Processes:
     """Options of the engine processes, by the names that Fleet has for them."""
 
@@ -101,11 +118,31 @@ class Processes:
         str | None,
         typer.Option(help="HOST:PORT where engines that somebody else starts connect, in place of processes here."),
     ] = None
+    backend: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where engines run: here, or where a Ray cluster has room.")
+    ] = "local"
+    ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster; default: this machine's.")] = None
+    ray_gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of an engine there; default: one a rank, 0 for --device cpu.")
+    ] = None
     max_restarts: Annotated[int, typer.Option(min=0, help="Engines started again in a minute; beyond: exit 70.")] = 5
 
-    def fleet(self, on_delta: Callable[[Answer, Delta], None]) -> Fleet:
-        """The engines, which call ``on_delta`` with what they draw."""
-        launcher = None if self.dial_in is None else _dial_in(self.dial_in)
+    def fleet(self, on_delta: Callable[[Answer, Delta], None], *, loading: "Loading") -> Fleet:
+        """The engines, which call ``on_delta`` with what they draw.
+
+        Args:
+            loading: the model that they load.
+        """
+        launcher: Launcher | None = None
+        if self.backend == "ray":
+            if self.dial_in is not None:
+                raise InvalidInput("--dial-in: with --backend ray the actors connect by themselves: leave it out")
+            ranks = loading.tp * loading.pp
+            needed = 0 if loading.device == "cpu" else ranks
+            gpus = needed if self.ray_gpus is None else self.ray_gpus
+            launcher = RayActors(self.ray_address, gpus=gpus, cpus=ranks)
+        elif self.dial_in is not None:
+            launcher = _dial_in(self.dial_in)
         spare = self.spare and launcher is None  # who dials in and is not needed yet waits as one
         return Fleet(on_delta, launcher, replicas=self.replicas, spare=spare, most_restarts=self.max_restarts)
 
@@ -139,10 +176,18 @@ class Loading:
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; default: main.")] = None
     token: Annotated[str | None, typer.Option(help="Of the Hub; default: HF_TOKEN, or what `hf auth` keeps.")] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's code.")] = False
+    task: Annotated[
+        Literal["generate", "classify", "embed"] | None,
+        typer.Option(help="What to load of a checkpoint; default: what it was saved as."),
+    ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],
         typer.Option(help="Defaults of sampling: auto, as the model's generation_config; vllm, as vLLM's own."),
     ] = "auto"
+    speculation: Annotated[
+        Literal["off", "automatic", "always"],
+        typer.Option(help="Draft what followed the same tokens earlier in the text; automatic: where it is sooner."),
+    ] = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +216,7 @@ def command(
     bounds: Bounds,
     web: Web,
     receipts: Receipts,
+    kept: Kept,
     processes: Processes,
     loading: Loading,
     engine: EngineOptions,
@@ -181,8 +227,9 @@ def command(
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
-    names = {"name": name, **chat.options(), **bounds.of_service()}
-    service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=processes.fleet)
+    names = {"name": name, "journal": kept.opened(), **chat.options(), **bounds.of_service()}
+    fleet = functools.partial(processes.fleet, loading=loading)
+    service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
     app = functools.partial(new_app, version=__version__, digests=digests, max_body=bounds.max_body, **web.options())
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
         sys.exit(runner.run(_served(spec, (host, port), bounds, service, app)))

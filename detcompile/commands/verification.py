@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
 
-from detcompile.api import compile, load_model
+from detcompile.api import Compiled, compile, load_model
 from detcompile.commands.axes import AXES, AxisResult, Configuration, Tokens, configurations, measure, score
 from detcompile.config import environment_without_programs
 from detcompile.errors import DetcompileError, InvalidInput
@@ -63,9 +63,14 @@ class ModelSpec:
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     trust_remote_code: bool = False
+    task: Literal["generate", "classify", "embed"] | None = None
 
     def compile(self, tp: int = 1, pp: int = 1) -> CompiledModel:
-        """Load and compile; where it is more than one, in ``pp * tp`` worker processes."""
+        """Load and compile a causal LM; where it is more than one, in ``pp * tp`` worker processes."""
+        return require_causal(self.compile_any(tp, pp), "this command")
+
+    def compile_any(self, tp: int = 1, pp: int = 1) -> Compiled:
+        """The same of any model."""
         if self.name.endswith(ARCHIVE_SUFFIX):
             return self._load(pp * tp)
         if self.dtype and self.dtype not in DTYPES:
@@ -78,9 +83,9 @@ class ModelSpec:
             revision=self.revision,
             token=self.token,
             trust_remote_code=self.trust_remote_code,
+            task=self.task,
         )
-        compiled = compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
-        return require_causal(compiled, "this command")
+        return compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
 
     def pinned(self, model: CompiledModel) -> "ModelSpec":
         """The same, of the commit on the Hub that ``model`` is of."""

@@ -1,7 +1,7 @@
 """The tensors that a model's graphs read: what they hold now, whether that was changed, and new contents for them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,16 @@ SAMPLES = 256  # elements of each tensor that a look reads
 RELOAD = "load and compile the model again"
 
 
+class Shares(Protocol):
+    """What knows a model before ranks took shares of it (passes.sharding.shares)."""
+
+    def whole(self, *, every_name: bool) -> Mapping[str, Tensor]:
+        """Tensors of the shapes and dtypes of the whole parameters, by name."""
+
+    def take(self, contents: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+        """What this rank keeps of every parameter, by name; ``contents`` are by the id of each tensor of ``whole``."""
+
+
 class LiveWeights:
     """The weights of a compiled model, or a rank's share of them.
 
@@ -23,6 +33,7 @@ class LiveWeights:
         named: the same with every name of each; default: ``held``.
         whole: digests of the whole weights that the tensors here do not tell; of a share, all of them.
         is_share: the tensors here are a rank's share.
+        shares: what takes that share of new weights.
     """
 
     def __init__(
@@ -32,10 +43,11 @@ class LiveWeights:
         *,
         whole: Mapping[str, str],
         is_share: bool = False,
+        shares: Shares | None = None,
     ) -> None:
         self._held = held
         self._named = named or held
-        self._whole = dict(whole)
+        self._whole, self._shares = dict(whole), shares
         self._share = weight_digests(held()) if is_share else None
         self._last: dict[str, str] | None = None  # digests, as far as they were read
         self._tensors = tuple(held().values())
@@ -76,14 +88,31 @@ class LiveWeights:
         """Copy new contents into the tensors that graphs read: all of them, or none if one does not fit.
 
         Raises:
-            InvalidInput: a name, a shape or a dtype that is not the model's.
+            InvalidInput: a name, a shape or a dtype that is not the model's; or, of a share, not all parameters.
         """
         if self._share is not None:
-            raise InvalidInput(f"update_weights: ranks that share a model take no new weights: {RELOAD}")
+            return self._update_share(source)
         pairs = _fitting(source, self._named())
         with torch.no_grad():
             for target, given in pairs:
                 target.copy_(given)
+        self._changed()
+        return self._version
+
+    def _update_share(self, source: Mapping[str, Tensor]) -> int:
+        if self._shares is None:
+            raise InvalidInput(f"update_weights: ranks that share this model take no new weights: {RELOAD}")
+        contents = {id(target): given for target, given in _fitting(source, self._shares.whole(every_name=True))}
+        canonical = self._shares.whole(every_name=False)
+        missing = next((name for name, target in canonical.items() if id(target) not in contents), None)
+        if missing is not None:
+            raise InvalidInput(f"update_weights: {missing} is missing: where ranks share a model, give all parameters")
+        named = self._named()
+        with torch.no_grad():
+            for name, tensor in self._shares.take(contents).items():
+                named[name].copy_(tensor)
+        self._whole |= weight_digests({name: contents[id(target)] for name, target in canonical.items()})
+        self._share = weight_digests(self._held())
         self._changed()
         return self._version
 

@@ -47,8 +47,8 @@ def executor_of(
         stage=lowered.stage,
     )
     held = partial(weights_in_place, module, weight_addresses(module), lowered.constants)
-    whole = lowered.whole_weights
-    weights = LiveWeights(held, partial(held, every_name=True), whole=whole, is_share=bool(whole))
+    named, whole = partial(held, every_name=True), lowered.whole_weights
+    weights = LiveWeights(held, named, whole=whole, is_share=bool(whole), shares=lowered.shares)
     origin = LoweredModule(description, lowered.recurrences)
     return LocalExecutor(description, Forwards(lowered.forward, origin.forward_with_states), weights, origin, ranks)
 

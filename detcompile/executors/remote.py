@@ -4,11 +4,13 @@ This process keeps what decides: requests, scheduler, prefix cache, block tables
 weights, KV caches, samplers. So a step sends its arrays, and gets its tokens back.
 """
 
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
@@ -40,7 +42,7 @@ class RemoteWeights:
     """The weights that the workers share.
 
     Args:
-        group: processes whose target serves ``weight_digests`` and ``weights_version``.
+        group: processes whose target serves ``weight_digests``, ``weights_version`` and ``update_weights``.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -60,13 +62,17 @@ class RemoteWeights:
         """Have the workers look whether their weights were changed."""
         self._version = max(self._group.call("weights_version"))
 
-    def update(self, source: Mapping[str, Tensor]) -> NoReturn:
-        """Ranks that share a model take no new weights.
+    def update(self, source: Mapping[str, Tensor]) -> int:
+        """Have every worker take its share of new weights, which travel in a temporary file that all of them map.
 
         Raises:
-            InvalidInput: always.
+            InvalidInput: they are not all of the model's parameters, or do not fit; or the model takes no new ones.
         """
-        raise InvalidInput("update_weights: ranks share this model: compile it with tp=1, or load and compile it again")
+        with tempfile.NamedTemporaryFile() as file:
+            torch.save({name: tensor.detach().cpu() for name, tensor in source.items()}, file)
+            file.flush()
+            self._version = max(self._group.call("update_weights", file.name, seconds=START_SECONDS))
+        return self._version
 
 
 class RemoteExecutor:

@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Union
+from typing import Any, Protocol, Union, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -18,7 +18,17 @@ from detcompile.runtime.requests.turns import without_interrupts
 
 __all__ = ["CertifiedModel", "WeightSource"]
 
-WeightSource = Union[nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "CertifiedModel"]
+
+
+@runtime_checkable
+class ServesWeights(Protocol):
+    """A trainer: what it holds is not what is served."""
+
+    def serving_weights(self) -> Mapping[str, Tensor]:
+        """Tensors by the names and in the dtypes of the model."""
+
+
+WeightSource = Union[ServesWeights, nn.Module, Mapping[str, Tensor], Iterable[tuple[str, Tensor]], "CertifiedModel"]
 
 
 class CertifiedModel(ModelObject):
@@ -64,8 +74,10 @@ class CertifiedModel(ModelObject):
         Some of the weights suffice. Nothing is written unless all fit.
 
         Args:
-            source: a module or compiled model of the same architecture, or tensors by the names that Hugging Face's
-                model has for them, as a mapping or as pairs; on any device. Buffers may be among them.
+            source: a trainer, whose weights are rounded to the model's dtype, and gathered from ranks that share
+                them, all of which call this; a module or compiled model of the same architecture; or tensors by the
+                names that Hugging Face's model has for them, as a mapping or as pairs, on any device. Buffers may be
+                among them.
 
         Returns:
             The version of the weights, which counts up.
@@ -74,7 +86,10 @@ class CertifiedModel(ModelObject):
             InvalidInput: a name, a shape or a dtype that is not the model's; requests are running on one of its
                 engines; or ranks share the model.
         """
-        given = tensors_by_name(source.model if isinstance(source, CertifiedModel) else source, type(source).__name__)
+        held: object = source.model if isinstance(source, CertifiedModel) else source
+        if isinstance(held, ServesWeights):
+            held = held.serving_weights()
+        given = tensors_by_name(held, type(source).__name__)
         with without_interrupts(), contextlib.ExitStack() as paused:
             for engine in list(self._engines):
                 paused.enter_context(engine.idle())

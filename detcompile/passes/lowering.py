@@ -21,11 +21,19 @@ from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
-from detcompile.passes.stages import StagePart, groups_of_stage, layers_of_stage, release_others, tensors_of
+from detcompile.passes.sharding.shares import Shares, shares_of
+from detcompile.passes.stages import (
+    StagePart,
+    groups_of_stage,
+    layers_of_stage,
+    move_stage,
+    release_others,
+    tensors_of,
+)
 from detcompile.passes.tracing import Seen, Traced, certify_batches, find_repeats, trace_packed
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.kept_program import kept, take_program
-from detcompile.passes.warm.program_key import program_key
+from detcompile.passes.warm.program_key import label_of, program_key
 from detcompile.passes.whole_model import WholeModel, read_whole
 from detcompile.progress import stage
 from detcompile.step import StepInputs
@@ -46,6 +54,7 @@ class Lowered:
         constants: what the graph takes that is no parameter or buffer, by name.
         whole_weights: digests of the whole weights, where this process holds a share of them.
         recurrences: the operations that carry a state from token to token; None if there are none.
+        shares: what takes this rank's share of new weights; None where there are no ranks, or none is taken.
         stage: what is known of a stage; None where one process has all layers. Its forward is given the rows of the
             stage before it in the place of token ids, and gives rows [1, T, H], but at the ends.
     """
@@ -57,6 +66,7 @@ class Lowered:
     constants: Mapping[str, Tensor]
     whole_weights: Mapping[str, str] = field(default_factory=dict)
     recurrences: Recurrences | None = None
+    shares: Shares | None = None
     stage: StagePart | None = None
 
 
@@ -84,7 +94,8 @@ def lower(
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
         StorageError: the cache, or Inductor's own, is full or cannot be written.
     """
-    vocabulary = _vocabulary(model)
+    vocabulary, alone = _vocabulary(model), pipeline_stage is None
+    shares = shares_of(model, numerics, max_context, ranks if alone else None, replicate_attention)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
     whole: WholeModel | None = None
     if ranks is not None or pipeline_stage is not None:
@@ -97,7 +108,7 @@ def lower(
         seen = Seen.of(observe_attention(model, numerics.kv_chunk))
     facts = _facts(model, seen, vocabulary, max_context)
     if pipeline_stage is None:
-        program = _kept_or_compiled(model, numerics, max_context, seen, shared=ranks is not None)
+        program = _kept_or_compiled(model, numerics, max_context, seen, ranks)
     else:
         program, facts = _compile_stage(model, numerics, seen, facts, pipeline_stage)
     return Lowered(
@@ -108,6 +119,7 @@ def lower(
         constants=program.constants,
         whole_weights={} if whole is None else whole.weights,
         recurrences=recurrences,
+        shares=shares,
         stage=program.stage,
     )
 
@@ -181,14 +193,15 @@ class _Program(NamedTuple):
 
 
 def _kept_or_compiled(
-    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, shared: bool
+    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, ranks: TensorParallel | None
 ) -> _Program:
     """The program that an earlier start kept, or one that is compiled now and then kept."""
     key = None
-    if programs_kept() and not seen.states and not shared:
+    if not seen.states and (programs_kept() or ranks is not None):  # ranks agree, also where one may keep nothing
         with stage("look for a kept program") as looking:
-            key = program_key(model, numerics, max_context, seen)
-            found = None if key is None else take_program(key, model, seen)
+            if programs_kept():
+                key = program_key(model, numerics, max_context, seen, use=f"a forward of {ranks}")
+            found = take_program(key, model, seen, ranks)
             looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(seen)}")
         if found is not None:
             return _Program(found.forward, found.certificate, found.digest, {})
@@ -202,8 +215,7 @@ def _kept_or_compiled(
         compiling.becomes(f"capture {captured}, certify {count} operations and compile")
     content = None if key is None else kept(traced, model)
     if key is not None and content is not None:
-        label = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
-        programs.write(key, content, label | {"max_context": str(max_context), "program": traced.digest})
+        programs.write(key, content, label_of(model, seen, max_context, traced.digest))
     return _Program(forward, traced.certificate, traced.digest, traced.constants)
 
 
@@ -213,7 +225,9 @@ def _compile_stage(
     """The program over the layers of a stage, and its facts; the other weights are dropped."""
     repeats = None if seen.states else find_repeats(model)
     here = layers_of_stage(model, pipeline_stage, repeats, carries_states=bool(seen.states))
-    groups = groups_of_stage(seen.groups, here)
+    assert repeats is not None
+    move_stage(model, pipeline_stage, repeats)
+    device, groups = next(model.parameters()).device, groups_of_stage(seen.groups, here)
     with stage("capture over a batch"):
         certify_batches(model, numerics, seen.expected, repeats)
     with stage(f"capture and compile {len(here)} of {_layers(seen)}"):
@@ -223,7 +237,8 @@ def _compile_stage(
     release_others(model, tensors_of(traced.graph))
     part = StagePart(traced.graph.code.stage, traced.graph.code.rows)
     program = _Program(forward, traced.certificate, traced.digest, traced.constants, part)
-    return program, replace(facts, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
+    kv_shapes = facts.kv_shapes[here.start : here.stop]
+    return program, replace(facts, device=device, kv_shapes=kv_shapes, kv_groups=groups)
 
 
 def _layers(seen: Seen) -> str:

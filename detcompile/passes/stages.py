@@ -14,7 +14,7 @@ from detcompile.passes.programs.layer_views import layer_list
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.step import KVGroup
 
-__all__ = ["StagePart", "groups_of_stage", "layers_of_stage", "release_others", "tensors_of"]
+__all__ = ["StagePart", "groups_of_stage", "layers_of_stage", "move_stage", "release_others", "tensors_of"]
 
 INSTEAD = "compile it with pp=1"
 
@@ -50,6 +50,18 @@ def layers_of_stage(
             f" more of each other than their rows: {INSTEAD}"
         )
     return here
+
+
+def move_stage(model: PreTrainedModel, stage: PipelineStage, repeats: Repeats) -> None:
+    """Bring a model to the device of its stage, without the layers that are neither run nor traced there."""
+    layers = list(layer_list(model) or ())
+    here = stage.layers(len(layers))
+    kept = [layer for index, layer in enumerate(layers) if index in here or index < repeats.prefix]
+    used = [tensor for layer in kept for tensor in (*layer.parameters(), *layer.buffers())]
+    for layer in layers:
+        release_others(layer, used)
+    if stage.device is not None:
+        model.to(stage.device)
 
 
 def groups_of_stage(groups: Sequence[KVGroup], here: range) -> tuple[KVGroup, ...]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from detcompile.config import programs_kept
 from detcompile.digests import weights_digest
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
@@ -14,6 +15,8 @@ from detcompile.passes.programs.canonical_form import never_run
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.sharding.shard import pin_row_parallel
 from detcompile.passes.tracing import Seen, find_repeats, trace_packed
+from detcompile.passes.warm import programs
+from detcompile.passes.warm.program_key import label_of, program_key
 from detcompile.progress import stage
 from detcompile.weights import named_weights, weight_digests
 
@@ -44,15 +47,24 @@ def read_whole(
         declared = {"numerics": str(numerics), "max_context": str(max_context)}
         if ranks is not None:
             ranks.require_equal({"weights": weights_digest(digests), **declared})
-    with stage("capture the whole program"):
-        program, constants = _whole_program(model, numerics, seen)
+    with stage("capture the whole program") as capturing:
+        view = view_of(model)
+        pin_row_parallel(view, numerics)
+        key = None
+        if programs_kept() and not seen.states:
+            key = program_key(view, numerics, max_context, seen, use="the digest of the whole")
+        known = None if key is None else programs.read(key)
+        if known is not None:
+            capturing.becomes("take the whole program's digest")
+            return WholeModel(known.decode(), digests)
+        program, constants = _whole_program(view, numerics, seen)
+    if key is not None and not constants:
+        programs.write(key, program.encode(), label_of(model, seen, max_context, program))
     return WholeModel(program, digests | weight_digests(constants))
 
 
-def _whole_program(model: PreTrainedModel, numerics: Numerics, seen: Seen) -> tuple[str, Mapping[str, Tensor]]:
+def _whole_program(view: PreTrainedModel, numerics: Numerics, seen: Seen) -> tuple[str, Mapping[str, Tensor]]:
     """The digest of the program that one rank would run, and its constants."""
-    view = view_of(model)
-    pin_row_parallel(view, numerics)
     repeats = None if seen.states else find_repeats(view)
     traced = trace_packed(PackedForward(view), numerics, seen, never_run, join_weights=False, repeats=repeats)
     return traced.digest, traced.constants

@@ -13,7 +13,9 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.responses import JSON
 
-__all__ = ["Access", "read_body", "read_keys"]
+__all__ = ["Access", "OWNER", "read_body", "read_keys"]
+
+OWNER = "detcompile.owner"  # of a request, in its scope: sha256 of its key in hex
 
 DIGEST_LETTERS = 64  # of sha256 in hex
 NO_LETTERS = hashlib.sha256(b"").hexdigest()
@@ -38,7 +40,9 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer 401."""
         free = scope["type"] != "http" or not self._digests or (scope["method"], scope["path"]) == ("GET", "/")
-        if free or self._knows(Headers(scope=scope).get("authorization", "")):
+        owner = "" if free else self._owner(Headers(scope=scope))
+        if owner is not None:
+            scope[OWNER] = owner
             await self._inside(scope, receive, send)
             return
         error = HTTPError(401, NO_KEY)
@@ -47,11 +51,15 @@ class Access:
         await send({"type": "http.response.start", "status": 401, "headers": fields})
         await send({"type": "http.response.body", "body": error.body})
 
-    def _knows(self, authorization: str) -> bool:
-        """Every known digest is compared, each in a time that says nothing of where it differs."""
-        scheme, _, key = authorization.partition(" ")
+    def _owner(self, headers: Headers) -> str | None:
+        """sha256 of the key that a request brings, in hex; None where it is not known.
+
+        Every known digest is compared, each in a time that says nothing of where it differs.
+        """
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0 and scheme.lower() == "bearer"
+        known = sum(hmac.compare_digest(digest, own) for own in self._digests) > 0
+        return digest.hex() if known and scheme.lower() == "bearer" else None
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -7,20 +7,21 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
-from detcompile.serving.access import Access, read_body
+from detcompile.serving.access import OWNER, Access, read_body
 from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
 from detcompile.serving.dashboard.page import page
 from detcompile.serving.dashboard.state import state_of
 from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
-from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.response_schema import ResponsesRequest
 from detcompile.serving.openai.responses import cancelled_response, dropped_response, kept_response, respond
 from detcompile.serving.openai.schema import (
@@ -30,6 +31,10 @@ from detcompile.serving.openai.schema import (
     TokenizeRequest,
     decode_body,
 )
+from detcompile.serving.openai.tokenization import detokenize, tokenize, tokenizer_info
+from detcompile.serving.pooling.embeddings import embed
+from detcompile.serving.pooling.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from detcompile.serving.pooling.scores import classify, rerank, score
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
 from detcompile.serving.request_log import RequestLog
@@ -39,9 +44,24 @@ from detcompile.serving.service import Service
 __all__ = ["MAX_BODY", "new_app"]
 
 MAX_BODY = 4 << 20  # bytes of a request's body
+METHODS = ["GET", "POST", "DELETE"]
 TOLD = [  # fields of answers that pages of other sites may read
     "Retry-After", "X-Request-Id", "X-Detcompile-Seed", "X-Detcompile-Receipt", "X-Detcompile-Receipt-Salt",
 ]  # fmt: skip
+KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # asked for again by their keys
+    "/v1/completions": (CompletionRequest, complete),
+    "/v1/chat/completions": (ChatRequest, chat),
+}
+POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal keeps
+    (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
+    (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
+    (["/v1/responses"], ResponsesRequest, respond),
+    (["/v1/embeddings"], EmbeddingRequest, embed),
+    (["/classify"], ClassifyRequest, classify),
+    (["/score", "/v1/score"], ScoreRequest, score),
+    (["/rerank", "/v1/rerank"], RerankRequest, rerank),
+    (["/v1/verify"], Envelope, verify),
+]
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
 
@@ -69,26 +89,34 @@ def new_app(
     app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
     _add_posts(app, service, max_body, demo)
     _add_gets(app, service, version, demo)
+    _add_streams(app, service)
     _add_kept(app, service)
     app.add_exception_handler(HTTPError, _refused)
     app.add_exception_handler(DetcompileError, _refused)
+    app.add_exception_handler(RequestValidationError, _no_parameter)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
     outside: ASGIApp = Access(app, digests)
     if origins:  # around the keys, as a browser asks whether it may send one without it
         outside = CORSMiddleware(
-            outside, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=TOLD
+            outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=TOLD
         )
     return outside if request_log is None else RequestLog(outside, request_log)
 
 
 def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> None:
-    def post(paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked], Awaitable[Response]]) -> None:
+    kinds: list[type] = []
+
+    def post(
+        paths: Sequence[str], kind: type[Asked], answer: Callable[[Service, Asked, Call], Awaitable[Response]]
+    ) -> None:
+        kinds.append(kind)
+
         async def route(request: Request) -> Response:
-            body = await read_body(request, max_body)
-            if len(body) > SHORT_BODY:
-                return await answer(service, await asyncio.to_thread(decode_body, body, kind))
-            return await answer(service, decode_body(body, kind))
+            call = _call(request, await read_body(request, max_body))
+            if len(call.body) > SHORT_BODY:
+                return await answer(service, await asyncio.to_thread(decode_body, call.body, kind), call)
+            return await answer(service, decode_body(call.body, kind), call)
 
         (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         body = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -96,24 +124,38 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
             name = path.strip("/").replace("/", "_")
             app.add_api_route(path, route, methods=["POST"], name=name, openapi_extra={"requestBody": body})
 
-    post(["/v1/completions"], CompletionRequest, complete)
-    post(["/v1/chat/completions"], ChatRequest, chat)
-    post(["/tokenize", "/v1/tokenize"], TokenizeRequest, _tokenize)
-    post(["/detokenize", "/v1/detokenize"], DetokenizeRequest, _detokenize)
-    post(["/v1/responses"], ResponsesRequest, respond)
-    post(["/v1/verify"], Envelope, verify)
+    for path, (kind, answer) in KEPT.items():
+        post([path], kind, answer)
+    for paths, kind, answer in POSTS:
+        post(paths, kind, _once(answer))
     if demo:
-        post(["/dashboard/kill"], KillRequest, kill_engine)
+        post(["/dashboard/kill"], KillRequest, _once(kill_engine))
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
         found = described()
-        kinds = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, Envelope]
         _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _call(request: Request, body: bytes) -> Call:
+    """A request as the journal has it."""
+    owner, headers = request.scope.get(OWNER, ""), request.headers
+    return Call(request.url.path, body, owner, headers.get("idempotency-key"), headers.get("last-event-id"))
+
+
+def _once(
+    answer: Callable[[Service, Asked], Awaitable[Response]],
+) -> Callable[[Service, Asked, Call], Awaitable[Response]]:
+    """A route whose requests are not kept."""
+
+    async def route(service: Service, asked: Asked, _call: Call) -> Response:
+        return await answer(service, asked)
+
+    return route
 
 
 def _add_kept(app: FastAPI, service: Service) -> None:
@@ -157,9 +199,6 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     def state() -> Response:
         return Response(msgspec.json.encode(state_of(service, version, demo=demo)), media_type=JSON)
 
-    def certificate() -> Response:
-        return Response(service.hello.certificate, media_type=JSON)
-
     def health() -> Response:
         failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
@@ -171,8 +210,9 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     get("/version", lambda: _json({"version": version}))
     get("/metrics", lambda: Response(service.metrics.text(), media_type="text/plain; version=0.0.4"))
     get("/v1/models", lambda: _json({"object": "list", "data": [_model(service)]}), ready=True)
+    get("/tokenizer_info", lambda: tokenizer_info(service), ready=True)
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
-    get("/v1/certificate", certificate, ready=True)
+    get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
 
     async def receipt(name: str) -> Response:
         return found_receipt(service, name)
@@ -187,6 +227,17 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], name="v1_model")
 
 
+def _add_streams(app: FastAPI, service: Service) -> None:
+    async def stream(name: str, request: Request) -> Response:
+        service.require_ready()
+        own = _call(request, b"")
+        call = await service.jobs.call(own.owner, name, own.last_event)
+        kind, answer = KEPT[call.endpoint]
+        return await answer(service, decode_body(call.body, kind), call)
+
+    app.add_api_route("/v1/streams/{name}", stream, methods=["GET"], name="v1_stream")
+
+
 def _model(service: Service) -> dict[str, Any]:
     return {
         "id": service.name,
@@ -196,24 +247,6 @@ def _model(service: Service) -> dict[str, Any]:
         "max_model_len": service.hello.max_context,
         "fingerprint": service.hello.fingerprint,
     }
-
-
-async def _tokenize(service: Service, asked: TokenizeRequest) -> Response:
-    service.require_ready()
-    service.require_model(asked.model)
-    if (asked.prompt is None) == (not asked.messages):
-        raise HTTPError(400, "give either prompt or messages", param="prompt")
-    if asked.messages:
-        ids = await prompt_of(service, asked.messages)
-    else:
-        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
-    return _json({"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context})
-
-
-async def _detokenize(service: Service, asked: DetokenizeRequest) -> Response:
-    service.require_ready()
-    service.require_model(asked.model)
-    return _json({"prompt": service.texts.decode(asked.tokens, skip_special_tokens=False)})
 
 
 def _json(content: Any) -> Response:
@@ -235,6 +268,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
     found = HTTPError(error.status_code, said[:400], code="unsupported" if error.status_code == 404 else None)
     found.headers |= error.headers or {}
     return _answered(found)
+
+
+async def _no_parameter(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()[0]
+    name = str(found["loc"][-1])
+    return _answered(HTTPError(400, f"{name}: {found['msg']}", param=name))
 
 
 async def _failed(_request: Request, _error: Exception) -> Response:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.answers import Answer, Errand
 from detcompile.serving.http_errors import OverdueError
 
 __all__ = ["Deadlines"]
@@ -26,7 +26,7 @@ class Deadlines:
 
     def watch(self, answer: Answer) -> None:
         """An answer has begun to wait."""
-        has_tokens = not isinstance(answer, Verification)
+        has_tokens = not isinstance(answer, Errand)
         seconds = min(self._first, self._whole) if has_tokens else self._whole
         self._look_after(seconds, answer, asyncio.get_running_loop().time())
 

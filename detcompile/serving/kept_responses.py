@@ -6,15 +6,13 @@ from typing import Any, Protocol
 __all__ = ["KeptResponses"]
 
 KEPT_SECONDS = 3600.0
-KEPT_BYTES = 64 << 20  # of events of responses that have ended
+KEPT_BYTES = 64 << 20  # of responses that have ended: their events and their prompts
 
 
 class _Kept(Protocol):
     name: str
     ended: float | None
-
-    @property
-    def num_bytes(self) -> int: ...
+    num_bytes: int
 
 
 class KeptResponses:

@@ -1,5 +1,6 @@
 """Metrics in Prometheus' form, under names of ours and, for boards made for it, under vLLM's."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 
@@ -40,6 +41,7 @@ class Metrics:
         self._between = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", buckets=SECONDS, registry=own)
         self._whole = Histogram("vllm:e2e_request_latency_seconds", "Whole requests.", buckets=SECONDS, registry=own)
         self._queued = Histogram("vllm:request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
+        Gauge("detcompile:tasks", "Tasks of the front's event loop.", registry=own).set_function(_num_tasks)
         self.registry.register(_EngineCounts(fleet))
         self._newest: dict[str, float] = {}  # when an answer's last tokens came
 
@@ -81,6 +83,13 @@ class Metrics:
         self._whole.observe(time.monotonic() - answer.arrival)
         if answer.queued_seconds is not None:
             self._queued.observe(answer.queued_seconds)
+
+
+def _num_tasks() -> float:
+    try:
+        return float(len(asyncio.all_tasks()))
+    except RuntimeError:  # asked outside of the loop
+        return 0.0
 
 
 def _counts(histogram: Histogram) -> list[int]:

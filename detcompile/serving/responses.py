@@ -21,9 +21,10 @@ ANSWERS = "detcompile.answers"  # of a request, in its scope, for layers around 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Any) -> bytes:
-    """A server-sent event of one JSON value."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def event(content: Any, name: str = "") -> bytes:
+    """A server-sent event of one JSON value, with an id where it has a name."""
+    head = f"id: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class _Awaited(Response, ABC):
@@ -87,8 +88,7 @@ class Whole(_Awaited):
 
     async def _send(self, send: Send) -> None:
         try:
-            async for _ in progress(self._answers):
-                continue
+            await self._ended()
             body = msgspec.json.encode(self._result())
         except DetcompileError as error:
             if not self._left:
@@ -96,6 +96,11 @@ class Whole(_Awaited):
             return
         await self._begin(send, 200, JSON, {"Content-Length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
+
+    async def _ended(self) -> None:
+        """Wait for the end of what the result is made of."""
+        async for _ in progress(self._answers):
+            continue
 
 
 class Events(_Awaited):

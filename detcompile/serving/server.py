@@ -135,8 +135,7 @@ async def serve(
         lost = service.fleet.failure is not None
     finally:
         server.should_exit = True
-        await _ended(service.fleet.stop())
-        await service.stop()
+        await _ended(service.stop())
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
     return ENGINE_LOST if lost else os.EX_OK

@@ -4,27 +4,36 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Literal
 
 from detcompile.errors import DetcompileError, WorkerError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
-from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.answers import Answer, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
-from detcompile.serving.engines.notices import Bell
-from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
 from detcompile.serving.grammar_check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.journal.job import Job
+from detcompile.serving.journal.jobs import Jobs
+from detcompile.serving.journal.journal import Journal
 from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.metrics import Metrics
-from detcompile.serving.receipts.issuer import Issuer
+from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.texts import Texts
 from detcompile.serving.tools.families import FAMILIES, family_of
 
 __all__ = ["Service"]
 
 MOST_RETRY_SECONDS = 60
+TASKS = {  # what a model does, for who asks it for something else
+    "generate": "generates text: POST /v1/completions, /v1/chat/completions or /v1/responses",
+    "embed": "gives embeddings: POST /v1/embeddings, /v1/score or /v1/rerank",
+    "classify": "classifies: POST /classify, or with one label /v1/score or /v1/rerank",
+}
 
 
 class Service:
@@ -40,6 +49,7 @@ class Service:
         timeout: seconds that an answer may take as a whole.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
         receipts: makes the answers' receipts; None takes an Issuer that signs none.
+        journal: where requests with an Idempotency-Key are written; it is closed by ``stop``.
 
     Raises:
         InvalidInput: a chat template that is none.
@@ -63,12 +73,16 @@ class Service:
         timeout: float = 600.0,
         fleet: Callable[[Callable[[Answer, Delta], None]], Fleet] = Fleet,
         receipts: Issuer | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
+        self.jobs = Jobs(
+            self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal
+        )
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
@@ -102,7 +116,9 @@ class Service:
         return hello
 
     async def stop(self) -> None:
-        """End what runs beside the engines."""
+        """Nothing more is answered: end the engines and what runs beside them, and close the journal."""
+        await self.fleet.stop()
+        await self.jobs.stop()
         if self.serves:
             await self.grammars.stop()
 
@@ -143,6 +159,27 @@ class Service:
             raise HTTPError(404, f"there is no model {name[:200]!r} here, but {self.name!r}", param="model",
                             code="model_not_found")  # fmt: skip
 
+    def require_causal(self) -> None:
+        """Refuse what a model has to generate for, where it does not.
+
+        Raises:
+            HTTPError: 400.
+        """
+        if self.hello.pooling is not None:
+            raise HTTPError(400, f"{self.name} {TASKS[self.hello.pooling.task]}", code="unsupported_task")
+
+    def require_pooling(self, *tasks: str) -> PoolingFacts:
+        """What is known of the model, where it says one thing of a sequence by one of these tasks.
+
+        Raises:
+            HTTPError: 400.
+        """
+        found = self.hello.pooling
+        if found is None or found.task not in tasks:
+            task = "generate" if found is None else found.task
+            raise HTTPError(400, f"{self.name} {TASKS[task]}", code="unsupported_task")
+        return found
+
     def require_receipts(self, asked: bool | None) -> None:
         """Refuse a request that asks for a receipt where none are made.
 
@@ -160,9 +197,9 @@ class Service:
         """
         self.require_ready()
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
-        changed = Bell()
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, changed, priority) for prompt in prompts]
-        self._begin(answers)
+        news = News()
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, priority) for prompt in prompts]
+        self._add(answers)
         return answers
 
     def verify(self, receipt: bytes, lengths: Sequence[int]) -> Verification:
@@ -179,8 +216,22 @@ class Service:
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
         verification.name = f"verify-{verification.request_id}"
-        self._begin([verification])
+        self._add([verification])
         return verification
+
+    def pool(
+        self, prompts: Sequence[list[int]], pooling: Literal["last", "first", "mean"] | None, *, normalize: bool
+    ) -> Pooling:
+        """Have the model say of each prompt what it says; ``release`` it in the end, whatever comes.
+
+        Raises:
+            HTTPError: as of ``submit``.
+        """
+        self.require_ready()
+        self.require_room(sum(map(len, prompts)), 1)
+        asked = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
+        self._add([asked])
+        return asked
 
     def release(self, answers: Sequence[Answer]) -> None:
         """Nobody reads these any more; those that have not ended are cancelled."""
@@ -198,6 +249,19 @@ class Service:
             self.history.ended(answer, cancelled=cancelled)
             if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
+
+    def issue(self, job: Job) -> Issued | None:
+        """The receipt of a job whose answers have ended, made once; None where none are made.
+
+        Raises:
+            StorageError: the log cannot be written.
+        """
+        if job.issued is None:
+            name = (job.name, job.created, self.name)
+            job.issued = self.receipts.issue(
+                name, job.answers, self.hello, self.texts, template=job.ask.template, salt=job.salt
+            )
+        return job.issued
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:
         """Refuse what is beyond the bounds. Prompts longer than the bound alone are taken where nothing else is open.
@@ -220,7 +284,7 @@ class Service:
             retry_after=wait,
         )
 
-    def _begin(self, answers: Sequence[Answer]) -> None:
+    def _add(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
             self.open[answer.request_id] = answer
             self._num_open += answer.params.n

@@ -16,6 +16,7 @@ from detcompile.serving.engines.protocol import Hello
 __all__ = ["SampleText", "Texts"]
 
 SHORT = 4096  # letters; a longer text is tokenized in a thread, as others wait
+HALF_PAIR = "the tokenizer cannot read the text: it holds half of a surrogate pair"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,6 +53,26 @@ class Texts:
         if len(text) > SHORT:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
+
+    async def ids_of(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt that may be these already.
+
+        Raises:
+            InvalidInput: as of ``encode``.
+        """
+        if isinstance(prompt, str):
+            return await self.encode(prompt, add_special_tokens=add_special_tokens)
+        return prompt
+
+    async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Token ids of two texts that are read together, and to which of the two each belongs, as the tokenizer says.
+
+        Raises:
+            InvalidInput: as of ``encode``.
+        """
+        if len(first) + len(second) > SHORT:
+            return await asyncio.to_thread(self._encode_pair, first, second)
+        return self._encode_pair(first, second)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
         """The text of tokens."""
@@ -96,8 +117,15 @@ class Texts:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidInput("the tokenizer cannot read the text: it holds half of a surrogate pair") from error
+            raise InvalidInput(HALF_PAIR) from error
         return ids
+
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        try:
+            found = self._backend.encode(first, second)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidInput(HALF_PAIR) from error
+        return found.ids, found.type_ids
 
 
 class SampleText:
@@ -109,15 +137,19 @@ class SampleText:
         self._finished = False
         self.num_read = 0  # tokens taken so far
 
-    def take(self) -> tuple[str, slice]:
-        """Text that is new, and which tokens are; the rest of it once the sample has ended."""
+    def take(self, end: int | None = None) -> tuple[str, slice]:
+        """Text that is new, and which tokens are; the rest of it once the sample has ended.
+
+        Args:
+            end: tokens of the sample to read, as if there were no more; None for all.
+        """
         sample, start = self._sample, self.num_read
-        self.num_read = len(sample.token_ids)
+        self.num_read = len(sample.token_ids) if end is None else end
         read = slice(start, self.num_read)
         if self._finished or self._detokenizer is None:
             return "", read
-        ended = sample.finish_reason is not None
-        silent = isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
+        ended = sample.finish_reason is not None and end is None
+        silent = ended and isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
         new = sample.token_ids[start : self.num_read - silent]
         self._finished = ended
         return self._detokenizer.finish(new) if ended else self._detokenizer.append(new), read

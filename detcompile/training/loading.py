@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from detcompile.api import context_of
 from detcompile.errors import UnsupportedModel
+from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.capture import require_ready
@@ -27,6 +28,8 @@ def trainer(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    checkpoint: bool = False,
+    check: CompiledModel | None = None,
 ) -> Trainer:
     """A causal LM to train: its logits are the bytes that ``compile`` serves, and its gradients are exact sums.
 
@@ -39,14 +42,23 @@ def trainer(
         numerics: the declared orders; those of the engine that generates with these weights.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. An engine's has to be
             the same where rotary tables look at it.
+        checkpoint: keep the rows that enter each layer for the backward, and compute all else again then: the same
+            bits in less memory.
+        check: a compiled model with these weights, whose engine the trainer has to agree with (``Trainer.check``).
         progress, dtype, device, revision, token, trust_remote_code: what ``compile`` takes them for.
 
     Raises:
         UnsupportedModel: the model cannot be captured, or an operation of it has no gradient.
         UncertifiedOp: an operation could make rows meet; the message names it.
         NumericsError: the model does not fit the numerics.
+        TrainerMismatch: log-probabilities are not those of ``check``.
         InvalidInput: an argument is off.
     """
+    if hasattr(model, "peft_config"):
+        raise UnsupportedModel(
+            f"adapters of PEFT in a {type(model).__name__} are not trained: call merge_and_unload() and train the model"
+            " itself, or freeze parameters by requires_grad_(False)"
+        )
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": None}
     with shown(progress):
@@ -56,4 +68,10 @@ def trainer(
         if module.get_output_embeddings() is None:
             raise UnsupportedModel(f"{type(module).__name__} has no language-model head: causal LMs are trained")
         with stage(f"trace, prove and compile {type(module).__name__} forward and backward"):
-            return Trainer(module, numerics or Numerics(), context_of(module, max_context))
+            made = Trainer(module, numerics or Numerics(), context_of(module, max_context))
+        for block in made.blocks:
+            block.recompute = checkpoint
+        if check is not None:
+            with stage("compare with the engine"):
+                made.check(check)
+    return made

@@ -5,7 +5,7 @@ multiples of one grid: no algorithm of the collective, and no number of ranks, c
 reduced sum to float32 before it adds it to ``.grad``; a hook adds it in float64 before that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["ExactSum", "shard_blocks", "whole"]
+__all__ = ["ExactSum", "shard_blocks", "whole", "whole_weights"]
 
 
 class ExactSum:
@@ -71,6 +71,17 @@ def shard_blocks(
 def whole(parameter: Tensor) -> Tensor:
     """A parameter, gathered from the ranks that share it, which all call this."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def whole_weights(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Every parameter by every name, whole and in the dtype of its name; ranks that share them call this together."""
+    found: dict[int, Tensor] = {}
+    by_name = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in found:
+            found[id(parameter)] = whole(parameter.detach()).to(dtypes[name])
+        by_name[name] = found[id(parameter)]
+    return by_name
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

@@ -15,17 +15,19 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.models.call_arguments import require_served, require_tensors
+from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch, check_batch, repad, unpad
 from detcompile.templates.training.exactness import ExactnessGuard
+from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, weights_of
 from detcompile.training.certificate import TrainingCertificate, backward_of
 from detcompile.training.construction import build
 from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.packing import leaf_table, packed_step, pieces
-from detcompile.training.sharding import ExactSum, shard_blocks, whole
+from detcompile.training.sharding import ExactSum, shard_blocks, whole_weights
 
 __all__ = ["Trainer"]
 
@@ -117,8 +119,23 @@ class Trainer(nn.Module):
 
         Ranks that share them call this together.
         """
-        named = self.named_parameters(remove_duplicate=False)
-        return {name: whole(parameter.detach()).to(self._dtypes[name]) for name, parameter in named}
+        return whole_weights(self, self._dtypes)
+
+    def check(self, model: CompiledModel, seed: int = 0) -> None:
+        """Compare log-probabilities of random sequences with those of an engine of ``model``, byte for byte.
+
+        Ranks that share the parameters call this together.
+
+        Args:
+            seed: draws the sequences.
+
+        Raises:
+            TrainerMismatch: a token's differ; it says where, and which weights differ, if any do.
+            InvalidInput: the model was compiled with other numerics, or for another context.
+        """
+        require_same_orders(self.numerics, self.max_context, model)
+        with torch.no_grad():
+            require_agreement(self.logprobs, self.serving_weights(), self.vocab_size, model, seed)
 
     def forward(
         self,

@@ -32,18 +32,20 @@ from detcompile.runtime.speculation.speculator import SpeculationConfig
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, certified, random_model, without_inductor
+from tests.parallel.cases import needs_gpus
 from tests.runtime.engine_cases import engine_configs, sampling_params
 from tests.runtime.speculation.test_speculator import Oracle, Workload, workload_of
 from tests.test_workers import assert_drafts_unmoved, told
 
 IDS = torch.arange(74).view(2, 37) * 7 % 150
 SIZES = ["2x1", "2x2", "4x1", "4x2"]  # stages, and ranks of each
+ON_GPUS = [pytest.param(f"cuda-{pp}x{tp}", marks=needs_gpus(pp * tp)) for pp, tp in ((2, 1), (2, 2), (4, 1))]
 CONFIGS = engine_configs(60, 400)
 
 
-def module() -> PreTrainedModel:
+def module(device: str = "cpu") -> PreTrainedModel:
     """Two KV groups, of which a stage may have one; a bfloat16 head that is the embedding."""
-    return random_model("granite_swa", torch.bfloat16, num_hidden_layers=6, tie_word_embeddings=True)
+    return random_model("granite_swa", torch.bfloat16, device, num_hidden_layers=6, tie_word_embeddings=True)
 
 
 def module_without_inductor() -> PreTrainedModel:
@@ -53,28 +55,31 @@ def module_without_inductor() -> PreTrainedModel:
 
 
 @functools.cache
-def alone() -> CompiledModel:
-    return certified(module(), max_context=MAX_CONTEXT)
+def alone(device: str) -> CompiledModel:
+    compile_model = certified if device == "cpu" else detcompile.compile
+    return compile_model(module(device), max_context=MAX_CONTEXT)
 
 
 @functools.cache
-def plain_answers() -> Workload:
-    return workload_of(alone())
+def plain_answers(device: str) -> Workload:
+    return workload_of(alone(device))
 
 
-@pytest.fixture(scope="module", params=exhaustive_unless(lambda sizes: sizes == "2x1", SIZES))
+@pytest.fixture(scope="module", params=[*exhaustive_unless(lambda sizes: sizes == "2x1", SIZES), *ON_GPUS])
 def stages(request: pytest.FixtureRequest) -> Iterator[RemoteModel]:
-    pp, tp = map(int, request.param.split("x"))
+    device, _, sizes = request.param.rpartition("-")
+    pp, tp = map(int, sizes.split("x"))
     numbers = {"tp": tp, "pp": pp, "numerics": Numerics(), "max_context": MAX_CONTEXT}
-    with compile_in_workers(module_without_inductor, **numbers) as model:
+    build = functools.partial(module, device) if device else module_without_inductor
+    with compile_in_workers(build, **numbers) as model:
         assert model.group.num_ranks == pp * tp
         yield model
 
 
 def test_logits_the_fingerprint_and_the_proof(stages: RemoteModel) -> None:
-    here = alone()
-    assert_bitwise_equal(stages(IDS).logits, here(IDS).logits)
-    assert torch.equal(stages.generate(IDS, max_new_tokens=9), here.generate(IDS, max_new_tokens=9))
+    here, ids = alone(stages.device.type), IDS.to(stages.device)
+    assert_bitwise_equal(stages(ids).logits, here(ids).logits)
+    assert torch.equal(stages.generate(ids, max_new_tokens=9), here.generate(ids, max_new_tokens=9))
     assert stages.fingerprint_parts == here.fingerprint_parts
     assert (stages.certificate.orders, stages.num_parameters()) == (here.certificate.orders, here.num_parameters())
     found, expected = stages.executor.description.facts, here.executor.description.facts
@@ -108,7 +113,7 @@ def test_an_engine_of_any_requests(
     params = [replace(own, stop=()) for own in params]
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     outputs = []
-    for model in (stages, alone()):
+    for model in (stages, alone(stages.device.type)):
         engine = model.engine(config)
         outputs.append([told(o) for _ in range(2) for o in engine.generate(prompts, params, progress=False)])
         engine.check()
@@ -118,7 +123,7 @@ def test_an_engine_of_any_requests(
 @settings(max_examples=3)
 @given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), config=CONFIGS)
 def test_drafts_move_no_bit(stages: RemoteModel, accuracy: float, seed: int, config: EngineConfig) -> None:
-    workload = plain_answers()
+    workload = plain_answers(stages.device.type)
     assert_drafts_unmoved(stages, Oracle(workload[2], accuracy, seed), config, workload, max_nodes=7)
 
 
@@ -128,7 +133,8 @@ def test_what_stages_do_not_serve_is_refused_by_name(stages: RemoteModel, tmp_pa
         stages.engine(EngineConfig(num_blocks=40), speculation=SpeculationConfig(drafter=drafter))
     with pytest.raises(UnsupportedModel, match="in stages"):
         detcompile.export(stages, tmp_path / "m.pt2")
-    assert_bitwise_equal(stages(IDS).logits, alone()(IDS).logits)
+    ids = IDS.to(stages.device)
+    assert_bitwise_equal(stages(ids).logits, alone(stages.device.type)(ids).logits)
 
 
 def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
@@ -178,4 +184,4 @@ def test_the_pp_axis_is_measured_on_two_and_four_stages(tmp_path: Path) -> None:
     random_model("gpt2", torch.float32, n_layer=5, n_positions=700).save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu")
     results = verify(spec.compile(), spec, [PP], count=2)
-    assert results[PP].holds and results[PP].configurations == 2 + 2 * 2
+    assert results[PP].holds and results[PP].configurations == 2 + 2 * 2 * 2

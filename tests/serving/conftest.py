@@ -63,11 +63,12 @@ def model_of(folder: Path) -> Path:
     return model
 
 
-def started(folder: Path, *options: str) -> Server:
-    """A server of the embedded model on a free port, called tiny, once it is ready."""
+def started(folder: Path, *options: str, model: Path | None = None) -> Server:
+    """A server of a model, or of the embedded one, on a free port, called tiny, once it is ready."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    command = [sys.executable, "-m", "detcompile", "serve", str(model_of(folder)), "--name", "tiny", "--port", "0"]
+    command = [sys.executable, "-m", "detcompile", "serve", str(model or model_of(folder))]
+    command += ["--name", "tiny", "--port", "0"]
     command += ["--chat-template", str(template)]
     own = {"DETCOMPILE_KEEP_PROGRAMS": "1", "DETCOMPILE_PROGRESS": "0"}
     environment = os.environ | own | {"PYTHONPATH": str(ROOT)}

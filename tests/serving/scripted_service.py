@@ -39,4 +39,4 @@ async def running(
             await service.start(SPEC)
             yield client
         finally:
-            await service.fleet.stop()
+            await service.stop()

@@ -94,6 +94,7 @@ def test_the_state_follows_a_request() -> None:
             state = await state_of(client)
             row = state["requests"][0]
             assert (row["name"], row["state"], row["num_tokens"]) == (answer["id"], "length", 120)
+            assert row["has_receipt"]
             assert 0 < row["first_seconds"] < row["seconds"]
             assert state["num_open"] == 0 and sum(state["latencies"]["first"]) == 1
             assert sum(state["latencies"]["between"]) > 40
@@ -119,6 +120,7 @@ def test_rows_are_bounded_and_newest_first() -> None:
             assert numbers[:200] == sorted(numbers[:200], reverse=True)
             state = await told(client, lambda state: state["num_open"] == 0)
             assert len(state["requests"]) == 100 and state["requests"][0]["state"] == "cancelled"
+            assert not state["requests"][0]["has_receipt"]  # it had not ended, so none was made
 
     asyncio.run(scenario())
 

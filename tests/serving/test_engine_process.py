@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from detcompile.serving.engines.engine_process import EngineServer, Wire
+from detcompile.errors import InvalidInput
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.serving.engines import engine_process
+from detcompile.serving.engines.command_loop import Wire
+from detcompile.serving.engines.engine_process import EngineServer
 from detcompile.serving.engines.engine_verifications import Verifications
-from detcompile.serving.engines.protocol import LENGTH, Add, Broken, Refused, Tokens, decode_report, frame
+from detcompile.serving.engines.protocol import LENGTH, Add, Broken, EngineSpec, Refused, Tokens, decode_report, frame
 
 
 class Engine:
@@ -67,3 +71,22 @@ def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatc
     report = received(front)
     thread.join(20)
     assert isinstance(report, Broken) and "no command" in report.message and codes == [1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("off", None),
+        ("automatic", SpeculationConfig(switch="automatic")),
+        ("always", SpeculationConfig(switch="always")),
+    ],
+)
+def test_speculation_is_the_engines(asked: Any, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        def engine(self, config: Any, *, speculation: Any) -> None:
+            assert speculation == given
+            raise InvalidInput("seen")
+
+    monkeypatch.setattr(engine_process.ModelSpec, "compile_any", lambda spec, tp, pp: Model())
+    with pytest.raises(InvalidInput, match="seen"):
+        engine_process._start(EngineSpec(model="tiny", speculation=asked), Wire(socket.socket()))

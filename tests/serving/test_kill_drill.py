@@ -1,20 +1,27 @@
-"""Streams of the embedded model whose engine is killed or stopped at random come to the bytes of undisturbed ones."""
+"""Streams of the embedded model whose engine or server is killed at random come to the bytes of undisturbed ones."""
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.kill_drill import Drill, bodies
+from benchmarks.kill_drill import FRONT_EVERY, Drill, bodies
 from tests.exhaustive import EXHAUSTIVE
-from tests.serving.conftest import Server, started
+from tests.serving.conftest import started
 
 
 @pytest.fixture
-def mortal(folder: Path) -> Iterator[Server]:
-    """A server whose engines may be killed as often as one likes."""
-    found = started(folder, "--max-restarts", "1000")
+def drill(folder: Path, tmp_path: Path) -> Iterator[Drill]:
+    """Rounds against a server whose engines may be killed as often as one likes, and which drafts."""
+    options = ["--max-restarts", "1000", "--speculation", "always", "--journal", str(tmp_path / "journal")]
+
+    def start() -> tuple[str, subprocess.Popen[str]]:
+        found = started(folder, *options)
+        return found.url, found.process
+
+    found = Drill(start, bodies(40, 48))
     yield found
     if found.process.poll() is None:
         found.process.send_signal(signal.SIGTERM)
@@ -22,8 +29,8 @@ def mortal(folder: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=EXHAUSTIVE)])
-def test_no_token_is_lost_doubled_or_another(mortal: Server, rounds: int) -> None:
-    drill = Drill(mortal.url, mortal.process.pid, bodies(40, 48))
+def test_no_token_is_lost_doubled_or_another(drill: Drill, rounds: int) -> None:
+    assert rounds >= FRONT_EVERY
     expected = drill.undisturbed()
     assert drill.undisturbed() == expected
     for number in range(rounds):

@@ -3,18 +3,18 @@
 import asyncio
 from itertools import pairwise
 
-from detcompile.serving.engines.notices import TOGETHER, Bell, Notices
+from detcompile.serving.engines.notices import TOGETHER, News, Notices
 
 
 def test_readers_are_woken_some_at_a_time_and_in_order() -> None:
     async def scenario() -> tuple[list[int], list[int]]:
-        bells, notices = [Bell() for _ in range(3 * TOGETHER)], Notices()
+        bells, notices = [News() for _ in range(3 * TOGETHER)], Notices()
         woken: list[int] = []
         turns: list[int] = []
 
         async def read(index: int) -> None:
             while True:
-                await bells[index].wait()
+                await bells[index].wait(bells[index].count)
                 woken.append(index)
 
         tasks = [asyncio.create_task(read(index)) for index in range(len(bells))]
@@ -34,23 +34,19 @@ def test_readers_are_woken_some_at_a_time_and_in_order() -> None:
     assert {after - before for before, after in pairwise(turns)} <= {0, TOGETHER} and len(turns) >= 3
 
 
-def test_a_bell_that_rang_before_anybody_waited_is_heard_once() -> None:
-    async def scenario() -> bool:
-        bell = Bell()
-        bell.ring()
-        bell.ring()
-        await asyncio.wait_for(bell.wait(), 1)
-        again = asyncio.create_task(bell.wait())
+def test_news_are_heard_by_every_reader_and_missed_by_none() -> None:
+    async def scenario() -> list[bool]:
+        news = News()
+        seen = news.count
+        news.tell()
+        await asyncio.wait_for(news.wait(seen), 1)  # told before anybody waited
+        readers = [asyncio.create_task(news.wait(news.count)) for _ in range(3)]
         await asyncio.sleep(0)
-        unheard = not again.done()
-        bell.ring()
-        await asyncio.wait_for(again, 1)
-        cancelled = asyncio.create_task(bell.wait())
+        unheard = [not reader.done() for reader in readers]
+        readers[1].cancel()
         await asyncio.sleep(0)
-        cancelled.cancel()
-        await asyncio.gather(cancelled, return_exceptions=True)
-        bell.ring()  # of a reader that is gone
-        await asyncio.wait_for(bell.wait(), 1)
+        news.tell()
+        await asyncio.wait_for(asyncio.gather(readers[0], readers[2]), 1)
         return unheard
 
-    assert asyncio.run(scenario())
+    assert asyncio.run(scenario()) == [True] * 3

@@ -9,20 +9,40 @@ import pytest
 
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
-from detcompile.serving.engines.notices import Bell
-from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics, Token
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.job import Ask, Job
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.openai.chat import _Chat
 from detcompile.serving.openai.completions import _Completion
 from detcompile.serving.openai.parameters import chat_params, completion_params
-from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Message
-from detcompile.serving.receipts.issuer import Issuer
+from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Message, StreamOptions
 from detcompile.serving.texts import Texts
 from tests.serving.scripted_engine import HELLO
 
+SERVICE: Any = SimpleNamespace(texts=Texts(HELLO), name="scripted", hello=HELLO, issue=lambda job: None)
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_tokens": 10}
 MESSAGES = [Message(role="user", content="x")]
+
+
+def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
+    """A request of two samples, or of one, whose answer begins."""
+    asked = SamplingParams(seed=1, max_tokens=length, **params)
+    answer = Answer("1", [5], asked, News())
+    return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None, kept)
+
+
+async def draw(answer: Answer, ids: list[int]) -> None:
+    for place, token in enumerate(ids, 1):
+        ended = place == len(ids)
+        samples = [
+            SampleDelta(index, [token], [Token(token, -0.5, [])], "length" if ended else None, None)
+            for index in range(answer.params.n)
+        ]
+        answer.extend(Delta("1", samples, ended, None, None, 0, None))
+        answer.news.tell()
+        await asyncio.sleep(0.001)
 
 
 def test_defaults_hold_where_a_request_says_nothing() -> None:
@@ -47,23 +67,13 @@ def test_stop_strings_in_every_form(stop: Any) -> None:
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids: bool) -> None:
     """A character may take several tokens: the first of them have no text, and still are in some chunk."""
-    texts = Texts(HELLO)
-    ids = texts._encode("x東京🎉y", False)
+    ids = SERVICE.texts._encode("x東京🎉y", False)
     assert len(ids) > 5
 
-    answer = Answer("1", [5], SamplingParams(seed=1, max_tokens=len(ids)), Bell())
-
-    async def draw() -> None:
-        for place, token in enumerate(ids, 1):
-            sample = SampleDelta(0, [token], None, "length" if place == len(ids) else None, None)
-            answer.extend(Delta("1", [sample], place == len(ids), None, None, 0, None))
-            answer.changed.ring()
-            await asyncio.sleep(0.01)
-
     async def chunks() -> list[dict]:
-        service: Any = SimpleNamespace(texts=texts, name="scripted", hello=HELLO, receipts=Issuer())
-        drawing, found = asyncio.create_task(draw()), b""
-        async for data in kind(service, [answer], with_ids=with_ids).events():
+        job = job_of(len(ids))
+        drawing, found = asyncio.create_task(draw(job.answers[0], ids)), b""
+        async for data in kind(SERVICE, job, with_ids=with_ids).events():
             found += data
         await drawing
         return [json.loads(line.removeprefix("data: ")) for line in found.decode().split("\n\n") if line]
@@ -73,6 +83,58 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
     assert "".join(texts_of) == "x東京🎉y" and len(choices) > 2
     shown = [token for choice in choices for token in choice.get("token_ids", [])]
     assert shown == (ids if with_ids else [])
+
+
+@pytest.mark.parametrize("kind", [_Completion, _Chat])
+@pytest.mark.parametrize("stop", [[], ["🎉y"]])
+def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, stop: list[str]) -> None:
+    """However the rest of it is cut: token by token, or in one event."""
+    ids = SERVICE.texts._encode("x東京🎉 and y東", False)
+    options = {"with_ids": True, "stream_options": StreamOptions(include_usage=True)}
+
+    async def read(job: Job, last_event: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+        found = b""
+        async for data in kind(SERVICE, job, last_event=last_event, **options).events():
+            found += data
+        events = [text.split("\ndata: ") for text in found.decode().split("\n\n") if text]
+        return [(name.removeprefix("id: "), json.loads(data)) for name, data in events]
+
+    def told(events: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """Text, tokens, logprobs and the end of each choice, and the usage, as often as it comes."""
+        found: dict[int, list[Any]] = {}
+        for _, chunk in events:
+            for choice in chunk["choices"]:
+                own = found.setdefault(choice["index"], ["", [], [], None])
+                own[0] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                own[1] += choice.get("token_ids", [])
+                own[2] += (choice.get("logprobs") or {}).get("tokens") or []
+                own[3] = choice["finish_reason"]
+        return [found, [chunk["usage"] for _, chunk in events if chunk["usage"]]]
+
+    async def scenario() -> None:
+        job = job_of(len(ids), kept=True, n=2, stop=stop, logprobs=0)
+        drawing = asyncio.create_task(draw(job.answers[0], ids))
+        events = await read(job)
+        await drawing
+        names = [name for name, _ in events]
+        assert len(set(names)) >= len(names) - 2 > 10, "each event has an id of its own, but the openings"
+        for place in range(len(events)):
+            again = job_of(len(ids), kept=True, n=2, stop=stop, logprobs=0)
+            again.name = job.name
+            for other in (job, again):
+                drawing = asyncio.create_task(draw(again.answers[0], ids)) if other is again else drawing
+                rest = await read(other, names[place])
+                await drawing
+                assert told([*events[: place + 1], *rest]) == told(events), names[place]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("text", ["", "x", "cmpl-other:1", "{}:1,2", "{}:1*+", "{}:-1", "{}:1\n"])
+def test_an_id_of_no_event_is_refused(text: str) -> None:
+    job = job_of(3, kept=True)
+    with pytest.raises(HTTPError, match="is of no event"):
+        _Completion(SERVICE, job, last_event=text.format(job.name))
 
 
 def test_retry_after_counts_the_time_of_steps_alone() -> None:

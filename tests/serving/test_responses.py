@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import io
 import json
 import time
 from typing import Any
@@ -11,10 +12,12 @@ import openai
 import pydantic
 import pytest
 
+from detcompile.serving.app import new_app
 from detcompile.serving.kept_responses import KEPT_BYTES, KEPT_SECONDS, KeptResponses
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.tools.reader import Piece
 from tests.serving.conftest import Server
+from tests.serving.scripted_service import running, scripted
 from tests.serving.test_tools import ADD, SUB, check
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "Write a function.", "temperature": 0.9, "max_output_tokens": 24}
@@ -41,6 +44,10 @@ def test_a_response_says_what_a_chat_says_by_every_way(client: openai.OpenAI) ->
         model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], temperature=0.9, max_tokens=24, seed=4
     )
     whole = client.responses.create(**ASKED, **SEED)
+    messages = [{"role": "user", "content": ASKED["input"]}]
+    ids = client.post("/tokenize", body={"messages": messages}, cast_to=object)["tokens"]
+    completion = client.completions.create(model="tiny", prompt=ids, temperature=0.9, max_tokens=24, seed=4)
+    assert whole.output_text == completion.choices[0].text
     assert whole.output_text == chat.choices[0].message.content and whole.seed == 4
     assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
     assert whole.usage.output_tokens == 24 and whole.system_fingerprint == chat.system_fingerprint
@@ -205,6 +212,34 @@ def test_what_cannot_be_served_is_named(http: httpx.Client, changes: dict, statu
         answer = http.post("/v1/responses", json=ASKED | sent)
         assert answer.status_code == status and answer.json()["error"]["param"] == param, answer.text
     assert http.post("/v1/responses/resp_none/cancel").status_code == 404
+    known = http.post("/v1/responses", json=ASKED).json()["id"]
+    for wrong in ("-1", "x"):
+        answer = http.get(f"/v1/responses/{known}", params={"stream": "true", "starting_after": wrong})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "starting_after"
+
+
+def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
+    asked = {"input": "a", "max_output_tokens": 2000}
+
+    async def scenario() -> tuple[list[httpx.Response], list[dict[str, Any]]]:
+        log = io.StringIO()
+        service = scripted(chat_template="{{ messages[0].content }}", timeout=0.6)
+        app = new_app(service, "test", request_log=log)
+        transport = httpx.ASGITransport(app)
+        async with running(service), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answers = [await client.post("/v1/responses", json=asked | {"stream": stream}) for stream in (False, True)]
+            answers.append(await client.post("/v1/responses", json=asked | {"max_output_tokens": 3}))
+            name = answers[1].headers["x-request-id"]
+            answers.append(await client.get(f"/v1/responses/{name}"))
+        return answers, [json.loads(line) for line in log.getvalue().splitlines()]
+
+    (whole, stream, short, kept), lines = asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
+    last = json.loads(stream.text.split("data: ")[-1])
+    assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "timeout"
+    assert kept.json() == last["response"] and kept.json()["output"][0]["status"] == "incomplete"
+    assert short.json()["status"] == "incomplete" and short.json()["output"][0]["content"][0]["text"]
+    assert lines[2]["generated_tokens"] == 3 and lines[2]["id"] == short.json()["id"] and lines[1]["error"]
 
 
 def test_text_behind_a_call_is_another_message() -> None:

@@ -102,7 +102,7 @@ def test_what_is_asked_wrongly_is_told(url: str, visit: Visit) -> None:
         ({"logit_bias": "", "stop_token_ids": "a"}, "stop_token_ids: give token ids"),
     ):
         begin(page, **parameters)
-        page.wait_for_function("said => document.getElementById('facts').textContent.includes(said)", arg=said)
+        page.wait_for_selector(f"#facts:has-text('{said}')")
         assert page.locator("#again").is_disabled()
 
 
@@ -187,7 +187,7 @@ def test_by_keyboard_alone(url: str, visit: Visit) -> None:
     page.wait_for_selector("#again:not([disabled])")
     page.focus("#tab-playground")
     reached = []
-    for _ in range(40):
+    for _ in range(60):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
         if reached[-1] != "":
@@ -196,10 +196,10 @@ def test_by_keyboard_alone(url: str, visit: Visit) -> None:
             page.keyboard.press("ArrowRight")
             page.keyboard.press("ArrowRight")
             assert page.locator("#detail").text_content().count("token 2, id 41") == 1
+            break
         if reached[-1] == "again":
             page.keyboard.press("Enter")
             page.wait_for_selector("#verdict.good")
-            break
     assert {"prompt", "run", "p-max_tokens", "p-seed", "answer", "again"} <= set(reached)
 
 
@@ -248,7 +248,7 @@ def test_a_server_with_keys_is_asked_with_one(serve: Visit, visit: Visit) -> Non
     page.wait_for_selector("#key-dialog[open]")
     page.fill("#key", "wrong")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('key-said').textContent.includes('not known')")
+    page.wait_for_selector("#key-said:has-text('not known')")
     page.fill("#key", "secret key")
     page.keyboard.press("Enter")
     run(page, max_tokens=4)
@@ -283,3 +283,31 @@ def test_the_engine_live(serve: Visit, visit: Visit, picture: Visit) -> None:
     with page.expect_download() as download:
         page.click("#download")
     assert httpx.get(f"{url}/v1/receipts/{answer['id']}").json() == json.loads(Path(download.value.path()).read_text())
+
+
+def test_an_engine_that_is_killed_costs_no_token(serve: Visit, visit: Visit, picture: Visit) -> None:
+    page = visit(serve())
+    begin(page, max_tokens=120)
+    page.wait_for_selector(".answer span:nth-child(5)")
+    page.click("#kill")
+    page.wait_for_selector("#again:not([disabled])")
+    said = page.locator("#killed").text_content()
+    assert "Engine 0, process " in said and "the answer went on after " in said
+    assert shown(page) == expected(120)
+    page.wait_for_selector("#status.good")
+    page.click("#kill")  # nothing runs: one is begun, and killed
+    page.wait_for_selector("#killed.good")
+    page.wait_for_selector("#again:not([disabled])")
+    assert shown(page) == expected(120)
+    page.click("#again")
+    page.wait_for_selector("#verdict.good")
+    picture(page, "killed")
+    page.click("#tab-engine")
+    page.wait_for_selector("#losses tbody tr:nth-child(2)")
+    assert "SIGKILL" in page.locator("#losses").text_content()
+
+
+def test_without_demo_the_page_has_no_kill_switch(serve: Visit, visit: Visit) -> None:
+    page = visit(serve("--no-demo"))
+    run(page, max_tokens=4)
+    assert not page.locator("#kill").is_visible() and page.input_value("#p-max_tokens") == "4"

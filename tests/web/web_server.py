@@ -1,6 +1,6 @@
-"""A server over the scripted engine for a browser: python -m tests.web.web_server [KEY]. It prints its address.
+"""A server over the scripted engine for a browser: python -m tests.web.web_server [--no-demo] [KEY].
 
-Engines may be killed through its page.
+It prints its address. Its engines may be killed through the page, unless that is not wanted.
 """
 
 import asyncio
@@ -16,9 +16,10 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a
 
 async def main() -> int:
     service = scripted(most_restarts=5, chat_template=TEMPLATE)
-    digests = [hashlib.sha256(key.encode()).digest() for key in sys.argv[1:]]
+    demo = "--no-demo" not in sys.argv
+    digests = [hashlib.sha256(key.encode()).digest() for key in sys.argv[1:] if key != "--no-demo"]
     with server.listen("127.0.0.1", 0) as sock:
-        app = new_app(service, "test", digests, demo=True)
+        app = new_app(service, "test", digests, demo=demo)
         return await server.serve(service, app, SPEC, sock, 1.0)
 
 

@@ -1,5 +1,6 @@
 """What values are, as JSON: equal descriptions are of values that a trace cannot tell apart."""
 
+import dataclasses
 import enum
 import functools
 import hashlib
@@ -103,6 +104,9 @@ class Descriptions:
             return ["function", *code_lines(value.__code__), held, defaults]
         if hasattr(value, "__dict__") and type(value).__flags__ & (1 << 9):  # of a class that Python code made
             own = {name: part for name, part in vars(value).items() if name not in VOLATILE}
+            return [_class(type(value)), self.of(own)]
+        if dataclasses.is_dataclass(value):  # of slots
+            own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return [_class(type(value)), self.of(own)]
         raise Undescribed(f"a {type(value).__module__}.{type(value).__qualname__}")
 

@@ -14,6 +14,7 @@ from torch.utils._ordered_set import OrderedSet
 from transformers import PreTrainedModel
 
 from detcompile.errors import DetcompileError
+from detcompile.parallel import TensorParallel
 from detcompile.passes.layers.program import LayeredProgram, Unrolled
 from detcompile.passes.programs.binding import Binding, bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
@@ -89,26 +90,54 @@ class TakenProgram(NamedTuple):
     digest: str
 
 
-def take_program(key: str, model: PreTrainedModel, seen: Seen) -> TakenProgram | None:
+def take_program(
+    key: str | None, model: PreTrainedModel, seen: Seen, ranks: TensorParallel | None = None
+) -> TakenProgram | None:
     """The program of this key, which ran a step of this model; None if there is none, or it cannot be loaded.
+
+    Args:
+        key: None where no program may be taken.
+        ranks: the ranks that share the model, all of which call this. Where one has no program all compile, since they
+            meet in its sums.
 
     Raises:
         UnsupportedModel: it copies its caches.
         StorageError: the cache cannot be used.
     """
+    found = None if key is None else _loaded(key, model)
+    if ranks is not None and not ranks.least(found is not None):
+        return None
+    if found is None:
+        return None
+    program, forward = found
+    example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
+    try:
+        require_kept(forward, seen.groups, example)
+    except (DetcompileError, MemoryError):
+        raise
+    except Exception as error:
+        if ranks is not None:  # the others wait for this one's sums
+            raise
+        _warn(model, error)
+        return None
+    return TakenProgram(forward, program.certificate, program.digest)
+
+
+def _loaded(key: str, model: PreTrainedModel) -> tuple[KeptProgram, Callable[..., Any]] | None:
     content = programs.read(key)
     if content is None:
         return None
     try:
-        program, forward = _revived(content, model)
-        example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
-        require_kept(forward, seen.groups, example)
+        return _revived(content, model)
     except (DetcompileError, MemoryError):
         raise
     except Exception as error:  # torch's loader, whose files anybody may have removed
-        warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=2)
+        _warn(model, error)
         return None
-    return TakenProgram(forward, program.certificate, program.digest)
+
+
+def _warn(model: PreTrainedModel, error: Exception) -> None:
+    warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=4)
 
 
 def _revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..., Any]]:

@@ -25,7 +25,7 @@ from detcompile.passes.warm.descriptions import Descriptions, Undescribed
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 
-__all__ = ["cpu_facts", "program_key"]
+__all__ = ["cpu_facts", "label_of", "program_key"]
 
 logger = logging.getLogger(__name__)
 # What torch computes by, besides its versions.
@@ -38,13 +38,18 @@ MODES = (
 )
 
 
-def program_key(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen) -> str | None:
+def program_key(
+    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, use: str = "a forward"
+) -> str | None:
     """sha256 over what decides the program of a model whose modules have been changed; None where that is not all seen.
 
     Of the model: each module's class and attributes, the form of each weight, the operations of one run on two tokens,
     and the Python code that this run called. Values of weights are left out, since a program takes them as inputs.
+
+    Args:
+        use: what is kept of the program, and by whom.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(use.encode())
     try:
         for line in _lines(model, numerics, max_context, seen):
             digest.update(json.dumps(line).encode())
@@ -73,6 +78,16 @@ def _lines(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: S
         raise Undescribed("layers that do not run one after the other")
     yield hashlib.sha256(repr(shown).encode()).hexdigest()
     yield hashlib.sha256(repr(sorted(called.lines)).encode()).hexdigest()
+
+
+def label_of(model: PreTrainedModel, seen: Seen, max_context: int, digest: str) -> dict[str, str]:
+    """What a kept program is of, for who lists them.
+
+    Args:
+        digest: the digest of the program.
+    """
+    names = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
+    return names | {"max_context": str(max_context), "program": digest}
 
 
 def cpu_facts() -> list[str]:

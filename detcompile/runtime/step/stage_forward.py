@@ -32,14 +32,20 @@ class StageForward:
         rows: an example of what it takes, on its device; None in the first stage.
         before: rank, among all of torch.distributed, of the process that sends rows; None in the first stage.
         after: rank of the process that they are sent to; None in the last stage.
+        hosts: a group of all processes that moves the host's memory, where theirs cannot move a GPU's; else None.
     """
 
     def __init__(
-        self, program: Callable[..., Any], rows: Tensor | None, before: int | None, after: int | None
+        self,
+        program: Callable[..., Any],
+        rows: Tensor | None,
+        before: int | None,
+        after: int | None,
+        hosts: dist.ProcessGroup | None = None,
     ) -> None:
         assert (rows is None) == (before is None), "the first stage alone takes token ids"
         self._program = program
-        self._before, self._after = before, after
+        self._before, self._after, self._hosts = before, after, hosts
         self._connected = False
         self._static: Tensor | None = None  # what CUDA graphs read
         self._given: Tensor | None = None  # rows of the step
@@ -71,7 +77,10 @@ class StageForward:
                 1, num_tokens, self._static.shape[2]
             )
             if self._connected:
-                dist.recv(_as_bytes(self._given), src=self._before)
+                came = self._given if self._hosts is None else torch.empty_like(self._given, device="cpu")
+                dist.recv(_as_bytes(came), src=self._before, group=self._hosts)
+                if self._hosts is not None:
+                    self._given.copy_(came)
         self._begun = _Moment(device)
 
     @torch.no_grad()
@@ -86,8 +95,9 @@ class StageForward:
             return
         while self._sent and (len(self._sent) == MOST_SENT or self._sent[0][0].is_completed()):
             self._sent.popleft()[0].wait()
-        own = rows.clone(memory_format=torch.contiguous_format) if rows.is_cuda else rows.contiguous()
-        self._sent.append((dist.isend(_as_bytes(own), dst=self._after), own))
+        own = rows.contiguous() if self._hosts is None else rows.cpu()
+        own = own.clone() if own.is_cuda else own  # the next replay of a graph writes there
+        self._sent.append((dist.isend(_as_bytes(own), dst=self._after, group=self._hosts), own))
 
     def timed(self) -> Callable[[], float]:
         """Ends the time of a step; what is returned gives its seconds, from when its rows were there."""

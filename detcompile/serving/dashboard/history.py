@@ -25,6 +25,7 @@ class Row(msgspec.Struct, kw_only=True):
         num_moves: times that it went on on another engine.
         first_seconds: time to its first token; None before it.
         seconds: time to its end, or until now.
+        has_receipt: whether the server still has the receipt of its reply.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Row(msgspec.Struct, kw_only=True):
     num_moves: int
     first_seconds: float | None
     seconds: float
+    has_receipt: bool = False
 
 
 class History:

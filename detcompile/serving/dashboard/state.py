@@ -24,6 +24,7 @@ class Model(msgspec.Struct, kw_only=True):
     max_context: int
     vocab_size: int
     block_size: int
+    token_budget: int  # tokens that a step computes at most
     has_tokenizer: bool
     has_template: bool
     default_params: dict[str, Any]
@@ -76,13 +77,20 @@ def state_of(service: Service, version: str, *, demo: bool) -> State:
         receipts=service.receipts.level,
         engines=[_engine(link) for link in fleet.links],
         num_open=len(service.open),
-        requests=service.history.rows(service.open.values(), MOST_ROWS),
+        requests=_rows(service),
         buckets=SECONDS,
         latencies=service.metrics.latencies(),
         num_restarts=fleet.num_restarts,
         num_resumed=fleet.num_resumed,
         losses=list(fleet.losses),
     )
+
+
+def _rows(service: Service) -> list[Row]:
+    rows = service.history.rows(service.open.values(), MOST_ROWS)
+    for row in rows:
+        row.has_receipt = service.receipts.find(row.name) is not None
+    return rows
 
 
 def _status(service: Service) -> str:
@@ -105,6 +113,7 @@ def _model(service: Service) -> Model | None:
         max_context=hello.max_context,
         vocab_size=hello.vocab_size,
         block_size=hello.block_size,
+        token_budget=hello.token_budget,
         has_tokenizer=service.texts.present,
         has_template=service.template is not None,
         default_params=hello.default_params,

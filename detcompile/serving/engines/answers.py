@@ -1,16 +1,23 @@
 """Answers in the making: what the engine has given for each prompt so far, and a way to wait for more."""
 
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+from itertools import chain
+from typing import Any, Literal
 
 from detcompile.errors import DetcompileError, EngineError
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.notices import Bell
-from detcompile.serving.engines.protocol import Delta, Token
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
 from detcompile.serving.receipts.verdict import Verdict
 
-__all__ = ["Answer", "AnswerSample", "Verification", "progress"]
+__all__ = ["Answer", "AnswerSample", "Errand", "Pooling", "Verification", "given_params", "progress"]
+
+PARAMETERS = tuple(own.name for own in fields(SamplingParams))
+DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 
 
 class AnswerSample:
@@ -34,7 +41,7 @@ class Answer:
 
     Args:
         params: what was asked, with its seed.
-        changed: rung whenever there is news; answers that are read together share one.
+        news: told whenever there is any; answers that are read together share one.
         priority: the engine serves lower ones first.
 
     Attributes:
@@ -49,8 +56,8 @@ class Answer:
     """
 
     __slots__ = (
-        "_told_prompt_logprobs", "arrival", "changed", "deaths", "deaths_alone", "engine", "error", "finished",
-        "first_token", "name", "num_cached_tokens", "num_preemptions", "params", "priority", "prompt_ids",
+        "_told_prompt_logprobs", "arrival", "deaths", "deaths_alone", "engine", "error", "finished",
+        "first_token", "name", "news", "num_cached_tokens", "num_preemptions", "params", "priority", "prompt_ids",
         "prompt_logprobs", "queued_seconds", "request_id", "samples", "tries",
     )  # fmt: skip
 
@@ -59,7 +66,7 @@ class Answer:
         request_id: str,
         prompt_ids: list[int],
         params: SamplingParams,
-        changed: Bell,
+        news: News,
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
@@ -75,7 +82,7 @@ class Answer:
         self.queued_seconds: float | None = None
         self.arrival = time.monotonic()
         self.first_token: float | None = None
-        self.changed = changed
+        self.news = news
         self.priority = priority
         self.engine: int | None = None
         self.tries = 0
@@ -124,14 +131,28 @@ class Answer:
         """Nothing more comes."""
         if not self.finished:
             self.error, self.finished = error, True
-        self.changed.ring()
+        self.news.tell()
 
 
-class Verification(Answer):
-    """A receipt that is replayed: it waits, is bounded and is cancelled as answers are, and draws nothing.
+class Errand(Answer, ABC):
+    """What an engine is asked beside answers: it waits, is bounded and is cancelled as they are, and draws nothing."""
+
+    @abstractmethod
+    def command(self) -> Verify | Pool:
+        """What the engine is told."""
+
+    def settle(self, report: Verified | Pooled) -> None:
+        """Take what came of it: nothing more comes."""
+        self.finished = True
+        self.news.tell()
+
+
+class Verification(Errand):
+    """A receipt that is replayed.
 
     Args:
         receipt: one as JSON.
+        lengths: tokens of each of its samples, with those of its prompt.
 
     Attributes:
         verdict: what came of it.
@@ -139,24 +160,65 @@ class Verification(Answer):
 
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
         asked = SamplingParams(n=len(lengths))
-        super().__init__(request_id, [0] * sum(lengths), asked, Bell())
+        super().__init__(request_id, [0] * sum(lengths), asked, News())
         self.receipt = receipt
         self.verdict: Verdict | None = None
 
-    def settle(self, verdict: Verdict) -> None:
-        """Take the verdict: nothing more comes."""
-        self.verdict, self.finished = verdict, True
-        self.changed.ring()
+    def command(self) -> Verify:
+        """What the engine is told."""
+        return Verify(self.try_id, self.receipt)
+
+    def settle(self, report: Verified | Pooled) -> None:
+        """Take the verdict."""
+        assert isinstance(report, Verified)
+        self.verdict = report.verdict
+        super().settle(report)
+
+
+class Pooling(Errand):
+    """Prompts of which a model says one thing each.
+
+    Args:
+        prompts: token ids.
+        pooling: the hidden states that an embedding is made of.
+        normalize: give embeddings the length 1.
+
+    Attributes:
+        values: float32 of [prompts, num_columns], once it has ended.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        pooling: Literal["last", "first", "mean"] | None,
+        normalize: bool,
+    ) -> None:
+        super().__init__(request_id, list(chain.from_iterable(prompts)), SamplingParams(), News())
+        self._asked = (list(prompts), pooling, normalize)
+        self.num_columns = 0
+        self.values = b""
+
+    def command(self) -> Pool:
+        """What the engine is told."""
+        return Pool(self.try_id, *self._asked)
+
+    def settle(self, report: Verified | Pooled) -> None:
+        """Take the values."""
+        assert isinstance(report, Pooled)
+        self.num_columns, self.values = report.num_columns, report.values
+        super().settle(report)
 
 
 async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """Yields whenever any of these answers, which share ``changed``, may have got longer; last when all have ended.
+    """Yields whenever any of these answers, which share ``news``, may have got longer; last when all have ended.
 
     Raises:
         DetcompileError: the ``error`` of the first that has one.
     """
-    changed = answers[0].changed
+    news = answers[0].news if answers else News()  # none have ended
     while True:
+        seen = news.count
         finished = True
         for answer in answers:
             if answer.error is not None:
@@ -165,4 +227,9 @@ async def progress(answers: Sequence[Answer]) -> AsyncIterator[None]:
         yield
         if finished:
             return
-        await changed.wait()
+        await news.wait(seen)
+
+
+def given_params(params: SamplingParams) -> dict[str, Any]:
+    """What SamplingParams takes to make equal ones, as plain values that travel and are kept."""
+    return {name: value for name in PARAMETERS if (value := getattr(params, name)) != DEFAULTS[name]}

@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 from detcompile.errors import (
     ArchiveError,
@@ -14,8 +13,7 @@ from detcompile.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer, Verification
+from detcompile.serving.engines.answers import Answer, Errand, given_params
 from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
 from detcompile.serving.engines.notices import Notices
 from detcompile.serving.engines.protocol import (
@@ -28,21 +26,19 @@ from detcompile.serving.engines.protocol import (
     Heartbeat,
     Hello,
     Holding,
+    Pooled,
     Refused,
     Report,
     Statistics,
     Step,
     Tokens,
     Verified,
-    Verify,
     decode_report,
     frame,
 )
 
 __all__ = ["EngineLink"]
 
-PARAMETERS = tuple(own.name for own in fields(SamplingParams))
-DEFAULTS = {name: getattr(SamplingParams(), name) for name in PARAMETERS}
 ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
 SILENCE_SECONDS = 10.0  # a process that is ready and sends no heartbeat for so long hangs, and is ended
 LOOK_SECONDS = 0.25
@@ -56,7 +52,7 @@ class EngineLink:
 
     Args:
         on_news: called with every answer that has news, once the answer has taken them: with its delta, or with None
-            where it is refused or a verification.
+            where it is refused or an errand.
         on_lost: called with the answers that had not ended where it serves no more; they are the callee's then.
         launcher: gives the connection to the process.
         silence: seconds without a heartbeat after which the process counts as hanging.
@@ -141,11 +137,10 @@ class EngineLink:
         writer = self._connection.writer
         answer.tries += 1
         self.answers[answer.try_id] = answer
-        if isinstance(answer, Verification):
-            writer.write(frame(Verify(answer.try_id, answer.receipt)))
+        if isinstance(answer, Errand):
+            writer.write(frame(answer.command()))
             return
-        given = {name: value for name in PARAMETERS if (value := getattr(answer.params, name)) != DEFAULTS[name]}
-        resume = answer.resumption()
+        given, resume = given_params(answer.params), answer.resumption()
         writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
 
     def cancel(self, answer: Answer) -> None:
@@ -200,18 +195,18 @@ class EngineLink:
             if delta.finished:
                 del self.answers[delta.request_id]
             answer.extend(delta)
-            self._notices.put(answer.changed)
+            self._notices.put(answer.news)
             self._on_news(answer, delta)
             if place % TOGETHER == 0:
                 await asyncio.sleep(0)
 
     def _take(self, report: Report) -> None:
         self._heard = True
-        if isinstance(report, Verified):
-            verification = self.answers.pop(report.request_id, None)
-            if isinstance(verification, Verification):
-                verification.settle(report.verdict)
-                self._on_news(verification, None)
+        if isinstance(report, (Verified, Pooled)):
+            errand = self.answers.pop(report.request_id, None)
+            if isinstance(errand, Errand):
+                errand.settle(report)
+                self._on_news(errand, None)
         elif isinstance(report, Heartbeat):
             self.statistics, self.holdings = report.statistics, report.holdings
             self.steps.extend(report.steps)

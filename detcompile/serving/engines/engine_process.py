@@ -4,7 +4,6 @@ Run as ``python -m detcompile.serving.engines.engine_process FD``, where FD is i
 or with ``--dial HOST:PORT`` in the place of FD and the front's secret in DETCOMPILE_ENGINE_SECRET.
 """
 
-import os
 import socket
 import sys
 import threading
@@ -14,11 +13,12 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from detcompile.api import Compiled
 from detcompile.commands.verification import ModelSpec
 from detcompile.config import engine_secret, show_gpus
 from detcompile.digests import fingerprint
 from detcompile.errors import DetcompileError, EngineError, InvalidInput
-from detcompile.models.compiled import CompiledModel, require_causal
+from detcompile.models.pooling import CompiledClassifier, CompiledEmbedder
 from detcompile.offline.default_params import configured_params
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.warm.program_key import cpu_facts
@@ -27,10 +27,12 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.metrics import StepRecord
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.speculation.speculator import SpeculationConfig
+from detcompile.serving.engines.command_loop import HEARTBEAT_SECONDS, CommandLoop, Wire
 from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.handshake import front_of
+from detcompile.serving.engines.pooling_server import PoolingServer
 from detcompile.serving.engines.protocol import (
-    LENGTH,
     VERSION,
     Add,
     Broken,
@@ -40,6 +42,7 @@ from detcompile.serving.engines.protocol import (
     Heartbeat,
     Hello,
     Holding,
+    PoolingFacts,
     Refused,
     SampleDelta,
     Statistics,
@@ -47,47 +50,17 @@ from detcompile.serving.engines.protocol import (
     Token,
     Tokens,
     Verify,
-    decode_command,
-    frame,
 )
 from detcompile.serving.plain_tokenizer import plain_tokenizer
 
 __all__ = ["EngineServer", "hello_of", "main", "serve"]
 
-HEARTBEAT_SECONDS = 0.25
 MOST_STEPS = 160  # that a heartbeat tells of
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
 
 
-class Wire:
-    """The engine's end of the socket. ``send`` may be called from any thread."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._reader = connection.makefile("rb")
-        self._connection = connection
-        self._sending = threading.Lock()
-
-    def send(self, report: Any) -> None:
-        """Send a report; a front that is gone ends this process."""
-        data = frame(report)
-        try:
-            with self._sending:
-                self._connection.sendall(data)
-        except OSError:
-            os._exit(0)
-
-    def receive(self) -> Any:
-        """The next command; None once the front is gone."""
-        head = self._reader.read(LENGTH.size)
-        if len(head) < LENGTH.size:
-            return None
-        (size,) = LENGTH.unpack(head)
-        body = self._reader.read(size)
-        return decode_command(body) if len(body) == size else None
-
-
-class EngineServer:
-    """Serves one engine to one front: the main thread steps, another one reads commands, a third one sends heartbeats.
+class EngineServer(CommandLoop):
+    """Serves one engine to one front.
 
     Args:
         engine: serves the requests.
@@ -96,36 +69,43 @@ class EngineServer:
     """
 
     def __init__(self, engine: Engine, wire: Wire, verifications: Verifications) -> None:
+        super().__init__(wire)
         self._engine = engine
-        self._wire = wire
         self._verifications = verifications
-        self._work = threading.Event()
         self._counts: tuple[Statistics, Sequence[StepRecord], list[Holding]] = (Statistics(), (), [])
+        self._num_told = 0  # steps
         self._counted = 0.0  # when the statistics were taken
         self._busy_seconds = 0.0
 
-    def serve(self) -> None:
-        """Step while there is anything to do; returns never, as the end of the front ends the process.
+    def step(self) -> bool:
+        """Verify a part of a receipt, and run a step of the engine.
 
         Raises:
             EngineError: the engine failed.
         """
-        for run in (self._read, self._beat):
-            threading.Thread(target=run, daemon=True).start()
-        while True:
-            self._work.clear()
-            verifies = self._verifications.step()
-            if self._engine.has_unfinished_requests:
-                start = time.monotonic()
-                deltas = [delta_of(output) for output in self._engine.step()]
-                self._busy_seconds += time.monotonic() - start
-                if deltas:
-                    self._wire.send(Tokens(deltas))
-                if time.monotonic() - self._counted > HEARTBEAT_SECONDS:
-                    self._count()
-            elif not verifies:
+        verifies = self._verifications.step()
+        if not self._engine.has_unfinished_requests:
+            if not verifies:
                 self._count()
-                self._work.wait()
+            return verifies
+        start = time.monotonic()
+        deltas = [delta_of(output) for output in self._engine.step()]
+        self._busy_seconds += time.monotonic() - start
+        if deltas:
+            self.wire.send(Tokens(deltas))
+        if time.monotonic() - self._counted > HEARTBEAT_SECONDS:
+            self._count()
+        return True
+
+    def take(self, command: Any) -> None:
+        """Take a request or a receipt, or cancel one."""
+        if isinstance(command, Add):
+            self._add(command)
+        elif isinstance(command, Verify):
+            self._verifications.add(command)
+        elif isinstance(command, Cancel):
+            self._engine.cancel(command.request_id)
+            self._verifications.cancel(command.request_id)
 
     def _count(self) -> None:
         found = self._engine.stats
@@ -133,23 +113,6 @@ class EngineServer:
         holdings = [Holding(name, num_blocks) for name, num_blocks in found.num_held_blocks.items()]
         self._counts = Statistics(busy_seconds=self._busy_seconds, **counts), found.recent, holdings
         self._counted = time.monotonic()
-
-    def _read(self) -> None:
-        code = 0
-        try:
-            while (command := self._wire.receive()) is not None:
-                if isinstance(command, Add):
-                    self._add(command)
-                elif isinstance(command, Verify):
-                    self._verifications.add(command)
-                elif isinstance(command, Cancel):
-                    self._engine.cancel(command.request_id)
-                    self._verifications.cancel(command.request_id)
-                self._work.set()
-        except Exception as error:  # no frame of this protocol: without this thread nothing would be served
-            self._wire.send(Broken(type(error).__name__, f"the front sent what is no command: {error!r}"))
-            code = 1
-        os._exit(code)  # the front is gone, and with it whoever waits for an answer
 
     def _add(self, command: Add) -> None:
         try:
@@ -162,22 +125,20 @@ class EngineServer:
                 output_kind="delta",
             )
         except InvalidInput as error:
-            self._wire.send(Refused(command.request_id, str(error)))
+            self.wire.send(Refused(command.request_id, str(error)))
         except EngineError:
             return  # the thread that steps says so
         except Exception as error:  # of this request alone: the thread goes on to read the others'
             said = f"request {command.request_id} cannot be taken: {error!r}"
-            self._wire.send(Tokens([Delta(command.request_id, [], True, None, said, 0, None)]))
+            self.wire.send(Tokens([Delta(command.request_id, [], True, None, said, 0, None)]))
 
-    def _beat(self) -> None:
-        num_told = 0  # steps
-        while True:
-            statistics, recent, holdings = self._counts  # of one moment: the other thread replaces all three at once
-            num_new = min(statistics.num_steps - num_told, MOST_STEPS, len(recent))
-            steps = [_step(recent, place) for place in range(len(recent) - num_new, len(recent))]
-            num_told = statistics.num_steps
-            self._wire.send(Heartbeat(statistics, steps, holdings))
-            time.sleep(HEARTBEAT_SECONDS)
+    def heartbeat(self) -> Heartbeat:
+        """Counts, and the steps since the last one."""
+        statistics, recent, holdings = self._counts  # of one moment: the other thread replaces all three at once
+        num_new = min(statistics.num_steps - self._num_told, MOST_STEPS, len(recent))
+        steps = [_step(recent, place) for place in range(len(recent) - num_new, len(recent))]
+        self._num_told = statistics.num_steps
+        return Heartbeat(statistics, steps, holdings)
 
 
 def delta_of(output: RequestOutput) -> Delta:
@@ -197,11 +158,12 @@ def delta_of(output: RequestOutput) -> Delta:
 
 
 def hello_of(
-    model: CompiledModel, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]
+    model: Compiled, config: EngineConfig, num_blocks: int, name: str, defaults: dict[str, Any]
 ) -> Hello:
     """What the front has to know of a model.
 
     Args:
+        name: what it was loaded by.
         defaults: what requests are drawn with that say nothing, by the names of SamplingParams.
 
     Raises:
@@ -220,11 +182,25 @@ def hello_of(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks,
         block_size=config.block_size,
+        token_budget=config.max_num_batched_tokens,
         default_params=defaults,
         tokenizer=None if tokenizer is None else plain_tokenizer(tokenizer),
         special_ids=[] if tokenizer is None else list(tokenizer.all_special_ids),
         special_tokens={key: str(token) for key, token in special.items() if isinstance(token, str)},
         chat_template=template if isinstance(template, str) else None,
+        pooling=_pooling_facts(model) if isinstance(model, (CompiledClassifier, CompiledEmbedder)) else None,
+    )
+
+
+def _pooling_facts(model: CompiledClassifier | CompiledEmbedder) -> PoolingFacts:
+    config = model.config.get_text_config()
+    classes = model.config.id2label if isinstance(model, CompiledClassifier) else {}
+    return PoolingFacts(
+        task="classify" if isinstance(model, CompiledClassifier) else "embed",
+        num_columns=len(classes) or config.hidden_size,
+        labels=[str(classes[index]) for index in sorted(classes)],
+        each_alone=len(classes) == 1 or model.config.problem_type == "multi_label_classification",
+        reads_token_types="token_type_ids" in getattr(model.tokenizer, "model_input_names", ()),
     )
 
 
@@ -245,7 +221,7 @@ def _token(entry: Logprobs) -> Token:
     return Token(entry.token_id, entry.logprob, list(entry.top.items()))
 
 
-def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
+def _start(spec: EngineSpec, wire: Wire) -> tuple[Hello, CommandLoop]:
     if spec.version != VERSION:
         raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
     config = EngineConfig(**spec.config)  # refused before the model takes its time
@@ -260,11 +236,16 @@ def _start(spec: EngineSpec) -> tuple[CompiledModel, Engine, Hello]:
         spec.revision,
         spec.token,
         spec.trust_remote_code,
+        spec.task,
     )
-    model = require_causal(loaded.compile(spec.tp, spec.pp), "detcompile serve")
-    engine = model.engine(config)
+    model = loaded.compile_any(spec.tp, spec.pp)
+    if isinstance(model, (CompiledClassifier, CompiledEmbedder)):
+        return hello_of(model, config, 0, spec.model, {}), PoolingServer(model, wire)
+    speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
+    engine = model.engine(config, speculation=speculation)
     defaults = configured_params(model) if spec.generation_config == "auto" else {}
-    return model, engine, hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
+    hello = hello_of(model, config, engine.stats.num_blocks, spec.model, defaults)
+    return hello, EngineServer(engine, wire, Verifications(model, hello.fingerprint_parts, wire.send))
 
 
 def main() -> None:
@@ -282,9 +263,9 @@ def serve(front: socket.socket) -> None:
     if spec.visible_devices is not None:
         show_gpus(spec.visible_devices)
     try:
-        model, engine, hello = _start(spec)
+        hello, loop = _start(spec, wire)
         wire.send(hello)
-        EngineServer(engine, wire, Verifications(model, hello.fingerprint_parts, wire.send)).serve()
+        loop.serve()
     except DetcompileError as error:
         wire.send(Broken(type(error).__name__, str(error)))
         sys.exit(1)

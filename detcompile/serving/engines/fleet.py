@@ -239,7 +239,11 @@ class Fleet:
             return
         self._restarts.append(now := asyncio.get_running_loop().time())
         self.num_restarts += 1
-        await self._replace(index)
+        try:
+            await self._replace(index)
+        except DetcompileError as error:  # there is no process to be had
+            self._give_up(error)
+            return
         if self.links[index].ready:
             loss.seconds = asyncio.get_running_loop().time() - now
         logger.warning("an engine serves again")

@@ -119,15 +119,18 @@ class DialIn:
     Args:
         host: address to listen on. port: 0 takes a free one.
         secret: bytes that the engines have, too.
+
+    Attributes:
+        secret: bytes that the engines have, too.
     """
 
     local = False
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         assert len(secret) >= SECRET_BYTES
+        self.secret = secret
         self._host = host
         self._port = port
-        self._secret = secret
         self._arrived: asyncio.Queue[Connection] = asyncio.Queue()
         self._server: asyncio.Server | None = None
 
@@ -160,7 +163,7 @@ class DialIn:
             proof = await asyncio.wait_for(reader.readexactly(NONCE_BYTES), HANDSHAKE_SECONDS)
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             proof = b""
-        if proof_of(self._secret, nonce, proof):
+        if proof_of(self.secret, nonce, proof):
             self._arrived.put_nowait(Connection(reader, writer))
         else:
             writer.close()

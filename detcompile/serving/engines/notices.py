@@ -3,33 +3,33 @@
 import asyncio
 from collections import OrderedDict
 
-__all__ = ["Bell", "Notices"]
+__all__ = ["News", "Notices"]
 
 TOGETHER = 32  # readers that are woken in one turn; between turns connections are taken, and what came is read
 
 
-class Bell:
-    """What one reader of answers waits at: an asyncio.Event for one, at a third of its memory and time."""
+class News:
+    """Tells any number of readers that there is news; none of them misses any."""
 
-    __slots__ = ("_reader", "_rung")
+    __slots__ = ("_readers", "count")
 
     def __init__(self) -> None:
-        self._rung = False
-        self._reader: asyncio.Future[None] | None = None
+        self.count = 0  # how often there was some; look at it before at what there is, then wait for more
+        self._readers: list[asyncio.Future[None]] = []
 
-    def ring(self) -> None:
+    def tell(self) -> None:
         """There is news."""
-        self._rung = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self.count += 1
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            if not reader.done():
+                reader.set_result(None)
 
-    async def wait(self) -> None:
-        """Wait for news since the last time."""
-        if not self._rung:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-            self._reader = None
-        self._rung = False
+    async def wait(self, seen: int) -> None:
+        """Wait until there is more than ``count`` said when the reader looked."""
+        if self.count == seen:
+            self._readers.append(asyncio.get_running_loop().create_future())
+            await self._readers[-1]
 
 
 class Notices:
@@ -41,16 +41,16 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._due: OrderedDict[Bell, None] = OrderedDict()
+        self._due: OrderedDict[News, None] = OrderedDict()
 
-    def put(self, reader: Bell) -> None:
-        """There is news for a reader."""
+    def put(self, news: News) -> None:
+        """There is news to tell."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._wake)
-        self._due[reader] = None
+        self._due[news] = None
 
     def _wake(self) -> None:
         for _ in range(min(TOGETHER, len(self._due))):
-            self._due.popitem(last=False)[0].ring()
+            self._due.popitem(last=False)[0].tell()
         if self._due:
             asyncio.get_running_loop().call_soon(self._wake)

@@ -20,6 +20,9 @@ __all__ = [
     "Hello",
     "Holding",
     "LENGTH",
+    "Pool",
+    "Pooled",
+    "PoolingFacts",
     "Refused",
     "Report",
     "SampleDelta",
@@ -35,7 +38,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 5
+VERSION = 7
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -55,7 +58,9 @@ class EngineSpec(msgspec.Struct, kw_only=True, tag=True):
     trust_remote_code: bool = False
     config: dict[str, Any] = {}  # of EngineConfig; what is absent takes its default
     visible_devices: str | None = None  # becomes CUDA_VISIBLE_DEVICES
+    task: Literal["generate", "classify", "embed"] | None = None  # None takes what the checkpoint was saved as
     generation_config: Literal["auto", "vllm"] = "auto"  # whether the model's own gives defaults of sampling
+    speculation: Literal["off", "automatic", "always"] = "off"  # drafts that are looked up in the sequence itself
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True):
@@ -75,10 +80,36 @@ class Verify(msgspec.Struct, tag=True):
     receipt: bytes
 
 
+class Pool(msgspec.Struct, tag=True):
+    """What a model without a language-model head says of each prompt."""
+
+    request_id: str
+    prompts: list[list[int]]
+    pooling: Literal["last", "first", "mean"] | None  # of embeddings; None for the model's own
+    normalize: bool
+
+
 class Cancel(msgspec.Struct, tag=True):
     """End a request."""
 
     request_id: str
+
+
+class PoolingFacts(msgspec.Struct, kw_only=True):
+    """What the front has to know of a model that says one thing of a sequence.
+
+    Attributes:
+        num_columns: numbers a sequence.
+        labels: names of the classes; none of embeddings.
+        each_alone: whether several classes may hold at a time.
+        reads_token_types: whether the model tells the texts of a pair apart by ids of their own.
+    """
+
+    task: Literal["classify", "embed"]
+    num_columns: int
+    labels: list[str]
+    each_alone: bool
+    reads_token_types: bool
 
 
 class Hello(msgspec.Struct, kw_only=True, tag=True):
@@ -92,11 +123,13 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     vocab_size: int
     num_blocks: int
     block_size: int
+    token_budget: int  # tokens that a step computes at most
     default_params: dict[str, Any]  # of SamplingParams, where a request says nothing
     tokenizer: str | None  # one JSON object, of the tokenizers library; None for a model without one
     special_ids: list[int]
     special_tokens: dict[str, str]  # by the names that chat templates have for them
     chat_template: str | None
+    pooling: PoolingFacts | None = None  # None for a causal LM
 
 
 class Token(msgspec.Struct, array_like=True, gc=False):
@@ -189,6 +222,14 @@ class Verified(msgspec.Struct, tag=True):
     verdict: Verdict
 
 
+class Pooled(msgspec.Struct, tag=True):
+    """What came of prompts: [prompts, num_columns] in float32, little-endian."""
+
+    request_id: str
+    num_columns: int
+    values: bytes
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     """The engine process lives; sent also while a step runs.
 
@@ -209,8 +250,8 @@ class Broken(msgspec.Struct, tag=True):
     message: str
 
 
-Command = EngineSpec | Add | Verify | Cancel
-Report = Hello | Tokens | Verified | Refused | Heartbeat | Broken
+Command = EngineSpec | Add | Verify | Pool | Cancel
+Report = Hello | Tokens | Verified | Pooled | Refused | Heartbeat | Broken
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

@@ -1,11 +1,14 @@
 """POST /v1/chat/completions: conversations, by the model's chat template."""
 
+import functools
 from typing import Any
 
 from starlette.responses import Response
 
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
+from detcompile.serving.journal.job import Ask
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.parameters import chat_params
@@ -18,7 +21,7 @@ from detcompile.serving.service import Service
 __all__ = ["chat"]
 
 
-async def chat(service: Service, asked: ChatRequest) -> Response:
+async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
@@ -26,26 +29,33 @@ async def chat(service: Service, asked: ChatRequest) -> Response:
     """
     service.require_ready()
     service.require_model(asked.model)
+    service.require_causal()
     require_served(asked)
     service.require_receipts(asked.receipt)
     use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    job = await service.jobs.job(call, functools.partial(_ask, service, asked, use))
+    reply = _Chat(
+        service,
+        job,
+        stream_options=asked.stream_options,
+        with_ids=bool(asked.return_token_ids),
+        with_receipt=bool(asked.receipt),
+        last_event=call.last_event,
+    )
+    reply.use = use
+    if asked.stream:
+        return Events(job.answers, job.release, reply.headers, reply.events())
+    return Whole(job.answers, job.release, reply.headers, reply.whole)
+
+
+async def _ask(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
+    """What a request asks of the engines."""
     params = chat_params(asked, service.hello.default_params, use)
     service.require_room(0, params.n)
     await service.grammars.require(params.grammar)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
-    answers = service.submit([prompt], params, asked.priority or 0)
-    reply = _Chat(
-        service,
-        answers,
-        stream_options=asked.stream_options,
-        with_ids=bool(asked.return_token_ids),
-        with_receipt=bool(asked.receipt),
-        template=None if service.template is None else service.template.digest,
-    )
-    reply.use = use
-    if asked.stream:
-        return Events(answers, service.release, reply.headers, reply.events())
-    return Whole(answers, service.release, reply.headers, reply.whole)
+    template = None if service.template is None else service.template.digest
+    return Ask([prompt], params, asked.priority or 0, "chatcmpl-", template)
 
 
 class _Chat(Reply):
@@ -53,7 +63,6 @@ class _Chat(Reply):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    prefix = "chatcmpl-"
     use: ToolUse | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts as text or token ids, and OpenAI's older shape of logprobs."""
 
+import functools
 from itertools import accumulate
 from typing import Any
 
@@ -8,9 +9,10 @@ from starlette.responses import Response
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.protocol import Token
-from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.job import Ask
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.logprobs import finite
-from detcompile.serving.openai.parameters import completion_params
+from detcompile.serving.openai.parameters import completion_params, prompts_of
 from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import CompletionRequest, require_served
 from detcompile.serving.responses import Events, Whole
@@ -19,10 +21,8 @@ from detcompile.serving.texts import Texts
 
 __all__ = ["complete"]
 
-MAX_PROMPTS = 2048
 
-
-async def complete(service: Service, asked: CompletionRequest) -> Response:
+async def complete(service: Service, asked: CompletionRequest, call: Call) -> Response:
     """Answer a request.
 
     Raises:
@@ -30,48 +30,38 @@ async def complete(service: Service, asked: CompletionRequest) -> Response:
     """
     service.require_ready()
     service.require_model(asked.model)
+    service.require_causal()
     require_served(asked)
     service.require_receipts(asked.receipt)
-    params = completion_params(asked, service.hello.default_params)
-    written = _prompts(asked)
-    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
-    await service.grammars.require(params.grammar)
-    special = asked.add_special_tokens is not False
-    prompts = [
-        await service.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-        for prompt in written
-    ]
-    echo = [_echoed(service.texts, prompt) for prompt in written] if asked.echo else None
-    answers = service.submit(prompts, params, asked.priority or 0)
+    written = prompts_of(asked.prompt, "prompt")
+    job = await service.jobs.job(call, functools.partial(_ask, service, asked, written))
     reply = _Completion(
         service,
-        answers,
+        job,
         stream_options=asked.stream_options,
         with_ids=bool(asked.return_token_ids),
         with_receipt=bool(asked.receipt),
         hidden=asked.max_tokens == 0,
+        last_event=call.last_event,
     )
-    reply.echo = None if echo is None else dict(zip([answer.request_id for answer in answers], echo))
+    if asked.echo:
+        reply.echo = [_echoed(service.texts, prompt) for prompt in written]
     if asked.stream:
-        return Events(answers, service.release, reply.headers, reply.events())
-    return Whole(answers, service.release, reply.headers, reply.whole)
+        return Events(job.answers, job.release, reply.headers, reply.events())
+    return Whole(job.answers, job.release, reply.headers, reply.whole)
 
 
-def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a request, one or many, each text or token ids.
-
-    Raises:
-        HTTPError: none, too many, or a list of both tokens and prompts.
-    """
-    prompt = asked.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(isinstance(part, int) for part in prompt):
-        return [prompt]  # type: ignore[list-item]
-    if not prompt or len(prompt) > MAX_PROMPTS or any(isinstance(part, int) for part in prompt):
-        wanted = f"a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these"
-        raise HTTPError(400, f"prompt must be {wanted}", param="prompt")
-    return prompt  # type: ignore[return-value]
+async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
+    """What a request asks of the engines."""
+    params = completion_params(asked, service.hello.default_params)
+    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
+    await service.grammars.require(params.grammar)
+    special = asked.add_special_tokens is not False
+    prompts = [await service.texts.ids_of(prompt, special) for prompt in written]
+    if asked.echo:
+        for prompt in written:
+            _echoed(service.texts, prompt)  # refused before anything is drawn
+    return Ask(prompts, params, asked.priority or 0, "cmpl-")
 
 
 def _echoed(texts: Texts, prompt: str | list[int]) -> str:
@@ -87,12 +77,11 @@ class _Completion(Reply):
     """Choices with text.
 
     Attributes:
-        echo: text of the prompts, by the ids of their answers, where it is told before their own.
+        echo: text of the prompts, where it is told before that of their answers.
     """
 
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
-    echo: dict[str, str] | None = None
+    echo: list[str] | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -104,7 +93,7 @@ class _Completion(Reply):
         known: list[Token | None] = list(logprobs or ())
         tokens = [entry.token_id for entry in known if entry is not None]
         if self.echo is not None and first:
-            text = self.echo[answer.request_id] + text
+            text = self.echo[index // answer.params.n] + text
             known, tokens = [*answer.prompt_logprobs, *known], [*answer.prompt_ids, *tokens]
         return {"text": text, "logprobs": None if logprobs is None else self._logprobs(index, tokens, known)}
 

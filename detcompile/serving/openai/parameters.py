@@ -1,7 +1,7 @@
 """From the fields of a request to SamplingParams, with a seed, so that every answer can be asked for again."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,8 +13,9 @@ from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
 from detcompile.serving.openai.structured import grammar_of
 from detcompile.serving.openai.tools import ToolUse
 
-__all__ = ["MAX_STOPS", "chat_params", "completion_params"]
+__all__ = ["MAX_STOPS", "chat_params", "completion_params", "prompts_of"]
 
+MAX_PROMPTS = 2048
 MAX_STOPS = 64
 FRESH_SEEDS = 1 << 53  # JavaScript's numbers keep so many apart
 NAMES = frozenset(own.name for own in fields(SamplingParams))
@@ -65,6 +66,25 @@ def chat_params(asked: ChatRequest, defaults: Mapping[str, Any], use: ToolUse | 
     if use is not None:
         others["skip_special_tokens"] = False  # some families write calls with them
     return _params(asked, defaults, length, grammar=_with_tools(grammar_of(asked), use), **others)
+
+
+def prompts_of(given: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts of a request, one or many, each text or token ids.
+
+    Args:
+        param: the field that they stand in.
+
+    Raises:
+        HTTPError: none, too many, or a list of both tokens and prompts.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(part, int) for part in given):
+        return [given]  # type: ignore[list-item]
+    if not given or len(given) > MAX_PROMPTS or any(isinstance(part, int) for part in given):
+        wanted = f"a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these"
+        raise HTTPError(400, f"{param} must be {wanted}", param=param)
+    return given  # type: ignore[return-value]
 
 
 def _with_tools(asked: Grammar | None, use: ToolUse | None) -> Grammar | None:

@@ -22,6 +22,7 @@ from detcompile.serving.tools.reader import Piece, Reader
 
 __all__ = ["Recording", "Status"]
 
+TOKEN_BYTES = 64  # of a prompt's token: its id, and its letters in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -29,7 +30,7 @@ class Recording:
     """One response.
 
     Args:
-        answer: what the engine makes.
+        answer: what the engine makes; one sample.
         fields: what the response tells of its request.
         family: how calls of functions are written in it; None where there are none.
         messages: the conversation before it.
@@ -37,7 +38,8 @@ class Recording:
     Attributes:
         events: server-sent events, each with its place as its sequence number.
         ended: when it did, by the clock of time.monotonic; None while it runs.
-        error: what came in its way before its first token.
+        error: what came in its way.
+        num_bytes: what it keeps of memory, about.
         headers: fields of HTTP that tell how to repeat it, and to open its receipt.
     """
 
@@ -54,8 +56,10 @@ class Recording:
         self.ended: float | None = None
         self.error: DetcompileError | None = None
         self.messages = messages
+        self.num_bytes = TOKEN_BYTES * len(answer.prompt_ids)
         self._service = service
-        self._answer = answer
+        self.answer = answer
+        answer.name = self.name
         self._fields = fields
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None
@@ -66,26 +70,27 @@ class Recording:
         self._news = asyncio.Event()  # another one after each news: many may wait
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not told yet
         self._salt = service.receipts.salt()
-        self.headers = {"X-Detcompile-Seed": str(as_int64(answer.params.seed or 0))}
+        self.headers = {"X-Request-Id": self.name, "X-Detcompile-Seed": str(as_int64(answer.params.seed or 0))}
         if self._salt is not None:
             self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
         self._task = asyncio.get_running_loop().create_task(self._record())
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its events."""
-        return sum(map(len, self.events))
-
     def cancel(self) -> None:
         """End it as it stands, unless it has ended."""
-        if self.ended is None:
+        if self.ended is None and not self.answer.finished:
             self._status = "cancelled"
-            self._service.release([self._answer])
+            self._service.release([self.answer])
 
     async def begun(self) -> None:
-        """Wait until there is a token, or there will be none."""
-        while not self._answer.num_tokens and self.ended is None:
+        """Wait until there is a token, or there will be none.
+
+        Raises:
+            DetcompileError: why there is none.
+        """
+        while not self.answer.num_tokens and self.ended is None:
             await self._news.wait()
+        if self.error is not None and not self.answer.num_tokens:
+            raise self.error
 
     async def settled(self) -> None:
         """Wait until it has ended."""
@@ -106,7 +111,7 @@ class Recording:
 
     def response(self) -> dict[str, Any]:
         """The response as it stands."""
-        answer = self._answer
+        answer = self.answer
         return {
             "id": self.name,
             "object": "response",
@@ -125,10 +130,10 @@ class Recording:
     async def _record(self) -> None:
         self._tell("response.created")
         self._tell("response.in_progress")
-        sample = self._answer.samples[0]
-        text = SampleText(self._service.texts, self._answer.params, sample)
+        sample = self.answer.samples[0]
+        text = SampleText(self._service.texts, self.answer.params, sample)
         try:
-            async for _ in progress([self._answer]):
+            async for _ in progress([self.answer]):
                 start = text.num_read
                 new, _ = text.take()
                 self._add(new, slice(start, text.num_read), last=sample.finish_reason is not None)
@@ -137,15 +142,16 @@ class Recording:
         except DetcompileError as error:
             self._fail(error)
         finally:
-            self._service.release([self._answer])
+            self._service.release([self.answer])
             self.ended = time.monotonic()
+            self._status = "failed" if self._status == "in_progress" else self._status  # by a fault of this program
             last = "incomplete" if self._status == "cancelled" else self._status
             self._tell(f"response.{last}")
 
     def _add(self, text: str, read: slice, *, last: bool) -> None:
         """Take new text, and tell of it."""
         pieces = [Piece(None, None, text)] if self._reader is None else self._reader.feed(text, last=last)
-        known = self._answer.samples[0].logprobs
+        known = self.answer.samples[0].logprobs
         self._logprobs += [chat_entry(self._service.texts, entry) for entry in (known or [])[read]]
         for piece in pieces:
             logprobs, self._logprobs = self._logprobs, []  # those of calls have no place
@@ -170,7 +176,7 @@ class Recording:
             self._status = "failed"
             content = error_of(error).content["error"]
             self._failure = {"code": content["code"] or "server_error", "message": content["message"]}
-            self.error = None if self._answer.num_tokens else error
+            self.error = error
         for event in self._output.close("incomplete"):
             self._send(event)
 
@@ -179,7 +185,7 @@ class Recording:
         template = None if service.template is None else service.template.digest
         name = (self.name, self._created, service.name)
         service.receipts.issue(
-            name, [self._answer], service.hello, service.texts, template=template, salt=self._salt
+            name, [self.answer], service.hello, service.texts, template=template, salt=self._salt
         )
 
     def _tell(self, kind: str) -> None:
@@ -188,6 +194,7 @@ class Recording:
     def _send(self, event: dict[str, Any]) -> None:
         data = msgspec.json.encode(event | {"sequence_number": len(self.events)})
         self.events.append(b"event: " + str(event["type"]).encode() + b"\ndata: " + data + b"\n\n")
+        self.num_bytes += len(self.events[-1])
         news, self._news = self._news, asyncio.Event()
         news.set()
 

@@ -1,7 +1,5 @@
 """Reply: OpenAI's answer to a request, in one piece or as a stream, of the answers that the engine makes."""
 
-import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
@@ -11,6 +9,8 @@ import msgspec
 
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.engines.protocol import Token
+from detcompile.serving.journal.cursor import Cursor
+from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.schema import StreamOptions
 from detcompile.serving.responses import event
 from detcompile.serving.service import Service
@@ -25,53 +25,56 @@ class Reply(ABC):
     """The choices of a request: n for each of its prompts, in the order of the prompts. Subclasses shape them.
 
     Args:
-        answers: one for each prompt.
+        job: the request, with an answer for each prompt.
         stream_options: what a stream has beside its tokens.
         with_ids: also tell the token ids of the prompt and of each choice.
         with_receipt: also give the receipt, in a stream as its last choice-less chunk but the one of usage.
-        template: sha256 of the chat template that made the prompt.
         hidden: the tokens drawn are shown to nobody.
+        last_event: id of the event behind which a stream goes on.
+
+    Raises:
+        HTTPError: that is no event of this answer.
     """
 
     kind = ""  # of the whole
     chunk_kind = ""
-    prefix = ""
 
     def __init__(
         self,
         service: Service,
-        answers: Sequence[Answer],
+        job: Job,
         *,
         stream_options: StreamOptions | None = None,
         with_ids: bool = False,
         with_receipt: bool = False,
-        template: str | None = None,
         hidden: bool = False,
+        last_event: str | None = None,
     ) -> None:
         self.texts = service.texts
         self._service = service
         self._with_receipt = with_receipt
-        self._template = template
-        self._answers = answers
+        self._job = job
+        self._answers: Sequence[Answer] = job.answers
         self._include_usage = stream_options is not None and stream_options.include_usage
         self._with_ids = with_ids
         self._hidden = hidden
         self._whole = True
         self._beginning = b""  # of every event
-        self.seed = as_int64(answers[0].params.seed or 0)
+        count = sum(len(answer.samples) for answer in job.answers)
+        self._told = Cursor(job.name, count) if last_event is None else Cursor.at(last_event, job.name, count)
+        self.seed = as_int64(job.ask.params.seed or 0)
         self._head: dict[str, Any] = {
-            "id": self.prefix + secrets.token_hex(12),
-            "created": int(time.time()),
+            "id": job.name,
+            "created": job.created,
             "model": service.name,
             "system_fingerprint": service.hello.fingerprint,
             "seed": self.seed,
         }
-        for answer in answers:
-            answer.name = str(self._head["id"])
-        self._salt = service.receipts.salt()
-        self.headers = {"X-Request-Id": self._head["id"], "X-Detcompile-Seed": str(self.seed)}
-        if self._salt is not None:
-            self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
+        for answer in job.answers:
+            answer.name = job.name
+        self.headers = {"X-Request-Id": job.name, "X-Detcompile-Seed": str(self.seed)}
+        if job.salt is not None:
+            self.headers["X-Detcompile-Receipt-Salt"] = job.salt.hex()
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece; every answer has ended."""
@@ -79,7 +82,7 @@ class Reply(ABC):
         for answer in self._answers:
             for sample in answer.samples:
                 text, read = SampleText(self.texts, answer.params, sample).take()
-                choices.append(self._choice(len(choices), answer, sample, text, read))
+                choices.append(self._choice(len(choices), answer, sample, text, read, ended=True))
         found = {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
         return found | self._receipt()
 
@@ -90,39 +93,62 @@ class Reply(ABC):
             DetcompileError: an answer's error.
         """
         self._whole = False
+        told, tail = self._told, self._told.tail
         places = [(answer, sample) for answer in self._answers for sample in answer.samples]
         texts = [SampleText(self.texts, answer.params, sample) for answer, sample in places]
-        over = [False] * len(places)
+        behind = {index for index in range(len(places)) if told.over[index] or told.num_read[index]}
+        told.tail = 0
         async for _ in progress(self._answers):
             parts: list[bytes] = []
             for index, (answer, sample) in enumerate(places):
-                if over[index] or (not sample.token_ids and sample.finish_reason is None):
-                    continue
-                if texts[index].num_read == 0:
-                    parts += [self._chunk([opening]) for opening in self._opening(index)]
-                before = texts[index].num_read
-                text, read = texts[index].take()
-                over[index] = sample.finish_reason is not None
-                tokens_show = self._with_ids or sample.logprobs is not None
-                if over[index] or text or before == 0 or (tokens_show and read.start < read.stop):
-                    parts.append(self._chunk([self._choice(index, answer, sample, text, read)]))
+                if index in behind and self._catches_up(index, answer, sample, texts[index]):
+                    behind.remove(index)
+                ended = sample.finish_reason is not None
+                if index not in behind and not told.over[index] and (ended or sample.token_ids):
+                    parts += self._news(index, answer, sample, texts[index])
             if parts:
                 yield b"".join(parts)
-        receipt = self._receipt()
-        if receipt:
-            yield self._chunk([], None, receipt)
-        if self._include_usage:
-            yield self._chunk([], self._usage())
+        for number, part in enumerate(self._tail(), 1):
+            told.tail = number
+            if number > tail:
+                yield self._chunk([], **part)
 
-    def _choice(self, index: int, answer: Answer, sample: AnswerSample, text: str, read: slice) -> dict[str, Any]:
+    def _catches_up(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> bool:
+        """Read what was told of a choice before, once it is there."""
+        over, num_read = self._told.over[index], self._told.num_read[index]
+        if sample.finish_reason is None if over else len(sample.token_ids) < num_read:
+            return False
+        new, read = text.take(None if over else num_read)
+        self._choice(index, answer, sample, new, read, ended=over)  # what it keeps of the choice is as it was then
+        return True
+
+    def _news(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> list[bytes]:
+        """Events with what is new of a choice."""
+        before, told = text.num_read, self._told
+        parts = [self._chunk([opening]) for opening in self._opening(index)] if before == 0 else []
+        new, read = text.take()
+        told.num_read[index], told.over[index] = text.num_read, sample.finish_reason is not None
+        tokens_show = self._with_ids or sample.logprobs is not None
+        if told.over[index] or new or before == 0 or (tokens_show and read.start < read.stop):
+            parts.append(self._chunk([self._choice(index, answer, sample, new, read, ended=told.over[index])]))
+        return parts
+
+    def _tail(self) -> list[dict[str, Any]]:
+        """What chunks without choices have, behind the last one that has any."""
+        receipt = self._receipt()
+        return ([{"more": receipt}] if receipt else []) + ([{"usage": self._usage()}] if self._include_usage else [])
+
+    def _choice(
+        self, index: int, answer: Answer, sample: AnswerSample, text: str, read: slice, *, ended: bool
+    ) -> dict[str, Any]:
         """A choice, or what is new of it: the tokens ``read``, and the text that they complete."""
-        reason, stop = sample.finish_reason, sample.stop_reason
+        reason, stop = (sample.finish_reason, sample.stop_reason) if ended else (None, None)
         if self._hidden:
             text, read, reason, stop = "", slice(read.start, read.start), reason and "length", None
         logprobs = None if sample.logprobs is None else sample.logprobs[read]
         choice = {
             "index": index,
-            **self._content(index, answer, text, logprobs, first=read.start == 0, last=reason is not None),
+            **self._content(index, answer, text, logprobs, first=read.start == 0, last=ended),
             "finish_reason": self._reason(index, reason),
         }
         if reason is not None:
@@ -153,11 +179,7 @@ class Reply(ABC):
         Raises:
             StorageError: the log cannot be written.
         """
-        service, head = self._service, self._head
-        name = (str(head["id"]), int(head["created"]), service.name)
-        issued = service.receipts.issue(
-            name, self._answers, service.hello, self.texts, template=self._template, salt=self._salt
-        )
+        issued = self._service.issue(self._job)
         if issued is None:
             return {}
         self.headers["X-Detcompile-Receipt"] = issued.digest
@@ -171,7 +193,8 @@ class Reply(ABC):
             self._beginning = event({"object": self.chunk_kind, **self._head, "choices": 0})[: -len(b"0}\n\n")]
         rest = {**more, "usage": usage} if self._include_usage else more
         end = b"," + msgspec.json.encode(rest)[1:] + b"\n\n" if rest else b"}\n\n"
-        return self._beginning + msgspec.json.encode(choices) + end
+        name = f"id: {self._told}\n".encode() if self._job.kept else b""
+        return name + self._beginning + msgspec.json.encode(choices) + end
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(answer.prompt_ids) for answer in self._answers)

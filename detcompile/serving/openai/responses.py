@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Send
 
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.messages import prompt_of
@@ -34,6 +33,7 @@ async def respond(service: Service, asked: ResponsesRequest) -> Response:
     """
     service.require_ready()
     service.require_model(asked.model)
+    service.require_causal()
     background, keeps = bool(asked.background), asked.store is not False
     if background and not keeps:
         raise HTTPError(400, "background needs store: nobody could ask for the response", param="background")
@@ -56,9 +56,11 @@ async def kept_response(service: Service, name: str, *, stream: bool, starting_a
     """A response as it stands; or its events behind the one of number ``starting_after``.
 
     Raises:
-        HTTPError: 404.
+        HTTPError: 404, or 400 for a number that no event has.
     """
     recording = _found(service, name)
+    if starting_after is not None and starting_after < 0:
+        raise HTTPError(400, "starting_after is the sequence_number of an event, from 0", param="starting_after")
     if stream:
         return _stream(recording, recording.read(0 if starting_after is None else starting_after + 1))
     return _json(recording.response())
@@ -88,20 +90,16 @@ async def dropped_response(service: Service, name: str) -> Response:
 
 
 class _Result(Whole):
-    """A response, once it has ended; one that comes to no token has a status of its own."""
+    """A response, once it has ended; one that failed has a status of its own."""
 
     def __init__(self, recording: Recording, headers: dict[str, str]) -> None:
-        super().__init__((), lambda _: recording.cancel(), headers, self._ended)
+        super().__init__([recording.answer], lambda _: recording.cancel(), headers, recording.response)
         self._recording = recording
 
-    async def _send(self, send: Send) -> None:
+    async def _ended(self) -> None:
         await self._recording.settled()
-        await super()._send(send)
-
-    def _ended(self) -> dict[str, Any]:
         if self._recording.error is not None:
             raise self._recording.error
-        return self._recording.response()
 
 
 async def _answered(recording: Recording, asked: ResponsesRequest, background: bool) -> Response:
@@ -121,8 +119,6 @@ async def _once_begun(recording: Recording) -> AsyncIterator[bytes]:
         DetcompileError: the refusal.
     """
     await recording.begun()
-    if recording.error is not None:
-        raise recording.error
     async for data in recording.read():
         yield data
 
@@ -134,7 +130,7 @@ def _stream(
         if cancels:
             recording.cancel()
 
-    return Events((), release, headers or {}, events, last=b"")
+    return Events([recording.answer], release, headers or {}, events, last=b"")
 
 
 def _found(service: Service, name: str) -> Recording:

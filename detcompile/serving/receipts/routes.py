@@ -37,6 +37,7 @@ async def verify(service: Service, asked: Envelope) -> Response:
         HTTPError: no room, or no engine. InvalidInput: no receipt, or one of hashes, which only its owner can open.
     """
     service.require_ready()
+    service.require_causal()
     payload = payload_of(asked)
     receipt = decode_receipt(payload)
     key = service.receipts.key

@@ -1,5 +1,7 @@
 """A model cut where layers meet: stage after stage gives the bytes of the model that was not cut, and its proof."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -45,6 +47,18 @@ def chained(stages: list[LocalExecutor]) -> CompiledModel:
     description = joined_description([stage.description for stage in stages])
     first = stages[0]
     return CompiledModel(LocalExecutor(description, Forwards(forward), first.weights, first.origin))
+
+
+def test_weights_of_other_stages_are_freed() -> None:
+    module = random_model("granite_swa", torch.float32, **CASES["granite_swa"])
+    given = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
+    with without_inductor():
+        compiled = compile_here(module, 1, Numerics(), MAX_CONTEXT, stage=PipelineStage(size=2, index=0))
+    torch._dynamo.reset()  # as a worker does
+    gc.collect()
+    alive = {name for name, parameter in given.items() if parameter() is not None}
+    assert alive == set(dict(compiled.model.named_parameters())) < set(given)
+    assert {name for name in given if ".layers.0." in name} <= alive
 
 
 @pytest.mark.parametrize("name", exhaustive_unless(lambda name: name in ("gpt2", "granite_swa"), CASES))

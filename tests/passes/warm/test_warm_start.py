@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 import detcompile
 from detcompile import CompiledModel, Numerics, SamplingParams, StorageError
 from detcompile.config import cache_directory
+from detcompile.models.remote import RemoteModel
 from detcompile.passes import lowering
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.descriptions import Descriptions, Undescribed
+from detcompile.progress import listening
 from detcompile.templates.cpu import library
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
@@ -347,3 +349,45 @@ def test_the_command_lists_and_clears(fresh: CompiledModel, tmp_path: Path, monk
     assert '"layers": "3"' in listed and '"cleared": false' in listed
     assert "Removed" in run_here("cache", "--clear").stdout
     assert programs.entries() == []
+
+
+class Heard:
+    """A listener that remembers what stages became."""
+
+    def __init__(self) -> None:
+        self.ended_stages: list[str] = []
+
+    def begins(self, text: str) -> None:
+        pass
+
+    def ended(self, text: str, seconds: float) -> None:
+        self.ended_stages.append(text)
+
+
+def on_two_ranks() -> tuple[set[str], str, torch.Tensor]:
+    """Stages of rank 0, the fingerprint and logits of two processes that share a model."""
+    heard = Heard()
+    with listening(heard), compiled(source(), tp=2) as model:
+        assert isinstance(model, RemoteModel)
+        stages = {text.removeprefix("rank 0 of 2: ") for text in heard.ended_stages}
+        return stages, model.fingerprint, model(IDS).logits
+
+
+def test_ranks_take_their_programs_or_all_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(cache_directory() / "cpu", tmp_path / "cpu")
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    forwards, whole_digest = "take a kept program of 3 layers", "take the whole program's digest"
+    taken = {forwards, whole_digest}
+    stages, fingerprint, logits = on_two_ranks()
+    assert {"no program is kept", "capture the whole program"} <= stages and not taken & stages
+    kept = programs.entries()
+    assert len(kept) == 3  # a rank's own, and the digest of the whole
+    own = max(kept, key=lambda entry: entry.size)
+    for lost in (None, own):
+        if lost is not None:  # where one rank's is lost, both compile
+            lost.path.unlink()
+        stages, again, theirs = on_two_ranks()
+        assert again == fingerprint
+        assert_bitwise_equal(theirs, logits)
+        assert taken & stages == (taken if lost is None else {whole_digest})
+        assert {entry.path for entry in programs.entries()} == {entry.path for entry in kept}

@@ -4,12 +4,14 @@ from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
-from detcompile.runtime.processes.remote_worker import RemoteWorker, WorkReader
+from detcompile.runtime.processes.remote_worker import RankStep, RemoteWorker, WorkReader
+from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.rows import SampleRow
-from detcompile.runtime.step.worker import StepWork, idle_arrays
+from detcompile.runtime.step.worker import StepResult, StepWork, idle_arrays
 
 
 def test_rows_arrive_as_they_were() -> None:
@@ -35,3 +37,52 @@ def test_rows_arrive_as_they_were() -> None:
         masks = [None if row.mask is None else row.mask.tolist() for row in found]
         assert masks == [None, None, None, [7 * position, -position]]
         assert len({row.key for row in found}) == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", ["launch", "collect", "launch", "collect", "launch", "collect"]),
+        ("cuda", ["launch", "launch", "collect", "launch", "collect", "collect"]),  # the host launches one ahead
+    ],
+)
+def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected: list[str]) -> None:
+    told: list[str] = []
+    result = StepResult([], [], [], [], {})
+    asked: list[int] = []
+
+    def submit(command: str, _name: int) -> int:
+        told.append(command)
+        asked.append(len(asked))
+        return asked[-1]
+
+    group = SimpleNamespace(
+        call=lambda *_, **__: [None],
+        post=lambda command, *_: told.append(command),
+        submit=submit,
+        result=lambda ticket: [RankStep(None, None, 0.5), RankStep(result._replace(tokens=[ticket]), None, 0.5)],
+    )
+    worker = RemoteWorker(group, deque(), (), 1.0, torch.device(device), num_stages=2)
+    first, second = (worker.launch(StepWork(idle_arrays(1, 1, 1), (), ())) for _ in range(2))
+    assert worker.collect(first).tokens == [0]
+    third = worker.launch(StepWork(idle_arrays(1, 1, 1), (), ()))
+    assert [worker.collect(step).tokens for step in (second, third)] == [[1], [2]]
+    assert told == expected
+
+
+def test_stages_are_idle_where_nobody_is_busy_while_a_step_is_under_way() -> None:
+    now = 0.0
+    clock = StageClock(2, clock=lambda: now)
+    assert clock.idle_share == 0.0
+    clock.started()
+    now = 4.0
+    clock.started()
+    clock.ended([2.0, 2.0])
+    now = 6.0
+    clock.ended([2.0, 2.0])
+    assert clock.idle_share == pytest.approx(1 - 8 / 12)
+    now = 100.0  # nothing is under way
+    clock.started()
+    now = 102.0
+    clock.ended([2.0, 2.0])
+    assert clock.idle_share == pytest.approx(1 - 12 / 16)

@@ -1,0 +1,77 @@
+"""Shares: what a rank keeps of new weights of a model that ranks share, taken as it was of the first ones."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from detcompile.orders.numerics import Numerics
+from detcompile.parallel import TensorParallel
+from detcompile.passes.modules.quantized_linear import QuantizedLinear
+from detcompile.passes.preparation import prepare
+from detcompile.passes.sharding.shard import shard
+
+__all__ = ["Shares", "shares_of"]
+
+
+class Shares:
+    """A model's structure before ranks took shares of it, without its weights.
+
+    Args:
+        model: the whole model, before it is prepared.
+        replicate_attention: what ``shard`` was told.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        numerics: Numerics,
+        max_context: int,
+        ranks: TensorParallel,
+        replicate_attention: bool,
+    ) -> None:
+        hollow = {id(parameter): _hollow(parameter) for parameter in model.parameters()}
+        self._structure = _like(model, hollow)
+        self._declared = numerics, max_context
+        self._ranks, self._replicate_attention = ranks, replicate_attention
+
+    def whole(self, *, every_name: bool) -> dict[str, Tensor]:
+        """Tensors without content, of the shapes and dtypes of the whole parameters, by name."""
+        return dict(self._structure.named_parameters(remove_duplicate=not every_name))
+
+    def take(self, contents: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """What this rank keeps of every parameter, by each of its names.
+
+        Args:
+            contents: what each tensor of ``whole`` holds now, by its id.
+        """
+        parameters = {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in contents.items()}
+        model = _like(self._structure, parameters)
+        seen, _ = prepare(model, *self._declared, shared=True)
+        shard(model, seen.attention, self._declared[0], self._ranks, self._replicate_attention)
+        return dict(model.named_parameters(remove_duplicate=False))
+
+
+def shares_of(
+    model: PreTrainedModel,
+    numerics: Numerics,
+    max_context: int,
+    ranks: TensorParallel | None,
+    replicate_attention: bool,
+) -> Shares | None:
+    """None where ranks share no model, or one of quantised weights, which take no new contents."""
+    if ranks is None or any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        return None
+    return Shares(model, numerics, max_context, ranks, replicate_attention)
+
+
+def _hollow(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def _like(model: PreTrainedModel, parameters: Mapping[int, nn.Parameter]) -> PreTrainedModel:
+    """The same modules over other parameters, by the id of those that they replace, and the same buffers."""
+    memo = {**parameters, **{id(buffer): buffer for buffer in model.buffers()}}
+    return deepcopy(model, memo)

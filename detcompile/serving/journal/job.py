@@ -1,0 +1,59 @@
+"""Job: a request that is answered, under one name however often its client comes back for the answer."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.receipts.issuer import Issued
+
+__all__ = ["Ask", "Job"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks of the engines.
+
+    Args:
+        prompts: token ids, one list for each answer.
+        params: how to draw, with the seed.
+        prefix: how the ids of its answers begin.
+        template: sha256 of the chat template that made the prompts.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    priority: int
+    prefix: str
+    template: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and its answers.
+
+    Args:
+        answers: one for each prompt.
+        salt: salt of a receipt that holds hashes; None for another.
+        release: called with the answers when a reader goes; of a job that is kept, nothing ends then.
+        kept: whether its client may come back for it.
+
+    Attributes:
+        name: the id that clients are told.
+        created: when it was first asked for, in seconds since 1970.
+        issued: the receipt, once there is one.
+    """
+
+    ask: Ask
+    answers: list[Answer]
+    salt: bytes | None
+    release: Callable[[Sequence[Answer]], None]
+    kept: bool = False
+    name: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    issued: Issued | None = None
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.ask.prefix + secrets.token_hex(12)

@@ -1,0 +1,202 @@
+"""Journal: requests in an SQLite file, which survives the server. Texts are in it: it is for its owner's eyes alone."""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from detcompile.errors import InvalidInput, StorageError
+from detcompile.serving.journal.records import Outcome, Record, Work
+
+__all__ = ["Journal", "JournalFull"]
+
+APPLICATION = 0x64746A6C  # "dtjl", in the file's header
+FORMAT = 1
+BATCH = 64  # requests that are dropped at a time where there is no room
+TABLES = """
+    CREATE TABLE requests (
+        name TEXT PRIMARY KEY, owner TEXT NOT NULL, key TEXT NOT NULL, endpoint TEXT NOT NULL, body BLOB NOT NULL,
+        created INTEGER NOT NULL, fingerprint TEXT NOT NULL, work BLOB NOT NULL, outcome BLOB,
+        UNIQUE (owner, key));
+    CREATE INDEX by_age ON requests (created);
+    CREATE TABLE fingerprints (fingerprint TEXT PRIMARY KEY, parts BLOB NOT NULL);
+"""
+SETTINGS = """
+    PRAGMA locking_mode = EXCLUSIVE;
+    PRAGMA auto_vacuum = INCREMENTAL;
+    PRAGMA journal_mode = WAL;
+    PRAGMA synchronous = NORMAL;
+    PRAGMA secure_delete = ON;
+    PRAGMA journal_size_limit = 4194304;
+"""
+COLUMNS = "name, owner, key, endpoint, body, created, fingerprint, work, outcome"
+
+
+class JournalFull(StorageError):
+    """Requests that are open fill the journal."""
+
+
+class Journal:
+    """Requests by the keys that their clients gave them. One server has it at a time.
+
+    What is written is there after a kill of the server; of a machine that loses power the last seconds may be missing,
+    and the file is whole.
+
+    Args:
+        path: the file; it is made where there is none, and can be read by its owner alone.
+        most_bytes: bytes that it may have; beyond, the oldest requests that have ended are dropped.
+        seconds: time that a request is kept for.
+
+    Raises:
+        InvalidInput: the file is in use, or is no journal of this version.
+        StorageError: it is damaged, or cannot be written.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = 1 << 30, seconds: float = 86400.0) -> None:
+        self._path = path
+        self._most_bytes = most_bytes
+        self._seconds = seconds
+        with self._explained():
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            path.chmod(0o600)
+            self._file = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
+            try:
+                self._begin()
+            except BaseException:
+                self._file.close()
+                raise
+
+    def find(self, owner: str, *, key: str | None = None, name: str | None = None) -> Record | None:
+        """A request of this owner, by its key or by the id of its answer; None where there is none.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        column, value = ("key", key) if name is None else ("name", name)
+        with self._explained():
+            found = self._file.execute(
+                f"SELECT {COLUMNS} FROM requests WHERE owner = ? AND {column} = ?", (owner, value)
+            ).fetchone()
+            if found is None:
+                return None
+            columns = dict(zip(COLUMNS.split(", "), found, strict=True))
+            outcome = columns["outcome"] and msgspec.msgpack.decode(columns["outcome"], type=Outcome)
+            work = msgspec.msgpack.decode(columns["work"], type=Work)
+            return Record(**columns | {"work": work, "outcome": outcome})
+
+    def parts(self, fingerprint: str) -> dict[str, str]:
+        """The parts of a fingerprint that a request was answered under."""
+        with self._explained():
+            found = self._file.execute("SELECT parts FROM fingerprints WHERE fingerprint = ?", (fingerprint,))
+            (parts,) = found.fetchone() or (b"\x80",)
+            return msgspec.msgpack.decode(parts, type=dict[str, str])
+
+    def add(self, record: Record, parts: dict[str, str]) -> None:
+        """Write a request that has begun; it is there when this returns.
+
+        Args:
+            parts: parts of the record's fingerprint.
+
+        Raises:
+            JournalFull: there is no room. StorageError: the file cannot be written.
+        """
+        with self._explained():
+            self._make_room(record.created)
+            outcome = None if record.outcome is None else msgspec.msgpack.encode(record.outcome)
+            row = (*msgspec.structs.astuple(record)[:7], msgspec.msgpack.encode(record.work), outcome)
+            with self._transaction():
+                known = (record.fingerprint, msgspec.msgpack.encode(parts))
+                self._file.execute("INSERT OR IGNORE INTO fingerprints VALUES (?, ?)", known)
+                self._file.execute(f"INSERT INTO requests ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    def finish(self, name: str, outcome: Outcome) -> None:
+        """Write what came of a request.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        with self._explained():
+            data = msgspec.msgpack.encode(outcome)
+            self._file.execute("UPDATE requests SET outcome = ? WHERE name = ?", (data, name))
+
+    def drop(self, name: str) -> None:
+        """Forget a request that nothing came of.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        with self._explained():
+            self._file.execute("DELETE FROM requests WHERE name = ?", (name,))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the requests take."""
+        return (self._number("page_count") - self._number("freelist_count")) * self._number("page_size")
+
+    def close(self) -> None:
+        """Let another server have the file."""
+        self._file.close()
+
+    def _make_room(self, now: float) -> None:
+        """Drop what is too old, and where that is not enough the oldest that have ended."""
+        self._file.execute("DELETE FROM requests WHERE created < ?", (now - self._seconds,))
+        oldest = "SELECT name FROM requests WHERE outcome IS NOT NULL ORDER BY created LIMIT ?"
+        while self.num_bytes > self._most_bytes:
+            dropped = self._file.execute(f"DELETE FROM requests WHERE name IN ({oldest})", (BATCH,)).rowcount
+            if dropped == 0:
+                raise JournalFull(f"--journal {self._path}: open requests fill it, over {self._most_bytes} bytes")
+        if self._number("freelist_count"):
+            self._file.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def _begin(self) -> None:
+        self._file.executescript(SETTINGS)
+        self._file.execute("BEGIN IMMEDIATE")
+        self._file.execute("COMMIT")  # the lock is ours, as long as the file is open
+        (num_tables,) = self._file.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if num_tables == 0 and self._number("application_id") == 0:
+            self._file.executescript(
+                f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {FORMAT}; COMMIT;"
+            )
+        if (self._number("application_id"), self._number("user_version")) != (APPLICATION, FORMAT):
+            raise InvalidInput(f"--journal {self._path}: this is no journal of this version: give another file")
+        said = [text for (text,) in self._file.execute("PRAGMA quick_check(1)")]
+        if said != ["ok"]:
+            raise self._damaged(said[0])
+
+    def _number(self, pragma: str) -> int:
+        (found,) = self._file.execute(f"PRAGMA {pragma}").fetchone()
+        return int(found)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._file.execute("COMMIT")
+        except BaseException:
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What SQLite and the disk refuse, by the file's path."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise InvalidInput(f"--journal {self._path}: another server writes to it; give each its own") from error
+            raise StorageError(f"--journal {self._path}: {error}") from error
+        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+            raise self._damaged(str(error)) from error
+        except OSError as error:
+            raise StorageError(f"--journal {self._path}: {error.strerror}") from error
+
+    def _damaged(self, said: str) -> StorageError:
+        return StorageError(
+            f"--journal {self._path} is damaged or no journal ({said}): move it away, with the files -wal and -shm"
+            " beside it, to begin a new one; what is in it cannot be asked for again"
+        )

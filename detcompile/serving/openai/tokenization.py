@@ -1,0 +1,53 @@
+"""POST /tokenize and /detokenize, and GET /tokenizer_info: the front's tokenizer, for clients that have none."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.schema import DetokenizeRequest, TokenizeRequest
+from detcompile.serving.responses import JSON
+from detcompile.serving.service import Service
+
+__all__ = ["detokenize", "tokenize", "tokenizer_info"]
+
+
+async def tokenize(service: Service, asked: TokenizeRequest) -> Response:
+    """Token ids of a text, or of a conversation.
+
+    Raises:
+        HTTPError: neither or both, or another model.
+    """
+    service.require_ready()
+    service.require_model(asked.model)
+    if (asked.prompt is None) == (not asked.messages):
+        raise HTTPError(400, "give either prompt or messages", param="prompt")
+    if asked.messages:
+        ids = await prompt_of(service, asked.messages)
+    else:
+        ids = await service.texts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+    return _told({"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context})
+
+
+async def detokenize(service: Service, asked: DetokenizeRequest) -> Response:
+    """The text of tokens.
+
+    Raises:
+        HTTPError: another model.
+    """
+    service.require_ready()
+    service.require_model(asked.model)
+    return _told({"prompt": service.texts.decode(asked.tokens, skip_special_tokens=False)})
+
+
+def tokenizer_info(service: Service) -> Response:
+    """Special tokens by their names and the chat template, as clients read them that tokenize by this server."""
+    template = None if service.template is None else service.template.source
+    named = {"eos_token": None, "bos_token": None, "pad_token": None} | service.hello.special_tokens
+    return _told(named | {"chat_template": template, "model_max_length": service.hello.max_context})
+
+
+def _told(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type=JSON)

@@ -1,0 +1,56 @@
+"""Bodies of requests for embeddings, classes and scores. Fields beside OpenAI's are vLLM's, by its names."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from detcompile.serving.openai.schema import TokenId
+
+__all__ = ["ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest"]
+
+Input = str | list[str | TokenId | list[TokenId]]
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/embeddings. ``pooling`` is ours, as CompiledEmbedder.embed has it."""
+
+    input: Input
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    pooling: Literal["last", "first", "mean"] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Any = None
+
+
+class ClassifyRequest(msgspec.Struct, kw_only=True):
+    """POST /classify."""
+
+    input: Input
+    model: str | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Any = None
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/score: pairs of texts, one by one, or one text beside many."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: Any = None
+
+
+class RerankRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/rerank: documents by how well they fit a query; ``top_n`` 0 gives all."""
+
+    query: str
+    documents: list[str]
+    model: str | None = None
+    top_n: Annotated[int, Meta(ge=0)] = 0
+    use_activation: bool | None = None
+    truncate_prompt_tokens: Any = None

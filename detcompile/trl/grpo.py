@@ -1,0 +1,202 @@
+"""GRPOTrainer: TRL's, with completions of an engine and log-probabilities of a trainer that have the same bits."""
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from detcompile.api import compile as compile_model
+from detcompile.api import load_model
+from detcompile.errors import InvalidInput
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.loading import tokenizer_of
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.templates.training.pointwise import policy_terms
+from detcompile.training.loading import trainer
+from detcompile.training.optimizer import AdamW
+from detcompile.training.policy_loss import policy_loss
+from detcompile.trl.requirements import require_exact
+
+try:
+    import trl
+except ImportError as error:
+    raise ImportError("trl is not installed: pip install 'detcompile[trl]'") from error
+
+__all__ = ["GRPOTrainer"]
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer whose completions, log-probabilities and gradients are detcompile's.
+
+    The log-probabilities of the sampler and of the trainer are equal to the bit, which the logs show:
+    ``sampling/kl`` and ``sampling/sampling_logp_difference/max`` are 0 until a step has moved the weights. The weights
+    after a step do not depend on how its batch is split into ``per_device_train_batch_size`` and
+    ``gradient_accumulation_steps``.
+
+    Args:
+        model: a name as for ``compile``, or a Hugging Face causal LM in eval mode, which keeps its parameters.
+        reward_funcs: TRL's.
+        args: TRL's GRPOConfig. Losses: "dapo", "dr_grpo", "cispo".
+        sampler: compiled model that draws completions, e.g. over several ranks; its weights follow the trained ones.
+            None compiles ``model``.
+        engine: how its engine is made.
+        **keywords: TRL's other arguments.
+
+    Attributes:
+        policy: the ``Trainer``; ``model`` is the Hugging Face model over its parameters, for saving.
+
+    Raises:
+        InvalidInput: a field of ``args`` or an argument that would make gradients follow micro-batches, or the policy
+            differ from what drew the completions; the message names it.
+        UnsupportedModel: the model is not served, or has no gradient.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | Path,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *,
+        sampler: CompiledModel | None = None,
+        engine: EngineConfig | None = None,
+        **keywords: Any,
+    ) -> None:
+        args = trl.GRPOConfig("GRPO") if args is None else args
+        require_exact(args, keywords)
+        held = load_model(model) if isinstance(model, (str, Path)) else model
+        self.sampler = sampler or cast(CompiledModel, compile_model(copy.deepcopy(held)))
+        self.policy = trainer(
+            copy.deepcopy(held), numerics=self.sampler.numerics, max_context=self.sampler.max_context
+        )
+        for block in self.policy.blocks:
+            block.recompute = args.gradient_checkpointing
+        _share_parameters(held, self.policy)
+        keywords.setdefault("processing_class", tokenizer_of(held))
+        super().__init__(held, reward_funcs, args, **keywords)
+        self._engine = self.sampler.engine(engine or EngineConfig())
+        self._served_step, self._num_drawn = -1, 0
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """``detcompile.AdamW`` with the configuration's numbers, where no other was given."""
+        if self.optimizer is None:
+            names = set(self.get_decay_parameter_names(self.model))
+            trained = [(n in names, p) for n, p in self.model.named_parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for decays, p in trained if decays], "weight_decay": self.args.weight_decay},
+                {"params": [p for decays, p in trained if not decays], "weight_decay": 0.0},
+            ]
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer = AdamW(groups, lr=self.args.learning_rate, betas=betas, eps=self.args.adam_epsilon)
+        return self.optimizer
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *unused: Any, **keywords: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """A completion of every prompt under the weights of now, and the log-probabilities of its tokens."""
+        if images or multimodal_fields:
+            raise InvalidInput("images are not served: the policy reads tokens alone.")
+        step = self.state.global_step
+        if step != self._served_step:
+            self.sampler.update_weights(self.policy)
+            self._served_step, self._num_drawn = step, 0
+        first = (self.args.seed << 44) + (step << 20) + self._num_drawn
+        self._num_drawn += len(prompt_ids)
+        params = [
+            SamplingParams(
+                max_tokens=self.max_completion_length, temperature=self.temperature, logprobs=0,
+                ignore_eos=True, stop_token_ids=tuple(self.eos_token_ids), seed=(first + place) % 2**64,
+            )
+            for place in range(len(prompt_ids))
+        ]  # fmt: skip
+        outputs = self._engine.generate(prompt_ids, params, progress=False)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        drawn = [output.outputs[0] for output in outputs]
+        return [one.token_ids for one in drawn], [[entry.logprob for entry in one.logprobs or ()] for one in drawn]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor, None]:
+        """Log-probabilities and entropies [B, logits_to_keep] of the last tokens, by the policy."""
+        given = sorted(name for name, value in keywords.items() if value is not None and not isinstance(value, bool))
+        if given:
+            raise InvalidInput(f"{', '.join(given)}: the policy reads tokens alone.")
+        logprobs, entropies = [], []
+        with torch.autocast(input_ids.device.type, enabled=False):
+            for ids, mask in zip(*(part.split(batch_size or len(part)) for part in (input_ids, attention_mask))):
+                found = self.policy.logprobs(ids, mask, temperature=self.temperature)
+                logprobs.append(found[:, -logits_to_keep:])
+                entropies.append(found.entropy[:, -logits_to_keep:])  # type: ignore[attr-defined]
+        return torch.cat(logprobs), torch.cat(entropies), None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            mask.shape[1],
+        )
+        advantages = inputs["advantages"]
+        advantages = (advantages if advantages.dim() == 2 else advantages[:, None]) * mask.float()
+        self._show(logprobs.detach(), entropies.detach(), mask.bool(), inputs.get("sampling_per_token_logps"))
+        old, denominator = inputs.get("old_per_token_logps"), self._denominator(inputs, len(mask))
+        if self.loss_type != "cispo":
+            return policy_loss(logprobs, old, advantages, denominator, (self.epsilon_low, self.epsilon_high))
+        if old is not None:  # else the ratio is 1
+            advantages = advantages * _capped_ratio(logprobs, old, self.epsilon_high)
+        return -(advantages * logprobs).sum(dtype=torch.float64) / denominator
+
+    def _denominator(self, inputs: dict[str, Any], num_rows: int) -> float:
+        """What the losses of a step's micro-batches are divided by: a number of the step, or of all that was drawn."""
+        training = self.model.training
+        steps = self.current_gradient_accumulation_steps if training else 1
+        if self.loss_type == "dr_grpo":
+            return float(num_rows * steps * self.max_completion_length)
+        drawn = max(1.0, float(inputs["num_items_in_batch"]))
+        return drawn * steps / self.args.steps_per_generation if training else drawn
+
+    def _show(self, logprobs: Tensor, entropies: Tensor, mask: Tensor, drawn: Tensor | None) -> None:
+        """Log how far the trainer's log-probabilities are from the sampler's, which are at temperature 1."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["entropy"].append(float(entropies[mask].mean()))
+        if drawn is None or self.temperature != 1.0:
+            return
+        apart = (logprobs - drawn)[mask].double()
+        metrics["sampling/kl"].append(float((apart.exp() - 1 - apart).mean()))
+        metrics["sampling/sampling_logp_difference/mean"].append(float(apart.abs().mean()))
+        metrics["sampling/sampling_logp_difference/max"].append(float(apart.abs().max()))
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        return self.policy.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The norm of the gradients, and where nothing was clipped, a look at whether their sums were exact."""
+        return self.policy.clip_grad_norm_(torch.inf) if grad_norm is None else grad_norm
+
+
+def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:
+    """min(e^(logprobs - old), most), pinned: the term of a clipped objective whose advantages are 1."""
+    given = (tensor.detach().contiguous() for tensor in (logprobs, old, torch.ones_like(old)))
+    terms, _ = policy_terms(*given, low=0.0, high=most, denominator=1.0)
+    return -terms
+
+
+def _share_parameters(model: PreTrainedModel, policy: torch.nn.Module) -> None:
+    """Put the policy's parameters into the Hugging Face model, under the same names."""
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, parameter)

@@ -1,0 +1,60 @@
+"""What a GRPOConfig may ask for: losses that no micro-batch moves, and completions drawn from the policy itself."""
+
+from typing import Any
+
+from detcompile.errors import InvalidInput
+
+__all__ = ["require_exact"]
+
+LOSSES = ("cispo", "dapo", "dr_grpo")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # detcompile.AdamW takes their place
+MICRO_BATCH = "its value follows the split into micro-batches"
+SAMPLER = "completions are drawn by detcompile's engine"
+FILTER = "completions would be drawn from another distribution than the one that is trained"
+ALONE: dict[str, tuple[Any, str]] = {  # field -> the one value that is served, and why
+    "beta": (0.0, "the reference's divergence is no sum with a pinned exponential"),
+    "cast_lm_head_to_fp32": (False, "the head has the rounding of serving"),
+    "delta": (None, "the clipped objective has no second bound"),
+    "entropy_coef": (0.0, MICRO_BATCH),
+    "fp16": (False, "a scaled loss leaves the range in which sums are exact"),
+    "generation_kwargs": (None, SAMPLER),
+    "importance_sampling_level": ("token", "a sequence's ratio is a sum without a pinned order"),
+    "min_p": (None, FILTER),
+    "off_policy_mask_threshold": (None, "a sequence's divergence is a sum without a pinned order"),
+    "repetition_penalty": (1.0, FILTER),
+    "top_entropy_quantile": (1.0, MICRO_BATCH),
+    "top_k": (0, FILTER),
+    "top_p": (1.0, FILTER),
+    "use_adaptive_entropy": (False, MICRO_BATCH),
+    "use_liger_kernel": (False, "layers are those of serving"),
+    "use_transformers_continuous_batching": (False, SAMPLER),
+    "use_vllm": (False, SAMPLER),
+}
+REFUSED = {  # arguments of the trainer
+    "peft_config": "adapters are not served",
+    "quantization_config": "quantised weights have no gradient",
+    "rollout_func": SAMPLER,
+}
+
+
+def require_exact(args: Any, keywords: dict[str, Any]) -> None:
+    """Refuse by name what would make gradients follow micro-batches, or the policy differ from what drew.
+
+    Raises:
+        InvalidInput: a field of ``args`` or an argument in ``keywords`` that is not served.
+    """
+    if args.loss_type not in LOSSES:
+        raise InvalidInput(
+            f"loss_type={args.loss_type!r}: the weight of a token there follows its sequence or micro-batch, or is no "
+            f"pinned function. Take one of {', '.join(LOSSES)}, whose weights are functions of the global batch."
+        )
+    for name, (served, why) in ALONE.items():
+        if (value := getattr(args, name)) != served:
+            raise InvalidInput(f"{name}={value!r} is not served: {why}. Leave it at {served!r}.")
+    if (optim := str(getattr(args.optim, "value", args.optim))) not in OPTIMIZERS:
+        raise InvalidInput(f"optim={optim!r} is not served: take adamw_torch, or pass optimizers=(yours, None).")
+    if args.world_size > 1:
+        raise InvalidInput(f"{args.world_size} processes: gradients are not added over processes here. Start one.")
+    for name, why in REFUSED.items():
+        if keywords.get(name) is not None:
+            raise InvalidInput(f"{name} is not served: {why}.")

@@ -1,0 +1,148 @@
+"""Reinforcement learning whose trainer and sampler have the same bits, beside plain torch: `make rl`, or
+
+    python -m examples.rl [--seeds 3 --steps 30 --model tiny --out build/rl]
+
+Arms: a plain torch trainer that takes its samples for its own; the same with importance weights; detcompile's trainer,
+where the difference is zero. A run of detcompile's trainer and one of the plain one are then repeated with shuffled
+micro-batches and other padding, and detcompile's on two ranks of FSDP2 as well: whose weights are equal after every
+step? Writes rl.json and rl.svg. Exit 1 where an on-policy step is not exactly on policy, or micro-batches or ranks move
+detcompile's weights.
+
+Needs no GPU and no download: the model comes with the package.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import detcompile
+from benchmarks.cpu import cpu_name
+from benchmarks.rl_plots import rl_plot
+from examples.rl.policies import DetcompilePolicy, PlainPolicy
+from examples.rl.training import Arm, Step, train
+
+LR = 5e-5
+ARMS = [
+    Arm("plain trainer, no correction", "plain"),
+    Arm("plain trainer, importance weights", "plain", importance=True),
+    Arm("on policy: detcompile's trainer", "detcompile"),
+]
+SPLIT = {"micro_batches": 3, "left_padding": True}
+SHARED = ARMS[2]._replace(**SPLIT, ranks=2)
+
+
+def run(arm: Arm, seed: int, num_steps: int, model: detcompile.CompiledModel, policy: Any) -> dict:
+    """All steps of one arm and seed, printed as they come."""
+    steps = []
+    for number, step in enumerate(train(arm, policy, model, seed, num_steps)):
+        steps.append(step)
+        how = f"{arm.micro_batches} micro-batches, {arm.ranks} ranks"
+        said = f"reward {step.reward:.3f}  KL {step.kl:.1e}  weights {step.weights}"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{arm.name}, seed {seed}, {how}, step {number:2}: {said}", flush=True)
+    columns = {name: [getattr(step, name) for step in steps] for name in Step._fields}
+    return {**arm._asdict(), "arm": arm.name, "seed": seed, **columns}
+
+
+def on_ranks(arguments: argparse.Namespace) -> dict:
+    """The run of seed 0 whose trainer is shared by processes, which torchrun starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.json"
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SHARED.ranks}", "--standalone"]
+        asked = ["--steps", str(arguments.steps), "--model", arguments.model, "--rank-of", str(file)]
+        subprocess.run([*command, "-m", "examples.rl", *asked], check=True)
+        return json.loads(file.read_text())
+
+
+def as_rank(arguments: argparse.Namespace) -> None:
+    """One of the processes that share a trainer; the first writes what the steps were."""
+    dist.init_process_group("gloo")
+    model = detcompile.compile(arguments.model)  # every rank draws all completions: they have the same bits
+    found = run(SHARED, 0, arguments.steps, model, DetcompilePolicy(arguments.model, LR))
+    if dist.get_rank() == 0:
+        arguments.rank_of.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def failures(runs: list[dict]) -> list[str]:
+    """What does not hold of the claims, a line each."""
+    broken = [
+        f"{one['arm']}, seed {one['seed']}, step {number}: log-probabilities differ by {one['largest'][number]}"
+        for one in runs
+        for number, equal in enumerate(one["equal"])
+        if one["trainer"] == "detcompile" and not (equal and one["kl"][number] == 0.0)
+    ]
+    digests = {tuple(one["weights"]) for one in runs if one["trainer"] == "detcompile" and one["seed"] == 0}
+    if len(digests) != 1:
+        broken.append("micro-batches or ranks moved the weights of detcompile's trainer")
+    return broken
+
+
+def report(arguments: argparse.Namespace) -> dict:
+    """Every run, and what it took."""
+    started = time.perf_counter()
+    model = detcompile.compile(arguments.model)
+    policies = {"plain": PlainPolicy(arguments.model, LR), "detcompile": DetcompilePolicy(arguments.model, LR)}
+    made = time.perf_counter()
+    cases = [(arm, seed) for seed in range(arguments.seeds) for arm in ARMS]
+    cases += [(arm._replace(**SPLIT), 0) for arm in (ARMS[0], ARMS[2])]
+    runs = [run(arm, seed, arguments.steps, model, policies[arm.trainer]) for arm, seed in cases]
+    runs.append(on_ranks(arguments))
+    times = os.times()
+    return {
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model, "lr": LR,
+        "steps": arguments.steps, "seeds": arguments.seeds,
+        "setup_s": round(made - started, 1), "wall_s": round(time.perf_counter() - started, 1),
+        "cpu_s": round(times.user + times.system + times.children_user + times.children_system, 1), "runs": runs,
+    }  # fmt: skip
+
+
+def summary(found: dict) -> str:
+    """Reward at both ends, and the differences, by arm; and the steps whose weights no micro-batch moved."""
+    lines = []
+    for arm in ARMS:
+        runs = [one for one in found["runs"] if one["arm"] == arm.name and one["micro_batches"] == 1]
+        first, last = ([sum(one["reward"][part]) / 5 for one in runs] for part in (slice(5), slice(-5, None)))
+        kls = [kl for one in runs for kl in one["kl"]]
+        equal = sum(sum(one["equal"]) for one in runs)
+        lines.append(
+            f"--- {arm.name}: reward {min(first):.2f}..{max(first):.2f} to {min(last):.2f}..{max(last):.2f}, KL mean "
+            f"{sum(kls) / len(kls):.1e}, largest {max(kls):.1e}; {equal} of {len(kls)} steps with equal bits"
+        )
+    for split in (one for one in found["runs"] if one["micro_batches"] > 1):
+        whole = next(one for one in found["runs"] if one["arm"] == split["arm"] and one["seed"] == split["seed"])
+        same = sum(a == b for a, b in zip(whole["weights"], split["weights"]))
+        how = f"1 and 3 micro-batches, 1 and {split['ranks']} ranks"
+        lines.append(f"--- {split['arm']}, {how}: equal weights after {same} of {found['steps']} steps")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Reinforcement learning with and without equal bits.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--model", default="tiny", help="a name as for detcompile.compile")
+    parser.add_argument("--out", type=Path, default=Path("build/rl"))
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of is not None:
+        return as_rank(arguments)
+    found = report(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "rl.json").write_text(json.dumps(found, indent=1))
+    (arguments.out / "rl.svg").write_text(rl_plot(found))
+    print(summary(found), f"--- {found['wall_s']} s, {found['cpu_s']} s of CPU time; {arguments.out}/rl.svg", sep="\n")
+    if broken := failures(found["runs"]):
+        sys.exit("\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()

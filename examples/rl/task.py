@@ -1,0 +1,33 @@
+"""The task: finish a line of Python. A parser gives the reward; no completion is run, and no model judges one."""
+
+import ast
+
+__all__ = ["PROMPTS", "reward"]
+
+PROMPTS = [
+    f"def {name}({first}, {second}):\n    return"
+    for name, first, second in (
+        ("add", "first", "second"),
+        ("mean", "values", "count"),
+        ("join", "path", "name"),
+        ("area", "width", "height"),
+        ("ratio", "part", "whole"),
+        ("label", "name", "value"),
+        ("scale", "vector", "factor"),
+        ("clamp", "value", "limit"),
+    )
+]
+
+
+def reward(prompt: str, completion: str) -> float:
+    """The share of the function's parameters that the returned expression reads; 0 where it is cut off or no Python."""
+    line, ended, _ = completion.partition("\n")
+    try:
+        (function,) = ast.parse(prompt + line).body
+    except (SyntaxError, ValueError):
+        return 0.0
+    if not ended or not isinstance(function, ast.FunctionDef):
+        return 0.0
+    parameters = [parameter.arg for parameter in function.args.args]
+    read = {node.id for node in ast.walk(function.body[0]) if isinstance(node, ast.Name)}
+    return sum(name in read for name in parameters) / len(parameters)

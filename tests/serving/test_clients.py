@@ -1,0 +1,156 @@
+"""Clients that others wrote, unmodified: the evaluation harness, LangChain's, and Schemathesis over the schema.
+
+They need the extra `clients`, which `make test` installs.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+import torch
+
+import detcompile
+from detcompile.models.hub import TINY_FOLDER
+from tests.draws import seed_of_run
+from tests.exhaustive import EXHAUSTIVE
+from tests.model_cases import compiled
+from tests.serving.conftest import Server, model_of, started
+from tests.serving.test_tools import ADD, check
+
+MISSING = "needs the extra `clients`: pip install -e .[test,clients]"
+TEXTS = Path(TINY_FOLDER, "prompts.txt").read_text().split("\n---\n")[:6]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
+
+
+def harness(server: Server, route: str, **options: Any) -> Any:
+    """The harness' own client of a route."""
+    pytest.importorskip("lm_eval", reason=MISSING)
+    pytest.importorskip("tenacity", reason=MISSING)
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    kind = LocalChatCompletion if route == "chat/completions" else LocalCompletionsAPI
+    return kind(base_url=f"{server.url}/v1/{route}", model="tiny", **options)
+
+
+def instances(kind: str, given: list[tuple[Any, ...]]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, each, place) for place, each in enumerate(given)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_size": 3}, {"num_concurrent": 4}, {"tokenized_requests": False, "batch_size": 2}],
+    ids=["alone", "batches", "at once", "as text"],
+)
+def test_the_harness_finds_the_engines_loglikelihoods_to_the_last_digit(server: Server, options: dict) -> None:
+    client = harness(server, "completions", **options)
+    assert client.tokenizer_backend == "remote"  # it found /tokenizer_info and /tokenize
+    cuts = [min(len(text) // 2, 40 + 9 * place) for place, text in enumerate(TEXTS)]
+    pairs = [(text[:cut], text[cut : 2 * cut + 20]) for text, cut in zip(TEXTS, cuts)]
+    found = client.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
+    model = compiled("tiny", torch.bfloat16)
+    assert httpx.get(f"{server.url}/v1/fingerprint").json()["fingerprint"] == model.fingerprint
+    tokenizer: Any = model.tokenizer
+    firsts = [tokenizer(first.rstrip())["input_ids"] for first, _ in pairs]  # spaces there belong to what comes behind
+    whole = [ids + tokenizer("".join(pair))["input_ids"][len(ids) :] for ids, pair in zip(firsts, pairs)]
+    params = detcompile.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    outputs = model.engine().generate(whole, params, progress=False)
+    for start, ids, output, (total, greedy) in zip(map(len, firsts), whole, outputs, found, strict=True):
+        assert output.prompt_logprobs is not None
+        entries = [entry for entry in output.prompt_logprobs[start:] if entry is not None]
+        assert len(entries) == len(ids) - start > 0
+        assert total == sum(entry.logprob for entry in entries)
+        assert greedy == all(entry.logprob == max(entry.top.values()) for entry in entries)
+
+
+def test_the_harness_generates_what_the_engine_does(server: Server) -> None:
+    how = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}
+    client = harness(server, "completions", batch_size=4)
+    texts = [text[:200] for text in TEXTS]
+    found = client.generate_until(instances("generate_until", [(text, how) for text in texts]), disable_tqdm=True)
+    params = detcompile.SamplingParams(max_tokens=24, temperature=0, stop=["\n\n"])
+    outputs = compiled("tiny", torch.bfloat16).engine().generate(texts, params, progress=False)
+    assert found == [output.outputs[0].text for output in outputs] and any(found)
+
+
+def test_the_harness_chats(server: Server) -> None:
+    client = harness(server, "chat/completions")
+    from lm_eval.models.api_models import JsonChatStr
+
+    history = [{"role": "user", "content": "Write a function."}]
+    how = {"until": ["<user>"], "max_gen_toks": 16}
+    given = [(JsonChatStr(json.dumps(history)), how)]
+    [found] = client.generate_until(instances("generate_until", given), disable_tqdm=True)
+    asked = {"messages": history, "temperature": 0, "max_tokens": 16, "stop": ["<user>"]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).json()
+    assert found == answer["choices"][0]["message"]["content"]
+
+
+class Sum(pydantic.BaseModel):
+    """Two numbers."""
+
+    first: int
+    second: int
+
+
+def test_langchain_chats_streams_parses_and_calls(server: Server) -> None:
+    openai = pytest.importorskip("langchain_openai", reason=MISSING)
+    own = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny"}
+    chat = openai.ChatOpenAI(**own, temperature=0.9, seed=4, max_tokens=60)
+    answer = chat.invoke("Write a function.")
+    asked = {"messages": [{"role": "user", "content": "Write a function."}], "temperature": 0.9, "seed": 4}
+    plain = httpx.post(f"{server.url}/v1/chat/completions", json=asked | {"max_tokens": 60}, timeout=60).json()
+    assert answer.content == plain["choices"][0]["message"]["content"]
+    assert "".join(part.content for part in chat.stream("Write a function.")) == answer.content
+    responses = openai.ChatOpenAI(**own, temperature=0.9, max_tokens=60, use_responses_api=True)
+    told = responses.invoke("Write a function.", extra_body={"seed": 4})
+    assert told.text == answer.content
+    parts = list(responses.stream("Write a function.", extra_body={"seed": 4}))
+    assert "".join(part.text for part in parts) == answer.content
+    longer = openai.ChatOpenAI(**own, temperature=0.9, seed=4, max_tokens=300)
+    parsed = longer.with_structured_output(Sum, method="json_schema").invoke("Two numbers.")
+    assert isinstance(parsed, Sum)
+    [call] = longer.bind_tools([TOOL], tool_choice="add").invoke("Add.").tool_calls
+    check(pydantic_call(call))
+    text = openai.OpenAI(**own, temperature=0.9, seed=4, max_tokens=20).invoke("def add(a, b):")
+    given = {"prompt": "def add(a, b):", "temperature": 0.9, "seed": 4, "max_tokens": 20, "top_p": 1}  # its default
+    assert text == httpx.post(f"{server.url}/v1/completions", json=given, timeout=60).json()["choices"][0]["text"]
+
+
+def pydantic_call(call: dict[str, Any]) -> Any:
+    """A call as ``check`` reads it."""
+    function = type("Function", (), {"name": call["name"], "arguments": json.dumps(call["args"])})
+    return type("Call", (), {"function": function})
+
+
+@pytest.fixture
+def brief(folder: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server whose answers have eight tokens at most, whatever is asked for."""
+    model = tmp_path / "model"
+    shutil.copytree(model_of(folder), model)
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 8}))
+    found = started(tmp_path, model=model)
+    yield found
+    assert found.stop() == 0
+    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason=MISSING)
+@pytest.mark.parametrize("count", [5, pytest.param(300, marks=EXHAUSTIVE)])
+def test_schemathesis_finds_no_fault_of_the_server(count: int, brief: Server, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{brief.url}/openapi.json", "--seed"]
+    command += [str(seed_of_run() % (1 << 31)), "--max-examples", str(count), "--checks", "not_a_server_error"]
+    command += ["--continue-on-failure", "--no-shrink", "--request-timeout", "120", "--suppress-health-check", "all"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=3000, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert "test cases:" in ran.stdout.lower() and httpx.get(f"{brief.url}/ready").status_code == 200

@@ -1,0 +1,323 @@
+"""Requests with a key: answered once, whoever comes back for them, with whatever server has their journal."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from detcompile.errors import DetcompileError, InvalidInput, StorageError
+from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.protocol import Token
+from detcompile.serving.journal.job import Ask, Job
+from detcompile.serving.journal.journal import Journal, JournalFull
+from detcompile.serving.journal.records import Record, ask_of, outcome_of, record_of, restore
+from tests.serving.scripted_service import running, scripted
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+BODY = {"prompt": [5, 6], "max_tokens": 60, "return_token_ids": True, "logprobs": None}
+WHOLE = list(range(40, 100))
+PARAMS = SamplingParams(
+    n=2, seed=7, logit_bias={5: 2.0}, stop=["x"], logprobs=1, grammar=Grammar.regex("[a-z]+"), allowed_token_ids=[1, 2]
+)
+
+
+def record(name: str, key: str, *, created: int = 1000, body: bytes = b"{}", owner: str = "") -> Record:
+    job = Job(Ask([[1, 2]], PARAMS, 3, "cmpl-", "template"), [], b"salt", lambda answers: None, True, name, created)
+    return record_of(job, (owner, key), ("/v1/completions", body), "fingerprint")
+
+
+def answered(ask: Ask) -> list[Answer]:
+    answers = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
+    for sample in answers[0].samples:
+        sample.token_ids, sample.logprobs = [4, 5], [Token(4, -1.5, [(4, -1.5)]), Token(5, float("-inf"), [])]
+        sample.finish_reason, sample.stop_reason = "stop", "x"
+    answers[0].prompt_logprobs = [None, Token(2, -0.1, [])]
+    answers[0].num_cached_tokens, answers[0].finished = 1, True
+    return answers
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path, new = tmp_path / "journal", record("cmpl-1", "key", owner="me")
+    journal = Journal(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    journal.add(new, {"weights": "w"})
+    assert (tmp_path / "journal-wal").stat().st_mode & 0o777 == 0o600
+    found = journal.find("me", key="key")
+    assert found is not None and found == journal.find("me", name="cmpl-1") and ask_of(found.work) == ask_of(new.work)
+    assert (found.name, found.body, found.created, found.work.salt) == ("cmpl-1", b"{}", 1000, b"salt")
+    assert journal.find("", key="key") is journal.find("you", name="cmpl-1") is journal.find("me", key="k") is None
+    assert journal.parts("fingerprint") == {"weights": "w"} and journal.parts("other") == {}
+    ask = ask_of(new.work)
+    assert ask == Ask([[1, 2]], PARAMS, 3, "cmpl-", "template")
+    job = Job(ask, answered(ask), b"salt", lambda answers: None, True, "cmpl-1", 1000)
+    journal.finish("cmpl-1", outcome_of(job))
+    journal.close()
+    found = Journal(path).find("me", key="key")
+    assert found is not None and found.outcome == outcome_of(job)
+    again = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
+    restore(again, found.outcome)
+    for name in ("samples", "prompt_logprobs", "num_cached_tokens", "finished", "error"):
+        ours, theirs = getattr(again[0], name), getattr(job.answers[0], name)
+        assert ours == theirs if name != "samples" else [vars(own) for own in ours] == [vars(own) for own in theirs]
+
+
+def test_a_key_has_one_request(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.add(record("cmpl-1", "key"), {})
+    journal.add(record("cmpl-2", "key", owner="you"), {})
+    with pytest.raises(DetcompileError):
+        journal.add(record("cmpl-3", "key"), {})
+    journal.drop("cmpl-1")
+    journal.add(record("cmpl-3", "key"), {})
+    assert journal.find("", key="key").name == "cmpl-3" and journal.find("you", key="key").name == "cmpl-2"
+
+
+def test_what_is_old_is_dropped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", seconds=100)
+    journal.add(record("cmpl-1", "1", created=1000), {})
+    journal.add(record("cmpl-2", "2", created=1099), {})
+    assert journal.find("", key="1") is not None
+    journal.add(record("cmpl-3", "3", created=1101), {})
+    assert [journal.find("", key=key) is not None for key in "123"] == [False, True, True]
+
+
+def test_the_file_has_a_bound_and_open_requests_are_not_dropped(tmp_path: Path) -> None:
+    path, most = tmp_path / "journal", 4 << 20
+    journal, body = Journal(path, most), bytes(1 << 18)
+    for number in range(100):
+        journal.add(record(f"cmpl-{number}", f"{number}", body=body, created=1000 + number), {})
+        if number:  # the first one stays open
+            ask = ask_of(record("", "").work)
+            journal.finish(f"cmpl-{number}", outcome_of(Job(ask, answered(ask), None, lambda answers: None)))
+        assert path.stat().st_size < most + 2 * len(body) and journal.num_bytes < most + 2 * len(body)
+    assert journal.find("", key="0") is not None and journal.find("", key="99") is not None
+    assert journal.find("", key="1") is None
+    with pytest.raises(JournalFull, match="open requests fill it"):
+        for number in range(100, 200):
+            journal.add(record(f"cmpl-{number}", f"{number}", body=body, created=1000 + number), {})
+    assert journal.find("", key="0") is not None and journal.find("", key="100") is not None
+
+
+def test_dropped_texts_are_not_left_in_the_file(tmp_path: Path) -> None:
+    journal, secret = Journal(tmp_path / "journal"), b"do not keep this" * 400
+    journal.add(record("cmpl-1", "1", body=secret), {})
+    journal.drop("cmpl-1")
+    journal.close()
+    assert secret[:16] not in (tmp_path / "journal").read_bytes() and not (tmp_path / "journal-wal").exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "torn", "other database", "another version"])
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "journal"
+    if kind == "text":
+        path.write_text("a letter\n" * 1000)
+    elif kind == "other database":
+        with contextlib.closing(sqlite3.connect(path)) as file:
+            file.execute("CREATE TABLE letters (text TEXT)")
+    else:
+        journal = Journal(path)
+        for number in range(200):
+            journal.add(record(f"cmpl-{number}", f"{number}", body=bytes(5000)), {})
+        journal.close()
+        if kind == "torn":
+            data = bytearray(path.read_bytes())
+            data[len(data) // 3 : len(data) // 3 + 8192] = bytes(8192)
+            path.write_bytes(data)
+        else:
+            with contextlib.closing(sqlite3.connect(path)) as file:
+                file.execute("PRAGMA user_version = 99")
+    before = path.read_bytes()
+    said = "give another file" if kind in ("other database", "another version") else "move it away"
+    with pytest.raises((StorageError, InvalidInput), match=said) as found:
+        Journal(path)
+    assert str(path) in str(found.value)
+    after = path.read_bytes()
+    assert after[100:] == before[100:], "but for SQLite's own header"
+
+
+def test_a_journal_has_one_server(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    with pytest.raises(InvalidInput, match="another server writes to it"):
+        Journal(tmp_path / "journal")
+    journal.close()
+    Journal(tmp_path / "journal").close()
+    with pytest.raises(StorageError, match="No such file"):
+        Journal(tmp_path / "no folder" / "journal")
+
+
+@contextlib.asynccontextmanager
+async def keeping(path: Path, keys: tuple[str, ...] = (), **options: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """A service with a journal, and a client of it."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    service = scripted(journal=Journal(path), **options)
+    async with running(service, digests) as client:
+        yield service, client
+
+
+async def ask(client: httpx.AsyncClient, key: str, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json=BODY | fields, headers={"Idempotency-Key": key})
+
+
+async def until_drawn(service: Any, count: int, num_tokens: int) -> None:
+    while sum(not own.finished and own.num_tokens >= num_tokens for own in service.open.values()) < count:
+        await asyncio.sleep(0.01)
+
+
+def told(response: httpx.Response) -> list[int]:
+    """The tokens of a stream of one choice."""
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    return [token for data in events for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_with_a_key_is_answered_once(tmp_path: Path, stream: bool) -> None:
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal") as (service, client):
+            first, second = await asyncio.gather(*(ask(client, "a", stream=stream) for _ in range(2)))
+            third = await ask(client, "a", stream=stream)  # it has ended
+            assert next(service._numbers) == 1  # one answer was made
+        async with keeping(tmp_path / "journal") as (_, client):
+            fourth = await ask(client, "a", stream=stream)
+            another = await ask(client, "b", stream=stream)
+        found = [first, second, third, fourth]
+        assert {response.status_code for response in found} == {200}
+        assert len({response.headers["x-request-id"] for response in found}) == 1
+        assert len({response.headers["x-detcompile-seed"] for response in found}) == 1
+        assert another.headers["x-request-id"] != first.headers["x-request-id"]
+        if stream:
+            assert all(told(response) == WHOLE for response in found)
+        else:
+            assert len({response.content for response in found}) == 1
+            assert first.json()["choices"][0]["token_ids"] == WHOLE
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
+    """By the key or by the answer's id: where it runs, where the server was started anew, and where it has ended."""
+
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal") as (service, client):
+            lost = asyncio.create_task(ask(client, "a", stream=True))
+            await until_drawn(service, 1, 5)
+            (name,) = [job.name for _, task in service.jobs._live.values() for job in [task.result()]]
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+            assert len(service.open) == 1  # it goes on
+            headers = {"Last-Event-ID": f"{name}:5", "Idempotency-Key": "a"}
+            rest = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
+            assert told(rest) == WHOLE[5:]
+            ended = asyncio.create_task(ask(client, "b", stream=True))
+            await until_drawn(service, 1, 5)
+        assert "error" in (await ended).text  # the server has ended in the midst of it
+        async with keeping(tmp_path / "journal") as (_, client):
+            other = (await ask(client, "b", stream=True)).headers["x-request-id"]
+            for own in (name, other):
+                assert told(await client.get(f"/v1/streams/{own}")) == WHOLE
+                for place in ("7", "60", "60*", "60*+1"):
+                    found = await client.get(f"/v1/streams/{own}", headers={"Last-Event-ID": f"{own}:{place}"})
+                    assert found.status_code == 200 and told(found) == WHOLE[int(place.split("*")[0]) :]
+                wrong = await client.get(f"/v1/streams/{own}", headers={"Last-Event-ID": "x:7"})
+                assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "Last-Event-ID"
+            assert (await client.get("/v1/streams/cmpl-none")).status_code == 404
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_key_of_another_request_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for _ in range(2):  # while it runs, and once it is in the journal
+            async with keeping(tmp_path / "journal") as (_, client):
+                running_one = asyncio.create_task(ask(client, "a"))
+                await asyncio.sleep(0.1)
+                chat = {"messages": [{"role": "user", "content": "x"}]}
+                for path, body in (("/v1/completions", BODY | {"seed": 1}), ("/v1/chat/completions", chat)):
+                    wrong = await client.post(path, json=body, headers={"Idempotency-Key": "a"})
+                    assert wrong.status_code == 422, wrong.text
+                    assert wrong.json()["error"]["code"] == "idempotency_key_reused"
+                assert (await running_one).status_code == 200
+                for key in ("", "x" * 256, "a\tb"):
+                    assert (await ask(client, key)).status_code == 400
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_requests_belong_to_the_api_key_that_they_came_with(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal", ("mine", "yours")) as (_, client):
+            names = []
+            for key in ("mine", "yours"):
+                client.headers["Authorization"] = f"Bearer {key}"
+                names.append((await ask(client, "a")).headers["x-request-id"])
+            assert names[0] != names[1]
+            assert (await client.get(f"/v1/streams/{names[1]}")).status_code == 200
+            assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 404
+            client.headers.pop("Authorization")
+            assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 401
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_another_model_does_not_go_on_with_an_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        path = tmp_path / "journal"
+        async with keeping(path) as (service, client):
+            await ask(client, "whole")
+            part = asyncio.create_task(ask(client, "part"))
+            await until_drawn(service, 1, 5)
+        assert (await part).status_code == 503
+        file = sqlite3.connect(path)
+        file.execute("UPDATE requests SET fingerprint = 'e'")
+        file.execute("INSERT INTO fingerprints VALUES ('e', x'81a777656967687473a131')")
+        file.commit()
+        file.close()
+        async with keeping(path) as (_, client):
+            assert (await ask(client, "whole")).json()["choices"][0]["token_ids"] == WHOLE  # it was told before
+            refused = await ask(client, "part")
+            assert refused.status_code == 409 and refused.json()["error"]["code"] == "fingerprint_changed"
+            assert "they differ in weights" in refused.json()["error"]["message"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal", max_queue=1) as (service, client):
+            first = asyncio.create_task(ask(client, "a"))
+            await until_drawn(service, 1, 1)
+            assert (await ask(client, "b")).status_code == 429
+            assert (await ask(client, "c", n=2)).status_code == 400
+            assert (await first).status_code == 200
+            for key in ("b", "c"):
+                found = await ask(client, key)
+                assert found.status_code == 200 and found.json()["choices"][0]["token_ids"] == WHOLE
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_journal_that_cannot_be_written_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal") as (service, client):
+            for error, code in ((StorageError("disk"), "journal_error"), (JournalFull("full"), "journal_full")):
+
+                def fails(self: Any, record: Any, parts: Any, error: Exception = error) -> None:
+                    raise error
+
+                monkeypatch.setattr(Journal, "add", fails)
+                refused = await ask(client, "a")
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == code
+                assert "retry-after" in refused.headers and not service.open
+            plain = await client.post("/v1/completions", json=BODY)
+            assert plain.json()["choices"][0]["token_ids"] == WHOLE  # requests without a key need no journal
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

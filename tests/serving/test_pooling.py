@@ -1,0 +1,278 @@
+"""Embeddings, classes and scores by HTTP: the bytes that the compiled model gives, whoever else asks beside."""
+
+import asyncio
+import functools
+import math
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+import detcompile
+from detcompile.models.hub import TINY_FOLDER
+from detcompile.serving.engines.pooling_server import PoolingServer
+from detcompile.serving.engines.protocol import Cancel, Pool, Pooled, PoolingFacts, Tokens
+from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.pooling import scores
+from detcompile.serving.pooling.schema import ScoreRequest
+from tests.bits import assert_bitwise_equal
+from tests.serving.conftest import Server, started
+
+TEXTS = ["def add(a, b):", "x = 1", "import os\nimport sys\n" * 9, "Ünïcode 東京"]
+LABELS = {0: "relevant"}
+
+
+def reranker_of(folder: Path) -> Path:
+    """A cross-encoder of random weights over the embedded model's tokenizer, with one label."""
+    model = folder / "reranker"
+    if not model.exists():
+        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+        known = {"vocab_size": 4096, "max_position_embeddings": 300, "pad_token_id": 1, "id2label": LABELS}
+        config = AutoConfig.for_model("roberta", **sizes, **known)
+        torch.manual_seed(0)
+        made = AutoModelForSequenceClassification.from_config(config)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+        made.save_pretrained(model)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(TINY_FOLDER) / name, model / name)
+    return model
+
+
+def served(folder: Path, *options: str, model: Path | None = None) -> Iterator[Server]:
+    found = started(folder, *options, model=model)
+    yield found
+    assert found.stop() == 0
+    assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
+
+
+@pytest.fixture(scope="module")
+def embedder(folder: Path) -> Iterator[Server]:
+    yield from served(folder, "--task", "embed")
+
+
+@pytest.fixture(scope="module")
+def reranker(folder: Path) -> Iterator[Server]:
+    yield from served(folder, model=reranker_of(folder))
+
+
+@functools.cache
+def embedding_model() -> Any:
+    return detcompile.compile("tiny", task="embed")
+
+
+@functools.cache
+def scoring_model(path: Path) -> Any:
+    return detcompile.compile(path)
+
+
+def test_the_openai_client_gets_the_models_bytes(embedder: Server) -> None:
+    client = openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", timeout=120, max_retries=0)
+    model = embedding_model()
+    expected = model.embed(TEXTS)
+    answer = client.embeddings.create(model="tiny", input=TEXTS)  # it asks for base64
+    assert_bitwise_equal(torch.tensor([own.embedding for own in answer.data]), expected)
+    assert [own.index for own in answer.data] == [0, 1, 2, 3] and answer.system_fingerprint == model.fingerprint
+    ids = model.tokenizer(TEXTS)["input_ids"]
+    assert answer.usage.total_tokens == sum(map(len, ids))
+    for given in (ids, [TEXTS[3]], ids[3]):
+        rows = client.embeddings.create(model="tiny", input=given, encoding_format="float").data
+        assert_bitwise_equal(torch.tensor([rows[-1].embedding]), expected[3:])
+    own = {"pooling": "mean", "normalize": False}
+    plain = client.embeddings.create(model="tiny", input=TEXTS, extra_body=own, dimensions=expected.shape[1])
+    assert_bitwise_equal(
+        torch.tensor([row.embedding for row in plain.data]), model.embed(TEXTS, pooling="mean", normalize=False)
+    )
+
+    async def many() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{embedder.url}/v1", api_key="none") as many_at_once:
+            asked = [many_at_once.embeddings.create(model="tiny", input=TEXTS[i % 4]) for i in range(24)]
+            return await asyncio.gather(*asked)
+
+    for index, one in enumerate(asyncio.run(many())):
+        assert one.data[0].embedding == answer.data[index % 4].embedding
+
+
+def test_an_embedding_model_scores_by_cosines(embedder: Server) -> None:
+    with httpx.Client(base_url=embedder.url, timeout=120) as http:
+        answer = http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS}).json()
+        vectors = [[float(value) for value in row] for row in embedding_model().embed(TEXTS)]
+        cosines = [math.fsum(x * y for x, y in zip(vectors[0], row)) for row in vectors]
+        assert [row["score"] for row in answer["data"]] == cosines and cosines[0] == pytest.approx(1)
+        pairs = http.post("/score", json={"text_1": [TEXTS[0]] * 4, "text_2": TEXTS}).json()
+        assert pairs["data"] == answer["data"]
+        found = http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS, "top_n": 2}).json()["results"]
+        order = sorted(range(4), key=lambda index: -cosines[index])[:2]
+        assert [(row["index"], row["relevance_score"]) for row in found] == [(i, cosines[i]) for i in order]
+        assert found[0]["document"]["text"] == TEXTS[order[0]]
+
+
+def test_a_reranker_gives_the_models_scores(reranker: Server, folder: Path) -> None:
+    model = scoring_model(reranker_of(folder))
+    encode = model.tokenizer.backend_tokenizer.encode
+    values = [float(row[0]) for row in model.score([encode(TEXTS[0], text).ids for text in TEXTS])]
+    with httpx.Client(base_url=reranker.url, timeout=120) as http:
+        assert http.get("/v1/fingerprint").json()["fingerprint"] == model.fingerprint
+        asked = {"text_1": TEXTS[0], "text_2": TEXTS}
+        raw = http.post("/v1/score", json=asked | {"use_activation": False}).json()["data"]
+        assert [row["score"] for row in raw] == values and len(set(values)) == 4
+        sigmoids = [row["score"] for row in http.post("/v1/score", json=asked).json()["data"]]
+        assert sigmoids == pytest.approx(torch.tensor(values, dtype=torch.float64).sigmoid().tolist(), rel=1e-12)
+        found = http.post("/v1/rerank", json={"query": TEXTS[0], "documents": TEXTS}).json()["results"]
+        assert [row["index"] for row in found] == sorted(range(4), key=lambda index: -values[index])
+        classes = http.post("/classify", json={"input": TEXTS, "use_activation": False}).json()["data"]
+        assert [row["probs"] for row in classes] == model.score(TEXTS).tolist()
+        assert {row["label"] for row in classes} == {"relevant"}
+
+        def one(index: int) -> float:
+            own = {"text_1": TEXTS[0], "text_2": TEXTS[index % 4], "use_activation": False}
+            return http.post("/v1/score", json=own).json()["data"][0]["score"]
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(one, range(24))) == values * 6
+
+
+CAUSAL = [
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/responses", {"input": "x"}),
+]
+POOLED = [
+    ("/v1/embeddings", {"input": "x"}),
+    ("/classify", {"input": "x"}),
+    ("/v1/score", {"text_1": "x", "text_2": "y"}),
+    ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+]
+
+
+def test_a_model_says_what_it_does_to_who_asks_for_something_else(server: Server, embedder: Server) -> None:
+    for url, routes, said in (
+        (server.url, POOLED, "generates text"),
+        (embedder.url, [*CAUSAL, ("/classify", {"input": "x"})], "gives embeddings"),
+    ):
+        for path, body in routes:
+            answer = httpx.post(url + path, json=body)
+            assert answer.status_code == 400, (path, answer.text)
+            assert answer.json()["error"]["code"] == "unsupported_task" and said in answer.text
+    assert httpx.get(f"{embedder.url}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert httpx.get(f"{embedder.url}/ready").status_code == 200
+    counted = httpx.get(f"{embedder.url}/metrics").text
+    assert "vllm:prompt_tokens_total" in counted
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ["x", 3]}, "input"),
+        ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
+        ("/v1/embeddings", {"input": [5000]}, "input"),
+        ("/v1/embeddings", {"input": [[5] * 5000]}, "input"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 3}, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "int"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ("/v1/score", {"text_1": ["x", "y"], "text_2": ["x"] * 3}, "text_1"),
+        ("/v1/score", {"text_1": "x", "text_2": []}, "text_2"),
+        ("/v1/rerank", {"query": "x", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"], "top_n": -1}, "top_n"),
+    ],
+)
+def test_what_cannot_be_served_is_named(embedder: Server, path: str, body: dict, param: str) -> None:
+    answer = httpx.post(embedder.url + path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_classes_of_a_row() -> None:
+    facts = PoolingFacts(task="classify", num_columns=3, labels=["a", "b", "c"], each_alone=False,
+                         reads_token_types=False)  # fmt: skip
+    row = [0.5, 2.0, -1000.0]
+    found = scores._classes(0, row, facts, True)
+    assert found["label"] == "b" and found["num_classes"] == 3
+    assert found["probs"] == pytest.approx(torch.tensor(row, dtype=torch.float64).softmax(0).tolist(), rel=1e-12)
+    facts.each_alone = True
+    assert scores._classes(0, row, facts, True)["probs"] == pytest.approx(
+        torch.tensor(row, dtype=torch.float64).sigmoid().tolist(), rel=1e-12
+    )
+    assert scores._classes(0, row, facts, False)["probs"] == row
+
+
+def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
+    class Texts:
+        async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+            return [2, 5, 3, 6, 3], [0, 0, 0, 1, 1]
+
+    class Service:
+        texts, name = Texts(), "bert"
+
+        def require_ready(self) -> None:
+            pass
+
+        def require_model(self, name: str | None) -> None:
+            pass
+
+        def require_pooling(self, *tasks: str) -> PoolingFacts:
+            return self.facts
+
+    service: Any = Service()
+    asked = ScoreRequest(text_1="a", text_2="b")
+    for labels, said in ((["one"], "token_type_ids"), (["one", "two"], "2: POST /classify")):
+        service.facts = PoolingFacts(task="classify", num_columns=len(labels), labels=labels, each_alone=True,
+                                     reads_token_types=True)  # fmt: skip
+        with pytest.raises(HTTPError, match=said):
+            asyncio.run(scores.score(service, asked))
+
+
+class Model:
+    """Says of each prompt its length, and notes how many tokens each step had."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def embed(self, prompts: list[list[int]], *, pooling: Any, normalize: bool) -> torch.Tensor:
+        self.steps.append([len(prompt) for prompt in prompts])
+        if any(7 in prompt for prompt in prompts):
+            raise MemoryError("none is left")
+        return torch.tensor([[float(len(prompt)), float(pooling == "mean")] for prompt in prompts])
+
+
+class Wire:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, report: Any) -> None:
+        self.sent.append(report)
+
+
+def test_requests_take_turns_and_share_steps() -> None:
+    model: Any = Model()
+    wire: Any = Wire()
+    server = PoolingServer(model, wire)
+    asked = {"long": [[5] * 3000] * 3, "short": [[5], [5, 5]], "mean": [[5]], "gone": [[5]], "huge": [[5] * 9000]}
+    for name, prompts in asked.items():
+        server.take(Pool(name, prompts, "mean" if name == "mean" else None, True))
+    server.take(Cancel("gone"))
+    while server.step():
+        assert server.statistics.num_running <= 4
+    assert model.steps == [[3000, 1, 2], [1], [9000], [3000], [3000]]
+    rows = {report.request_id: np.frombuffer(report.values, "<f4").reshape(-1, report.num_columns).tolist()
+            for report in wire.sent}  # fmt: skip
+    assert list(rows) == ["short", "mean", "huge", "long"] and all(isinstance(own, Pooled) for own in wire.sent)
+    assert rows == {"long": [[3000, 0]] * 3, "short": [[1, 0], [2, 0]], "mean": [[1, 1]], "huge": [[9000, 0]]}
+    server.take(Pool("bad", [[7]], None, True))
+    server.take(Pool("good", [[5]], "mean", True))
+    assert server.step() and server.step() and not server.step()
+    failed, fine = wire.sent[-2:]
+    assert isinstance(failed, Tokens) and isinstance(fine, Pooled) and fine.request_id == "good"
+    assert failed.deltas[0].request_id == "bad" and "none is left" in failed.deltas[0].error

@@ -1,0 +1,84 @@
+"""A trainer's weights are served: rounded, in place, with its own log-probabilities, which are checked."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import detcompile
+from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams, Trainer, TrainerMismatch, UnsupportedModel
+from tests.model_cases import MAX_CONTEXT, compiled, random_model
+from tests.training.cases import add_gradients, gradients, sequences
+
+LENGTHS = [40, 7, 130, 64]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    """Checked against an engine when it is made, and with checkpoints."""
+    name = request.param
+    model = random_model(name, torch.bfloat16)
+    return detcompile.trainer(
+        model, max_context=MAX_CONTEXT, check=compiled(name, torch.bfloat16), checkpoint=name == "qwen3"
+    )
+
+
+def test_a_step_is_served_with_the_logprobs_of_the_trainer(trainer: Trainer):
+    """The engine was asked before, so that its prefix cache has keys of the old weights."""
+    name = trainer.config.model_type
+    model = detcompile.compile(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
+    engine = model.engine(EngineConfig(num_blocks=60))
+    asked = SamplingParams(max_tokens=8, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
+    prompt = sequences([70])[0].tolist()
+
+    def answered() -> tuple[list[int], list[float]]:
+        (output,) = engine.generate([prompt], asked, progress=False)
+        entries = output.outputs[0].logprobs
+        return [entry.token_id for entry in entries], [entry.logprob for entry in entries]
+
+    before, _ = model.fingerprint, answered()
+    optimizer = detcompile.AdamW(trainer.parameters(), lr=1e-2)
+    optimizer.zero_grad()
+    add_gradients(trainer, sequences(LENGTHS), [[0, 1], [2, 3]])
+    optimizer.step()
+    with pytest.raises(TrainerMismatch, match=r"token 1 of a sequence of 2, .*differ, .*update_weights") as found:
+        trainer.check(model)
+    assert len(found.value.weights) > 10
+    assert model.update_weights(trainer) == model.weights_version
+    trainer.check(model, seed=1)
+    tokens, served = answered()
+    with torch.no_grad():
+        own = trainer.logprobs(torch.tensor([prompt + tokens]))[0, -8:]
+    assert torch.equal(own, torch.tensor(served))
+    assert model.fingerprint != before
+    fresh = random_model(name, torch.bfloat16)
+    fresh.load_state_dict(trainer.serving_weights())
+    assert model.fingerprint == detcompile.compile(fresh, max_context=MAX_CONTEXT).fingerprint
+
+
+def test_checkpoints_are_asked_for_at_construction(trainer: Trainer):
+    rows = sequences(LENGTHS)
+    kept = trainer.blocks[0].recompute
+    assert kept == (trainer.config.model_type == "qwen3")
+    found = gradients(trainer, rows, [range(4)])
+    for block in trainer.blocks:
+        block.recompute = not kept
+    other = gradients(trainer, rows, [[3], [1, 2, 0]])
+    for block in trainer.blocks:
+        block.recompute = kept
+    assert not [name for name in found if not torch.equal(found[name], other[name])]
+
+
+def test_a_model_of_other_orders_is_refused(trainer: Trainer):
+    other = compiled(trainer.config.model_type, torch.bfloat16)
+    for changed in ({"numerics": replace(Numerics(), kv_chunk=256)}, {"max_context": 5}):
+        model = type("Other", (), {"numerics": other.numerics, "max_context": other.max_context, **changed})()
+        with pytest.raises(InvalidInput, match=f"pass {next(iter(changed))}="):
+            trainer.check(model)
+
+
+def test_adapters_of_peft_are_refused_by_name():
+    model = random_model("qwen3", torch.bfloat16)
+    model.peft_config = {}
+    with pytest.raises(UnsupportedModel, match="merge_and_unload"):
+        detcompile.trainer(model)

@@ -1,0 +1,106 @@
+"""TRL's GRPOTrainer over an engine and a trainer of ours: on policy to the bit, and blind to micro-batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import detcompile
+from detcompile import InvalidInput
+
+trl = pytest.importorskip("trl")
+from datasets import Dataset  # noqa: E402 - comes with trl
+
+from detcompile.trl import GRPOTrainer  # noqa: E402
+
+PROMPTS = ["def add(first, second):\n    return", "import json\n", "class Point:\n", "x = 1\n"]
+
+
+def spaces(completions: list[str], **others: Any) -> list[float]:
+    """A reward: the share of blanks."""
+    return [text.count(" ") / max(1, len(text)) for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+@pytest.fixture(scope="module")
+def sampler() -> detcompile.CompiledModel:
+    return detcompile.compile("tiny-draft", device="cpu")
+
+
+def config(folder: Path, **changed: Any) -> Any:
+    given = {
+        "output_dir": str(folder), "max_steps": 3, "num_generations": 4, "max_completion_length": 8,
+        "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "use_cpu": True, "seed": 3, "disable_tqdm": True,
+    }  # fmt: skip
+    return trl.GRPOConfig(**given | changed)
+
+
+def trained(folder: Path, sampler: detcompile.CompiledModel, **changed: Any) -> GRPOTrainer:
+    model = detcompile.load_model("tiny-draft", device="cpu")
+    sampler.update_weights(model)
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    made = GRPOTrainer(model, spaces, config(folder, **changed), sampler=sampler, train_dataset=dataset)
+    made.train()
+    return made
+
+
+def logged(made: GRPOTrainer, name: str) -> list[float]:
+    return [entry[name] for entry in made.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "cispo"])
+def test_training_is_on_policy_and_follows_no_micro_batch(loss: str, sampler: Any, tmp_path: Path) -> None:
+    start = {n: p.detach().float() for n, p in detcompile.load_model("tiny-draft", device="cpu").named_parameters()}
+    whole = trained(tmp_path, sampler, loss_type=loss)
+    parts = trained(
+        tmp_path, sampler, loss_type=loss, per_device_train_batch_size=2, gradient_accumulation_steps=4,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    for made in (whole, parts):
+        assert logged(made, "sampling/kl") == [0.0] * 3
+        assert logged(made, "sampling/sampling_logp_difference/max") == [0.0] * 3
+        assert len(set(logged(made, "reward"))) > 1 and min(logged(made, "grad_norm")) > 0
+    other = dict(parts.model.named_parameters())
+    assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
+    assert [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, start[name])]
+    assert all(weight is whole.policy.get_parameter(name) for name, weight in whole.model.named_parameters())
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any, tmp_path: Path) -> None:
+    """The ratio is to the policy that drew; it differs from 1 once a step has moved the weights."""
+    whole, parts = (
+        trained(tmp_path, sampler, loss_type=loss, num_iterations=2, max_steps=4, **split)
+        for split in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
+    )
+    drift = logged(whole, "sampling/kl")
+    assert drift[0] == drift[2] == 0.0 and min(drift[1], drift[3]) > 0
+    other = dict(parts.model.named_parameters())
+    assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss_type": "grpo"}, "loss_type='grpo'"),
+        ({"loss_type": "bnpo"}, "one of cispo, dapo, dr_grpo"),
+        ({"beta": 0.04}, "beta=0.04 is not served"),
+        ({"top_p": 0.9}, "another distribution"),
+        ({"top_entropy_quantile": 0.2}, "micro-batches"),
+        ({"optim": "sgd"}, "optim='sgd'"),
+    ],
+)
+def test_what_would_leave_the_policy_or_follow_a_split_is_refused(changed: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        GRPOTrainer("tiny-draft", spaces, config(tmp_path, **changed))
+
+
+def test_a_rollout_function_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="rollout_func is not served"):
+        GRPOTrainer("tiny-draft", spaces, config(tmp_path), rollout_func=lambda prompts, trainer: {})

@@ -305,6 +305,17 @@ def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_a_place_in_a_stream_means_nothing_without_a_key(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal") as (service, client):
+            for place in ("cmpl-1:7", "nonsense"):
+                headers = {"Last-Event-ID": place}
+                found = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers)
+                assert told(found) == WHOLE and not service.open
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_a_journal_that_cannot_be_written_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with keeping(tmp_path / "journal") as (service, client):

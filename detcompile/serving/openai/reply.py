@@ -30,7 +30,7 @@ class Reply(ABC):
         with_ids: also tell the token ids of the prompt and of each choice.
         with_receipt: also give the receipt, in a stream as its last choice-less chunk but the one of usage.
         hidden: the tokens drawn are shown to nobody.
-        last_event: id of the event behind which a stream goes on.
+        last_event: id of the event behind which a stream of a job that is kept goes on.
 
     Raises:
         HTTPError: that is no event of this answer.
@@ -61,7 +61,8 @@ class Reply(ABC):
         self._whole = True
         self._beginning = b""  # of every event
         count = sum(len(answer.samples) for answer in job.answers)
-        self._told = Cursor(job.name, count) if last_event is None else Cursor.at(last_event, job.name, count)
+        goes_on = last_event is not None and job.kept  # a request without a key is another one each time
+        self._told = Cursor.at(last_event or "", job.name, count) if goes_on else Cursor(job.name, count)
         self.seed = as_int64(job.ask.params.seed or 0)
         self._head: dict[str, Any] = {
             "id": job.name,

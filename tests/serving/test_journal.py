@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import sqlite3
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.answers import Answer, AnswerSample
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.journal.job import Ask, Job
@@ -39,11 +40,16 @@ def record(name: str, key: str, *, created: int = 1000, body: bytes = b"{}", own
 def answered(ask: Ask) -> list[Answer]:
     answers = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
     for sample in answers[0].samples:
-        sample.token_ids, sample.logprobs = [4, 5], [Token(4, -1.5, [(4, -1.5)]), Token(5, float("-inf"), [])]
+        sample.token_ids = array("i", [4, 5])
+        sample.logprobs = [Token(4, -1.5, [(4, -1.5)]), Token(5, float("-inf"), [])]
         sample.finish_reason, sample.stop_reason = "stop", "x"
     answers[0].prompt_logprobs = [None, Token(2, -0.1, [])]
     answers[0].num_cached_tokens, answers[0].finished = 1, True
     return answers
+
+
+def slots(sample: AnswerSample) -> list[Any]:
+    return [getattr(sample, name) for name in AnswerSample.__slots__]
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -68,7 +74,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     restore(again, found.outcome)
     for name in ("samples", "prompt_logprobs", "num_cached_tokens", "finished", "error"):
         ours, theirs = getattr(again[0], name), getattr(job.answers[0], name)
-        assert ours == theirs if name != "samples" else [vars(own) for own in ours] == [vars(own) for own in theirs]
+        assert ours == theirs if name != "samples" else [slots(own) for own in ours] == [slots(own) for own in theirs]
 
 
 def test_a_key_has_one_request(tmp_path: Path) -> None:

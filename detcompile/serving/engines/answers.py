@@ -101,7 +101,7 @@ class Answer:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def extend(self, delta: Delta) -> None:
-        """Take what is new; ``changed`` is the caller's to ring."""
+        """Take what is new; that there is ``news`` is the caller's to tell."""
         for part in delta.samples:
             sample = self.samples[part.index]
             sample.token_ids.extend(part.token_ids)

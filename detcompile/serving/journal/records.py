@@ -114,5 +114,7 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
 
 
 def _kept(answer: Answer) -> KeptAnswer:
-    samples = [KeptSample(list(own.token_ids), own.logprobs, own.finish_reason, own.stop_reason) for own in answer.samples]
+    samples = [
+        KeptSample(own.token_ids.tolist(), own.logprobs, own.finish_reason, own.stop_reason) for own in answer.samples
+    ]
     return KeptAnswer(samples, answer.prompt_logprobs, answer.num_cached_tokens)

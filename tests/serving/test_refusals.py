@@ -69,7 +69,7 @@ def canary(http: httpx.Client) -> str:
             400,
             "messages[0].content[0]",
         ),
-        ("/v1/embeddings", {"input": "x"}, 404, None),
+        ("/v1/images/generations", {"input": "x"}, 404, None),
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
     ],

@@ -146,8 +146,9 @@ def test_ranks_tell_how_much_of_the_weights_they_have_read(two: RemoteModel) -> 
     total = sum(t.nbytes for t in (*whole.parameters(), *whole.buffers()))
     for rank in range(2):
         notes = [text for teller, text in NOTES if teller == rank]
-        assert notes[0] == "loading" and notes[-2:] == [reading(total, total), "compiling"]
-        assert len(notes) > 10
+        read = [text for text in notes if text.startswith("reading")]
+        assert len(read) > 10 and read[-1] == reading(total, total)
+        assert (notes == read) == (rank > 0)  # rank 0 tells the stages as well
 
 
 @pytest.mark.parametrize("axis", sorted(set(AXES) - {"cuda_graphs"}))

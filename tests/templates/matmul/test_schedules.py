@@ -31,7 +31,7 @@ def problem(n: int, k: int, tokens: int, radices: tuple[int, ...] = (), **change
         (problem(1024, 2048, 8, EIGHT_LEAVES), "batched-leaves-ahead-8x16x128"),
         (problem(1024, 2048, 16, EIGHT_LEAVES), "batched-leaves-ahead-16x16x128"),
         (problem(4096, 12288, 8, EIGHT_LEAVES), "batched-leaves-8x16x128"),
-        (problem(4096, 4096, 8, (2,)), "batched-leaves-8x16x512"),
+        (problem(4096, 4096, 8, (2,)), "hopper-swapped-16x64x256"),  # a rank of four of eight leaves
         (problem(4096, 4096, 8, (4,)), "hopper-swapped-16x64x256"),
         (problem(4096, 4096, 32, EIGHT_LEAVES), "hopper-swapped-32x64x256"),
         (problem(6144, 4096, 32), "tma-swapped-32x64x256"),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import triton
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from detcompile import config
+from detcompile.passes.programs.compiling_ahead import vector_isa
 from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["obstacle", "this_machine"]
@@ -26,7 +26,7 @@ def this_machine(device: torch.device) -> dict[str, str]:
     """Parts of this machine by name: what a program compiled here for ``device`` needs where it runs."""
     found = {"device": device.type, "platform": platform.machine(), "torch": torch.__version__}
     if device.type == "cpu":
-        return found | {"isa": cpu_library.isa(), "vectors": str(pick_vec_isa())}
+        return found | {"isa": cpu_library.isa(), "vectors": str(vector_isa())}
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     return found | {"gpu": name, "capability": f"{major}.{minor}", "triton": triton.__version__}
@@ -51,7 +51,7 @@ def _cpu_obstacle(made: Mapping[str, str]) -> str:
         return f"it was made for {isa}, and {chosen} runs here: set DETCOMPILE_CPU_ISA={isa}, or export it here"
     kinds = made["vectors"].split()
     if not set(kinds) <= VECTOR_FLAGS.keys():
-        here = str(pick_vec_isa())
+        here = str(vector_isa())
         return "" if here == made["vectors"] else f"it was made for {made['vectors']}, this is {here}: export it here"
     missing = sorted(set().union(*(VECTOR_FLAGS[kind] for kind in kinds)) - _cpu_flags())
     return f"its code needs {', '.join(missing)}, which this CPU has not: export it here" if missing else ""

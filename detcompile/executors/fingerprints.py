@@ -9,9 +9,9 @@ import torch
 import transformers
 import triton
 from torch._inductor import config as inductor_config
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from detcompile.orders.numerics import Numerics
+from detcompile.passes.programs.compiling_ahead import vector_isa
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
@@ -59,5 +59,5 @@ def _device(device: torch.device) -> str:
         ptxas = getattr(getattr(triton, "knobs", None), "nvidia", None)
         version = getattr(getattr(ptxas, "ptxas", None), "version", "unknown")
         return f"{torch.cuda.get_device_name(device)} sm_{major}{minor} cuda {torch.version.cuda} ptxas {version}"
-    vectors = f"inductor {pick_vec_isa()} simdlen {inductor_config.cpp.simdlen}"
+    vectors = f"inductor {vector_isa()} simdlen {inductor_config.cpp.simdlen}"
     return f"{platform.machine()} {cpu_library.isa()} {vectors} {compiler_version()}"

@@ -19,6 +19,7 @@ from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.preparation import prepare
 from detcompile.passes.programs.binding import bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
+from detcompile.passes.programs.compiling_ahead import precompile_header, prepare_compiler
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.sharding.shard import pin_row_parallel, shard
 from detcompile.passes.sharding.shares import Shares, shares_of
@@ -94,6 +95,8 @@ def lower(
         InvalidInput: the model was compiled, or refused, before; or the ranks' models differ.
         StorageError: the cache, or Inductor's own, is full or cannot be written.
     """
+    if model.device.type == "cpu":
+        prepare_compiler()
     vocabulary, alone = _vocabulary(model), pipeline_stage is None
     shares = shares_of(model, numerics, max_context, ranks if alone else None, replicate_attention)
     seen, recurrences = prepare(model, numerics, max_context, shared=ranks is not None)
@@ -205,6 +208,8 @@ def _kept_or_compiled(
             looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(seen)}")
         if found is not None:
             return _Program(found.forward, found.certificate, found.digest, {})
+    if model.device.type == "cpu":
+        precompile_header()
     repeats = None if seen.states else find_repeats(model)
     captured = _layers(seen) if repeats is None else f"{repeats.prefix} of {_layers(seen)}"
     with stage(f"capture {captured} over a batch"):
@@ -223,6 +228,8 @@ def _compile_stage(
     model: PreTrainedModel, numerics: Numerics, seen: Seen, facts: ModelFacts, pipeline_stage: PipelineStage
 ) -> tuple[_Program, ModelFacts]:
     """The program over the layers of a stage, and its facts; the other weights are dropped."""
+    if model.device.type == "cpu":
+        precompile_header()
     repeats = None if seen.states else find_repeats(model)
     here = layers_of_stage(model, pipeline_stage, repeats, carries_states=bool(seen.states))
     assert repeats is not None

@@ -80,9 +80,7 @@ class Service:
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
-        self.jobs = Jobs(
-            self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal
-        )
+        self.jobs = Jobs(self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal)
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
@@ -257,10 +255,8 @@ class Service:
             StorageError: the log cannot be written.
         """
         if job.issued is None:
-            name = (job.name, job.created, self.name)
-            job.issued = self.receipts.issue(
-                name, job.answers, self.hello, self.texts, template=job.ask.template, salt=job.salt
-            )
+            name, template, salt = (job.name, job.created, self.name), job.ask.template, job.salt
+            job.issued = self.receipts.issue(name, job.answers, self.hello, self.texts, template=template, salt=salt)
         return job.issued
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:

@@ -8,6 +8,7 @@ the operation's own implementation, so that bits and exceptions are the same.
 import ctypes
 import functools
 import hashlib
+import threading
 import warnings
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from detcompile.storage import cache_folder
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import build, compiler_version, is_intact
 
-__all__ = ["direct_ops"]
+__all__ = ["build_direct_ops", "direct_ops"]
 
+_BUILDING = threading.Lock()
 _LIBRARY = torch.library.Library("detcompile_direct", "DEF")
 
 OPS = ("matmul", "rms_norm", "layer_norm", "paged_attention")  # struct Kernels of ops.cpp
@@ -40,7 +42,7 @@ def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
     Empty, with a warning, where they cannot be compiled: what calls them is then called through Python.
     """
     try:
-        loaded = _load()
+        loaded = ctypes.CDLL(str(build_direct_ops()))
     except (CompilerNotFound, StorageError, OSError) as error:
         warnings.warn(f"a CPU's operations are called through Python, which is slower: {error}", stacklevel=2)
         return {}
@@ -50,16 +52,22 @@ def direct_ops() -> dict[torch._ops.OpOverload, torch._ops.OpOverload]:
     return {_overload("detcompile", name): _define(name) for name in OPS}
 
 
-def _load() -> ctypes.CDLL:
+def build_direct_ops() -> Path:
+    """Compile them, unless the cache has them; returns the shared object.
+
+    Raises:
+        CompilerNotFound, StorageError: as shared_objects.build.
+    """
     names = (str(torch.__version__), str(torch.version.git_version), config.cxx_compiler(), compiler_version(), *_FLAGS)
     digest = hashlib.sha256(" ".join((*names, *_LIBRARIES)).encode())
     source = _SOURCES / "direct" / "ops.cpp"
     for path in (source, _SOURCES / "kernels.h", _SOURCES / "matmul_call.h"):
         digest.update(path.read_bytes())
     path = cache_folder("cpu") / f"direct-{digest.hexdigest()[:24]}.so"
-    if not is_intact(path):
-        build(path, [source], _FLAGS, _LIBRARIES)
-    return ctypes.CDLL(str(path))
+    with _BUILDING:
+        if not is_intact(path):
+            build(path, [source], _FLAGS, _LIBRARIES)
+    return path
 
 
 def _define(name: str) -> torch._ops.OpOverload:

@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch._inductor.codegen.common import OpOverrides
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.lowering import lowerings
+
+from detcompile.passes.programs.compiling_ahead import vector_isa
 
 __all__ = ["EXACT", "SAME_LANES", "lane_by_lane"]
 
@@ -97,7 +98,7 @@ def _float32_in_vectors(vector: Callable[..., Any], lanes: Callable[..., Any], x
 
 def _of_equal_lanes(vector: Callable[..., Any], scalar: Callable[..., Any], x: Any) -> str:
     """C++ of a scalar: of float32 what the vector function gives in each lane."""
-    if not pick_vec_isa():
+    if not vector_isa():
         return scalar(x)  # nothing is computed in vectors, and their header is missing
     return (
         "[](auto lane) { if constexpr (std::is_same_v<decltype(lane), float>) {"

@@ -12,12 +12,12 @@ import torch
 import transformers
 import triton
 from torch._inductor import config as inductor_config
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.layers.structure import shown_by
+from detcompile.passes.programs.compiling_ahead import vector_isa
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.tracing import Seen, run_on_two_tokens
 from detcompile.passes.warm.called_code import CalledCode
@@ -92,7 +92,7 @@ def label_of(model: PreTrainedModel, seen: Seen, max_context: int, digest: str) 
 
 def cpu_facts() -> list[str]:
     """What of this machine's CPU a program depends on; a process that asks for it first takes a second."""
-    return [platform.machine(), "cpu", cpu_library.isa(), str(pick_vec_isa())]
+    return [platform.machine(), "cpu", cpu_library.isa(), str(vector_isa())]
 
 
 def _machine(device: torch.device) -> list[str]:

@@ -1,0 +1,49 @@
+"""What is compiled before the first program is what the first program then takes."""
+
+import threading
+
+import pytest
+import torch
+from torch._inductor import codecache, cpu_vec_isa
+
+from detcompile.passes.programs import compiling_ahead
+
+
+@pytest.fixture
+def untried() -> None:
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [None, "avx2", "default"])
+def test_the_vectors_are_those_that_inductor_finds(
+    untried: None, capability: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if capability is not None:
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    found = str(compiling_ahead.vector_isa()), cpu_vec_isa.valid_vec_isa_list()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    assert found == (str(cpu_vec_isa.pick_vec_isa()), cpu_vec_isa.valid_vec_isa_list())
+
+
+def test_vectors_that_do_not_work_are_passed_over(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    possible = cpu_vec_isa.valid_vec_isa_list()
+    if len(possible) < 2:
+        pytest.skip("this machine has one kind of vectors or none")
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    monkeypatch.setattr(type(possible[0]), "__bool__", lambda isa: False)
+    assert compiling_ahead.vector_isa() is possible[1]
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+def test_kernels_take_the_header_that_was_precompiled() -> None:
+    compiling_ahead.precompile_header.cache_clear()
+    compiling_ahead.precompile_header()
+    for thread in threading.enumerate():
+        if thread.name == compiling_ahead.THREAD:
+            thread.join()
+    made = codecache._precompile_header.cache_info()
+    assert made.currsize
+    with torch._inductor.utils.fresh_cache():
+        torch.compile(lambda x: x * 3.25 + 7, fullgraph=True)(torch.ones(300))
+    after = codecache._precompile_header.cache_info()
+    assert (after.hits > made.hits, after.misses) == (True, made.misses)

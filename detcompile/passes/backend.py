@@ -20,7 +20,7 @@ from detcompile.passes.calls import GRAPH_BREAKS, Call, current_call, enter_call
 from detcompile.passes.layers.boundary import take_marks
 from detcompile.passes.layers.compilation import Layered, compile_layers, inputs_of_all_layers
 from detcompile.passes.layers.inputs import LayerInputs
-from detcompile.passes.layers.program import LayeredCode, Run
+from detcompile.passes.layers.program import LayeredCode, Run, of_one_graph
 from detcompile.passes.layers.regions import Region
 from detcompile.passes.pipeline import ROUNDING, GraphPass, decompositions, pinned_codegen, rewrite
 from detcompile.passes.programs.binding import CompiledGraph
@@ -128,9 +128,10 @@ class Backend:
         if compilation.layered is not None:
             self.programs.append(compilation.over_all_layers(values, checked))
             return run
-        wide = compilation.joined()
+        code = compilation.code()
+        wide = {position: joined(parts) for position, parts in code.parts.items()}
         run = _in_float_mode(run, example_inputs)
-        self.programs.append(CompiledGraph(run, values, list(example_inputs), roles, wide, checked))
+        self.programs.append(CompiledGraph(run, values, list(example_inputs), roles, wide, checked, code))
         return reporting(fed(run, wide))
 
     def _roles(self, gm: fx.GraphModule, traced: TracedCall) -> list[Role]:
@@ -173,6 +174,7 @@ class _Compilation:
         self._named: dict[str, Role] = {}  # by the names of the graph that is lowered
         self._groups: list[tuple[int, ...]] = []  # positions of weights that became one
         self.layered: Layered | None = None
+        self._graph: Any = None  # its code, where it is not layered
 
     def settings(self) -> dict[str, Any]:
         """Inductor's settings: those of rounding, and where it calls us."""
@@ -206,7 +208,8 @@ class _Compilation:
             return never_run()
         # Here and again after Inductor's own rewrites: on a hit of its cache only this one runs.
         backend.certificates.append(backend._certify(gm, self._named))
-        return backend.compile_graph(gm, inputs, **kwargs)
+        self._graph = backend.compile_graph(gm, inputs, **kwargs)
+        return self._graph
 
     def _lower_layers(self, gm: fx.GraphModule, owners: LayerInputs, settings: Mapping[str, Any]) -> Layered:
         backend, direct, rows = self._backend, self._direct_ops(), take_marks(gm)
@@ -253,9 +256,9 @@ class _Compilation:
         self._backend._certify(gm, self._named)
         call_directly(gm, direct)
 
-    def joined(self) -> dict[int, torch.Tensor]:
-        """The concatenations of weights that became one, each by the position of the first of them."""
-        return {positions[0]: joined([self._inputs[i] for i in positions]) for positions in self._groups}
+    def code(self) -> LayeredCode:
+        """What the program of one graph is made of."""
+        return of_one_graph(self._graph, self._inputs, self._groups)
 
     def _direct_ops(self) -> Mapping[Any, Any]:
         """What calls the operations of a CPU's graph without Python.
@@ -290,9 +293,8 @@ def _with_joined(gm: fx.GraphModule, inputs: Sequence[Any], groups: Sequence[tup
 def _in_float_mode(run: Compiled, inputs: Sequence[Any]) -> Compiled:
     """``run`` in the standard mode, in all threads that its kernels were compiled for."""
     devices = {given.device for given in inputs if isinstance(given, torch.Tensor)}
-    if any(device.type != "cpu" for device in devices):
-        return run
-    return in_float_mode(run, torch.device("cpu"), torch.get_num_threads())
+    on_cpu = all(device.type == "cpu" for device in devices)
+    return in_float_mode(run, torch.device("cpu"), torch.get_num_threads()) if on_cpu else run
 
 
 enter_calls()

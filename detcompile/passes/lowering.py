@@ -113,7 +113,7 @@ def lower(
     if pipeline_stage is None:
         program = _kept_or_compiled(model, numerics, max_context, seen, ranks)
     else:
-        program, facts = _compile_stage(model, numerics, seen, facts, pipeline_stage)
+        program, facts = _stage_program(model, numerics, max_context, seen, facts, pipeline_stage, ranks)
     return Lowered(
         forward=program.forward,
         certificate=program.certificate,
@@ -200,56 +200,80 @@ def _kept_or_compiled(
 ) -> _Program:
     """The program that an earlier start kept, or one that is compiled now and then kept."""
     key = None
-    if not seen.states and (programs_kept() or ranks is not None):  # ranks agree, also where one may keep nothing
+    if programs_kept() or ranks is not None:  # ranks agree, also where one may keep nothing
         with stage("look for a kept program") as looking:
             if programs_kept():
                 key = program_key(model, numerics, max_context, seen, use=f"a forward of {ranks}")
             found = take_program(key, model, seen, ranks)
-            looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(seen)}")
+            looking.becomes("no program is kept" if found is None else f"take a kept program of {_layers(model)}")
         if found is not None:
             return _Program(found.forward, found.certificate, found.digest, {})
     if model.device.type == "cpu":
         precompile_header()
     repeats = None if seen.states else find_repeats(model)
-    captured = _layers(seen) if repeats is None else f"{repeats.prefix} of {_layers(seen)}"
+    captured = _layers(model) if repeats is None else f"{repeats.prefix} of {_layers(model)}"
     with stage(f"capture {captured} over a batch"):
         certify_batches(model, numerics, seen.expected, repeats)
     with stage(f"capture {captured} and compile") as compiling:
         forward, traced = _compile_packed(PackedForward(model), numerics, seen, repeats)
         count = sum(traced.certificate.counts.values())
         compiling.becomes(f"capture {captured}, certify {count} operations and compile")
-    content = None if key is None else kept(traced, model)
-    if key is not None and content is not None:
-        programs.write(key, content, label_of(model, seen, max_context, traced.digest))
+    if key is not None:
+        _keep(key, traced, model, max_context, ranks)
     return _Program(forward, traced.certificate, traced.digest, traced.constants)
 
 
-def _compile_stage(
-    model: PreTrainedModel, numerics: Numerics, seen: Seen, facts: ModelFacts, pipeline_stage: PipelineStage
+def _keep(key: str, traced: Traced, model: PreTrainedModel, max_context: int, ranks: TensorParallel | None) -> None:
+    content = kept(traced, model, ranks)
+    if content is not None:
+        programs.write(key, content, label_of(model, max_context, traced.digest))
+
+
+def _stage_program(
+    model: PreTrainedModel,
+    numerics: Numerics,
+    max_context: int,
+    seen: Seen,
+    facts: ModelFacts,
+    own: PipelineStage,
+    ranks: TensorParallel | None,
 ) -> tuple[_Program, ModelFacts]:
-    """The program over the layers of a stage, and its facts; the other weights are dropped."""
-    if model.device.type == "cpu":
-        precompile_header()
+    """The program over the layers of a stage, kept or compiled, and its facts; the other weights are dropped."""
     repeats = None if seen.states else find_repeats(model)
-    here = layers_of_stage(model, pipeline_stage, repeats, carries_states=bool(seen.states))
+    here = layers_of_stage(model, own, repeats, carries_states=bool(seen.states))
     assert repeats is not None
-    move_stage(model, pipeline_stage, repeats)
+    key = None
+    if programs_kept():
+        use = f"stage {own.index} of {own.size} of a forward of {ranks}"
+        key = program_key(model, numerics, max_context, seen, use, own.device)
+    move_stage(model, own, repeats)
     device, groups = next(model.parameters()).device, groups_of_stage(seen.groups, here)
+    facts = replace(facts, device=device, kv_shapes=facts.kv_shapes[here.start : here.stop], kv_groups=groups)
+    with stage("look for a kept program") as looking:
+        found = take_program(key, model, seen._replace(groups=groups), ranks, here)
+        looking.becomes("no program is kept" if found is None else f"take a kept program of {len(here)} layers")
+    if found is not None:
+        release_others(model, found.weights)
+        part = None if found.stage is None else StagePart(found.stage, found.rows)
+        return _Program(found.forward, found.certificate, found.digest, {}, part), facts
+    if device.type == "cpu":
+        precompile_header()
     with stage("capture over a batch"):
         certify_batches(model, numerics, seen.expected, repeats)
-    with stage(f"capture and compile {len(here)} of {_layers(seen)}"):
+    with stage(f"capture and compile {len(here)} of {_layers(model)}"):
         traced = trace_packed(PackedForward(model), numerics, seen, compile_fx_inner, repeats=repeats, here=here)
         forward = bind(traced.graph.run, binding_of(traced.graph, traced.example))
         require_kept(forward, groups, traced.example)
+    if key is not None:
+        _keep(key, traced, model, max_context, ranks)
     release_others(model, tensors_of(traced.graph))
     part = StagePart(traced.graph.code.stage, traced.graph.code.rows)
-    program = _Program(forward, traced.certificate, traced.digest, traced.constants, part)
-    kv_shapes = facts.kv_shapes[here.start : here.stop]
-    return program, replace(facts, device=device, kv_shapes=kv_shapes, kv_groups=groups)
+    return _Program(forward, traced.certificate, traced.digest, traced.constants, part), facts
 
 
-def _layers(seen: Seen) -> str:
-    return "1 layer" if len(seen.attention) == 1 else f"{len(seen.attention)} layers"
+def _layers(model: PreTrainedModel) -> str:
+    count = model.config.get_text_config().num_hidden_layers
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def _compile_packed(

@@ -51,7 +51,7 @@ def read_whole(
         view = view_of(model)
         pin_row_parallel(view, numerics)
         key = None
-        if programs_kept() and not seen.states:
+        if programs_kept():
             key = program_key(view, numerics, max_context, seen, use="the digest of the whole")
         known = None if key is None else programs.read(key)
         if known is not None:
@@ -59,7 +59,7 @@ def read_whole(
             return WholeModel(known.decode(), digests)
         program, constants = _whole_program(view, numerics, seen)
     if key is not None and not constants:
-        programs.write(key, program.encode(), label_of(model, seen, max_context, program))
+        programs.write(key, program.encode(), label_of(model, max_context, program))
     return WholeModel(program, digests | weight_digests(constants))
 
 

@@ -13,7 +13,7 @@ from detcompile.passes.layers.regions import Region
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.templates.device.cuda_graphs import is_rehearsal
 
-__all__ = ["LayeredCode", "LayeredProgram", "Run", "Unrolled", "narrowed", "owned_inputs", "unroll"]
+__all__ = ["LayeredCode", "LayeredProgram", "Run", "Unrolled", "narrowed", "of_one_graph", "owned_inputs", "unroll"]
 
 Run = Callable[[list[Any]], Sequence[Any]]
 
@@ -87,7 +87,7 @@ def narrowed(unrolled: Unrolled, others: Collection[int]) -> Unrolled:
 
 
 class LayeredCode(NamedTuple):
-    """What a program over all layers is made of."""
+    """What a program over all layers is made of; one that is one graph has a region."""
 
     program: "LayeredProgram"
     parts: Mapping[int, tuple[torch.Tensor, ...]]  # by position: weights that became one
@@ -135,3 +135,15 @@ class LayeredProgram:
             arguments = [outputs[0], *[shared[index] for index in used], *[given[position] for position in positions]]
             outputs = run(arguments)
         return outputs
+
+
+def of_one_graph(run: Run, inputs: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> LayeredCode:
+    """A program that is one graph, as one of a region that takes all inputs.
+
+    Args:
+        groups: positions of the weights that became one, each group in the place of its first.
+    """
+    positions = tuple(range(len(inputs)))
+    unrolled = Unrolled(positions, (None,) * len(inputs), (positions,), (0,))
+    parts = {own[0]: tuple(inputs[position] for position in own) for own in groups}
+    return LayeredCode(LayeredProgram({0: run}, {0: ()}, unrolled), parts)

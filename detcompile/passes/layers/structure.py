@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
 
-__all__ = ["Repeats", "Shown", "repeats_of", "shown_by"]
+__all__ = ["Repeats", "Shown", "operations_of", "repeats_of"]
 
 PLAIN = (
     bool,
@@ -63,7 +63,7 @@ def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -
     layers = layer_list(model)
     if layers is None or len(layers) < 2:
         return None
-    whole = shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
+    whole = _shown_by(view_of(model), run)  # of modules of their own: a run may leave something behind in them
     if whole is None:
         return None
     first: list[int] = []
@@ -77,7 +77,7 @@ def repeats_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -
     repeats = Repeats(tuple(first))
     if repeats.prefix == len(layers):
         return None
-    shown = shown_by(layers_of(model, range(repeats.prefix)), run)
+    shown = _shown_by(layers_of(model, range(repeats.prefix)), run)
     expected = whole._replace(layers=whole.layers[: repeats.prefix])
     return repeats if shown == expected else None
 
@@ -90,7 +90,15 @@ class Shown(NamedTuple):
     after: list[Any]
 
 
-def shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown | None:
+def operations_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> list[Any]:
+    """The operations of a run in their order, each with its arguments by name and form; nothing is computed."""
+    recorder = _Recorder(model, [])
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        run(model)
+    return recorder.operations()
+
+
+def _shown_by(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> Shown | None:
     """What a run shows; None if the layers do not run one after the other, each on what the one before it gave."""
     layers = layer_list(model)
     if layers is None:
@@ -133,6 +141,10 @@ class _Recorder(TorchDispatchMode):
         if self._broken or self._part != len(self._parts) - 1:
             return None
         return Shown(self._parts[0], self._parts[1:-1], self._parts[-1])
+
+    def operations(self) -> list[Any]:
+        """Of a run that is not divided into layers."""
+        return self._parts[0]
 
     def enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("hidden_states")

@@ -1,4 +1,4 @@
-"""A layered program without its weights, as bytes, and the same over the weights of a model."""
+"""A program without its weights, as bytes, and the same over the weights of a model."""
 
 import copy
 import pickle
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel
-from detcompile.passes.layers.program import LayeredProgram, Unrolled
+from detcompile.passes.layers.program import LayeredCode, LayeredProgram, Unrolled
 from detcompile.passes.programs.binding import Binding, bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
-from detcompile.passes.programs.example_step import example_step
+from detcompile.passes.programs.example_step import example_step, some_layers
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.passes.tracing import Seen, Traced
@@ -41,14 +41,22 @@ class KeptProgram(NamedTuple):
     unrolled: Unrolled
     weights: list[tuple[str, ...]]  # by position: names of the weights that are concatenated there; none for a step's
     of_step: list[tuple[int, int, int | None]]
+    stage: Certificate | None  # of what runs, where that is a stage
+    rows: Tensor | None  # on the CPU: an example of what a stage behind the first is given
 
 
-def kept(traced: Traced, model: nn.Module) -> bytes | None:
-    """A compiled program as bytes; None where it is not made of regions, or holds more than code and named weights."""
-    code = traced.graph.code
+def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) -> bytes | None:
+    """A compiled program as bytes; None where it holds more than code and named weights.
+
+    A program of one graph has lost here what torch does around its code; it is kept where nothing of that is missed in
+    a step, which ranks that share a model do not try.
+    """
+    code: LayeredCode | None = traced.graph.code
     if code is None or traced.constants:
         return None
     program, parts = code.program, code.parts
+    if program.unrolled.regions == (0,) and (ranks is not None or not _is_all_of(traced, program)):
+        return None
     graphs = {id(run): run for run in program.runs.values()}
     if not all(isinstance(run, CompiledFxGraph) for run in graphs.values()):
         return None
@@ -70,8 +78,20 @@ def kept(traced: Traced, model: nn.Module) -> bytes | None:
             unrolled=program.unrolled,
             weights=weights,
             of_step=of_step,
+            stage=code.stage,
+            rows=None if code.rows is None else code.rows.cpu(),
         )
     )
+
+
+def _is_all_of(traced: Traced, program: LayeredProgram) -> bool:
+    """Whether the code of a graph alone gives the one result of the traced forward, in its form."""
+    binding = binding_of(traced.graph, traced.example)
+    alone = in_float_mode(program, traced.example[0].device, torch.get_num_threads())
+    one, other = (bind(run, binding)(*copy.deepcopy(traced.example)) for run in (traced.graph.run, alone))
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    return (one.dtype, one.stride()) == (other.dtype, other.stride()) and torch.equal(one, other)
 
 
 def _without_code(graph: CompiledFxGraph) -> CompiledFxGraph:
@@ -88,17 +108,26 @@ class TakenProgram(NamedTuple):
     forward: Callable[..., Any]
     certificate: Certificate
     digest: str
+    weights: list[Tensor]  # that it takes, the parts of those that are concatenated
+    stage: Certificate | None  # as of KeptProgram
+    rows: Tensor | None
 
 
 def take_program(
-    key: str | None, model: PreTrainedModel, seen: Seen, ranks: TensorParallel | None = None
+    key: str | None,
+    model: PreTrainedModel,
+    seen: Seen,
+    ranks: TensorParallel | None = None,
+    here: range | None = None,
 ) -> TakenProgram | None:
     """The program of this key, which ran a step of this model; None if there is none, or it cannot be loaded.
 
     Args:
         key: None where no program may be taken.
+        seen: what the model has shown, with the groups of what runs here.
         ranks: the ranks that share the model, all of which call this. Where one has no program all compile, since they
             meet in its sums.
+        here: the layers of a stage; None for all.
 
     Raises:
         UnsupportedModel: it copies its caches.
@@ -109,8 +138,13 @@ def take_program(
         return None
     if found is None:
         return None
-    program, forward = found
+    program, forward, weights = found
     example = example_step(seen.kv_shapes, len(seen.groups), seen.states, model.dtype, model.device)
+    rows = None if program.rows is None else program.rows.to(model.device)
+    if here is not None:
+        example = some_layers(example, here)
+    if rows is not None:
+        example = (rows, *example[1:])
     try:
         require_kept(forward, seen.groups, example)
     except (DetcompileError, MemoryError):
@@ -120,10 +154,13 @@ def take_program(
             raise
         _warn(model, error)
         return None
-    return TakenProgram(forward, program.certificate, program.digest)
+    return TakenProgram(forward, program.certificate, program.digest, weights, program.stage, rows)
 
 
-def _loaded(key: str, model: PreTrainedModel) -> tuple[KeptProgram, Callable[..., Any]] | None:
+_Revived = tuple[KeptProgram, Callable[..., Any], list[Tensor]]  # the last: the weights that it takes
+
+
+def _loaded(key: str, model: PreTrainedModel) -> _Revived | None:
     content = programs.read(key)
     if content is None:
         return None
@@ -140,7 +177,7 @@ def _warn(model: PreTrainedModel, error: Exception) -> None:
     warnings.warn(f"a kept program of {type(model).__name__} is compiled anew: {error!r}", stacklevel=4)
 
 
-def _revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..., Any]]:
+def _revived(content: bytes, model: nn.Module) -> _Revived:
     device = next(model.parameters()).device
     if device.type == "cpu":
         direct_ops()  # which its code calls by their names
@@ -149,11 +186,12 @@ def _revived(content: bytes, model: nn.Module) -> tuple[KeptProgram, Callable[..
         graph.after_deserialization(CompiledFxGraphConstants())
         maybe_realign_inputs(BoxedBool(False), graph, graph.inputs_to_check, OrderedSet(graph.mutated_input_idxs))
     runs = {region: program.graphs[number] for region, number in program.runs.items()}
-    whole = LayeredProgram(runs, program.shared, program.unrolled)
+    whole = LayeredProgram(runs, program.shared, program.unrolled, program.rows is not None)
     held = named_weights(model, every_name=True)
     fixed = [_weight([held[name] for name in names]) for names in program.weights]
     run = in_float_mode(whole, device, torch.get_num_threads())
-    return program, bind(run, Binding(fixed, program.of_step))
+    taken = [held[name] for names in program.weights for name in names]
+    return program, bind(run, Binding(fixed, program.of_step)), taken
 
 
 def _weight(parts: list[Tensor]) -> Tensor | None:

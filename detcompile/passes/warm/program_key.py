@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from detcompile.config import sizes_asserted
 from detcompile.orders.numerics import Numerics
-from detcompile.passes.layers.structure import shown_by
+from detcompile.passes.layers.structure import operations_of
 from detcompile.passes.programs.compiling_ahead import vector_isa
 from detcompile.passes.programs.layer_views import view_of
 from detcompile.passes.tracing import Seen, run_on_two_tokens
@@ -39,7 +39,12 @@ MODES = (
 
 
 def program_key(
-    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, use: str = "a forward"
+    model: PreTrainedModel,
+    numerics: Numerics,
+    max_context: int,
+    seen: Seen,
+    use: str = "a forward",
+    device: torch.device | None = None,
 ) -> str | None:
     """sha256 over what decides the program of a model whose modules have been changed; None where that is not all seen.
 
@@ -48,10 +53,11 @@ def program_key(
 
     Args:
         use: what is kept of the program, and by whom.
+        device: where it runs, if the model is not there yet.
     """
     digest = hashlib.sha256(use.encode())
     try:
-        for line in _lines(model, numerics, max_context, seen):
+        for line in _lines(model, numerics, max_context, seen, device or next(model.parameters()).device):
             digest.update(json.dumps(line).encode())
     except (Undescribed, RuntimeError, RecursionError, TypeError, ValueError) as error:
         logger.debug("the program of %s is not kept: %s", type(model).__name__, error)
@@ -59,34 +65,34 @@ def program_key(
     return digest.hexdigest()
 
 
-def _lines(model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen) -> Iterator[Any]:
-    device = next(model.parameters()).device
+def _lines(
+    model: PreTrainedModel, numerics: Numerics, max_context: int, seen: Seen, device: torch.device
+) -> Iterator[Any]:
     yield [source_digest(), torch.__version__, torch.version.git_version, triton.__version__, transformers.__version__]
     yield [sys.version, *_machine(device), sizes_asserted(), *(str(mode()) for mode in MODES)]
     yield hashlib.sha256(inductor_config.save_config()).hexdigest()
-    yield [repr(numerics), max_context, repr(seen.groups), repr(seen.kv_shapes)]
+    yield [repr(numerics), max_context, repr(seen.groups), repr(seen.kv_shapes), repr(seen.states)]
     yield [[call.layer, call.num_heads, call.shape, call.chunk, call.window] for call in seen.attention]
     described = Descriptions(model)
     for name, module in model.named_modules():
         yield [name, described.module(module)]
     called = CalledCode()
     with torch.no_grad():
-        shown_by(view_of(model), run_on_two_tokens)  # what a process does once, it has done then
+        operations_of(view_of(model), run_on_two_tokens)  # what a process does once, it has done then
         with called:
-            shown = shown_by(view_of(model), run_on_two_tokens)
-    if shown is None:
-        raise Undescribed("layers that do not run one after the other")
+            shown = operations_of(view_of(model), run_on_two_tokens)
     yield hashlib.sha256(repr(shown).encode()).hexdigest()
     yield hashlib.sha256(repr(sorted(called.lines)).encode()).hexdigest()
 
 
-def label_of(model: PreTrainedModel, seen: Seen, max_context: int, digest: str) -> dict[str, str]:
+def label_of(model: PreTrainedModel, max_context: int, digest: str) -> dict[str, str]:
     """What a kept program is of, for who lists them.
 
     Args:
         digest: the digest of the program.
     """
-    names = {"model": type(model).__name__, "layers": str(len(seen.attention)), "dtype": str(model.dtype)}
+    layers = model.config.get_text_config().num_hidden_layers
+    names = {"model": type(model).__name__, "layers": str(layers), "dtype": str(model.dtype)}
     return names | {"max_context": str(max_context), "program": digest}
 
 

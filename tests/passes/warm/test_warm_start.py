@@ -17,15 +17,20 @@ from transformers import PreTrainedModel
 
 import detcompile
 from detcompile import CompiledModel, Numerics, SamplingParams, StorageError
+from detcompile.api import compile_here
 from detcompile.config import cache_directory
 from detcompile.models.remote import RemoteModel
+from detcompile.parallel import PipelineStage
 from detcompile.passes import lowering
+from detcompile.passes.layers.program import LayeredProgram
 from detcompile.passes.warm import programs
 from detcompile.passes.warm.descriptions import Descriptions, Undescribed
 from detcompile.progress import listening
 from detcompile.templates.cpu import library
 from tests.bits import assert_bitwise_equal
+from tests.exhaustive import exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, VOCAB_SIZE, random_model
+from tests.passes.layers.test_stages import chained
 
 IDS = torch.arange(1, 41)[None] % VOCAB_SIZE
 LAYERS = {"num_hidden_layers": 3}
@@ -104,6 +109,45 @@ def test_other_weights_of_the_same_form_take_it_too(fresh: CompiledModel) -> Non
     for one in (model, anew):
         one.update_weights({name: source(seed=4).get_parameter(name)})
     assert_bitwise_equal(model(IDS).logits, anew(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["mamba2", *exhaustive_unless(lambda name: False, ["lfm2", "qwen3_next"])])
+def test_a_program_of_one_graph_is_taken(fresh: CompiledModel, name: str) -> None:
+    """Layers that carry a state are not cut."""
+    anew, again = compiled(random_model(name, torch.float32)), from_the_cache(random_model(name, torch.float32))
+    assert again.fingerprint == anew.fingerprint and again.certificate == anew.certificate
+    assert_bitwise_equal(again(IDS).logits, anew(IDS).logits)
+    assert answers(again) == answers(anew)
+
+
+def test_a_program_that_torch_adds_something_to_is_not_kept(fresh: CompiledModel) -> None:
+    """Of a graph's code alone, where what torch does around it is missed."""
+    model = random_model("mamba2", torch.float32, num_hidden_layers=1)
+    of_one_graph = mock.patch.object(LayeredProgram, "__call__", lambda self, *given: [self.runs[0]([*given])[0] + 1])
+    count = len(programs.entries())
+    with of_one_graph:
+        compiled(model)
+    assert len(programs.entries()) == count
+
+
+def test_stages_take_their_programs(fresh: CompiledModel) -> None:
+    def stages() -> list[Any]:
+        own = [PipelineStage(size=2, index=index) for index in range(2)]
+        return [compile_here(source(), 1, Numerics(), MAX_CONTEXT, stage=stage) for stage in own]
+
+    def joined(models: list[Any]) -> CompiledModel:
+        return chained([model.executor for model in models])
+
+    anew = stages()
+    with mock.patch.object(lowering, "certify_batches", side_effect=Compiled):
+        again = stages()
+    for one, other in zip(again, anew, strict=True):
+        assert one.executor.fingerprint_parts() == other.executor.fingerprint_parts() == fresh.fingerprint_parts
+        assert one.executor.description.facts == other.executor.description.facts
+        assert dict(one.model.named_parameters()).keys() == dict(other.model.named_parameters()).keys()
+    assert joined(again).certificate == joined(anew).certificate
+    assert_bitwise_equal(joined(again)(IDS).logits, fresh(IDS).logits)
+    assert answers(joined(again)) == answers(fresh)
 
 
 FACTOR = 1.0

@@ -3,9 +3,9 @@
     python -m benchmarks.on_policy --json OUT [--models llama,qwen3 --dtypes bfloat16 --tp 1,2 --answers 16]
 
 Small models with random weights, one for each architecture that is trained (tests/training/cases.py). Prompts of 1 to
-1100 tokens, over chunks of keys and leaves of tokens, are answered at temperature 1 by an engine whose steps hold at most
-200 tokens; the trainer reads prompts and answers together, shuffled, 1, 8 or 3 at a time, each behind a drawn number of
-columns of padding.
+1100 tokens, over chunks of keys and leaves of tokens, are answered at temperature 1 by an engine whose steps hold at
+most 200 tokens; the trainer reads prompts and answers together, shuffled, 1, 8 or 3 at a time, each behind a drawn
+number of columns of padding.
 
 Writes its JSON after each row, and goes on where the file that it finds ends.
 """

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -15,19 +14,10 @@ from detcompile import InvalidInput, SamplingParams, StorageError, Trainer, Unsu
 from detcompile.passes.modules.low_rank import AdaptedLinear, take_adapters
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, random_model
-from tests.training.cases import add_gradients, gradients, sequences, trained
+from tests.training.cases import TARGETS, adapted, add_gradients, gradients, sequences, trained
 
+peft = pytest.importorskip("peft")
 LENGTHS = [40, 7, 130, 2, 64, 15]
-TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]
-
-
-def adapted(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **config: Any) -> peft.PeftModel:
-    """``random_model`` under adapters that are no zeros; the same at every call."""
-    model = random_model(name, dtype)
-    torch.manual_seed(1)
-    given = {"r": 6, "lora_alpha": 24, "target_modules": TARGETS, "init_lora_weights": False} | config
-    autocast = given.pop("autocast", False)
-    return peft.get_peft_model(model, peft.LoraConfig(**given), autocast_adapter_dtype=autocast).eval()
 
 
 def a_trainer(name: str = "qwen3", **config: Any) -> Trainer:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gradient_errors --json OUT [--models llama,qwen3 --dtypes bfloat16]
 
-Small models with random weights (tests/training/cases.py), whose weights are those of the dtype in all three. Torch reads
-each sequence by itself; float64 is torch's too. Writes its JSON after each row.
+Small models with random weights (tests/training/cases.py), whose weights are those of the dtype in all three. Torch
+reads each sequence by itself; float64 is torch's too. Writes its JSON after each row.
 """
 
 import argparse

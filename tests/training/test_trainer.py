@@ -10,7 +10,7 @@ from torch import Tensor
 
 import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams
-from tests.exhaustive import exhaustive_unless
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import ARCHITECTURES, gradient_errors, gradients, padded, sequences, trained
 
@@ -170,6 +170,7 @@ def test_recomputed_layers_have_the_same_gradients():
     assert not [name for name in kept if not torch.equal(kept[name], again[name])]
 
 
+@EXHAUSTIVE  # tests/training/test_low_rank.py freezes all but adapters
 def test_frozen_parameters_get_no_gradient_and_change_no_other():
     rows = sequences(SHORT)
     whole = gradients(trained("qwen3"), rows, [range(6)])

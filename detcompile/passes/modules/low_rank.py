@@ -39,12 +39,12 @@ class AdaptedLinear(nn.Module):
 
     @property
     def takes(self) -> dict[str, Any]:
-        """Its linears that read x, by their names in it."""
+        """The linears that read x, by their names in the module."""
         return {"base_layer": self.base_layer, f"lora_A.{self.adapter}": self.lora_A[self.adapter]}
 
     @property
     def gives(self) -> list[Any]:
-        """Its linears that give all N features."""
+        """The linears that give all N features."""
         return [self.base_layer, self.lora_B[self.adapter]]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import detcompile
-from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams
+from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams, UnsupportedModel
+from detcompile.passes.training import tracing
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import ARCHITECTURES, gradient_errors, gradients, padded, sequences, trained
@@ -185,6 +186,20 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other():
     found = gradients(trainer, rows, [[5, 1], [0, 2, 3, 4]])
     assert found.keys() == {name for name in whole if "self_attn" in name}
     assert not [name for name in found if not torch.equal(found[name], whole[name])]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3_moe", "Qwen3MoeForCausalLM: mixtures of experts are served, and not trained"),
+        ("mixtral", "MixtralForCausalLM: mixtures of experts"),
+        ("lfm2", "layers that carry a state from token to token are served, and not trained"),
+    ],
+)
+def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracing, "find_repeats", None)  # nothing was traced before
+    with pytest.raises(UnsupportedModel, match=message):
+        detcompile.trainer(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
 
 
 @pytest.mark.parametrize(

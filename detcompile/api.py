@@ -56,7 +56,8 @@ def compile(
         model: a name, as ``load_model`` takes it: a local folder, the id of a repository on the Hugging Face Hub, or
             "tiny", or its draft model "tiny-draft"; or a Hugging Face causal LM in eval mode, on the device and in the
             dtype it shall serve in. A module is changed in place and belongs to the result afterwards, also if it is
-            refused: load it again then.
+            refused: load it again then. PEFT's model, with LoRA of linears, is taken like one without, its adapters
+            beside the weights.
         tp: tensor-parallel size. Above 1, so many worker processes are started, which load and run the model; the
             result is used like any other. Where torch.distributed was initialised before (torchrun), none are: each
             process then calls compile() with the same whole model and keeps its share of it, and from then on all of

@@ -16,6 +16,7 @@ from detcompile.models.checkpoints import (
     task_of,
 )
 from detcompile.models.hub import Checkpoint, cached_snapshot, find_checkpoint
+from detcompile.passes.modules.low_rank import take_adapters
 from detcompile.progress import stage
 from detcompile.weights import named_weights
 
@@ -114,11 +115,13 @@ def find(
 
 
 def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
-    """The module, as it is, if nothing says how to load it.
+    """The module, out of PEFT's wrapper if it has one, if nothing says how to load it.
 
     Raises:
         InvalidInput: naming what does; or it is no model of transformers.
+        UnsupportedModel: PEFT's adapters in it are not plain LoRA.
     """
+    module = take_adapters(module)
     if not isinstance(module, PreTrainedModel):
         raise InvalidInput(
             f"compile() takes a model of transformers, or the name of one, and not a {type(module).__name__}; for any"

@@ -12,6 +12,7 @@ from detcompile.models.loading import Load, LoadOptions, find, loaded_before
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.capture import require_ready
 from detcompile.progress import shown, stage
+from detcompile.training.adapters import require_no_dropout
 from detcompile.training.trainer import Trainer
 
 __all__ = ["trainer"]
@@ -39,6 +40,7 @@ def trainer(
     Args:
         model: a name, or a Hugging Face causal LM in eval mode, as for ``compile``; a module is changed in place and is
             of no use afterwards. Parameters with ``requires_grad=False`` are frozen: no gradient of them is computed.
+            PEFT's model, with LoRA of linears, is taken like one without: its adapters are trained.
         numerics: the declared orders; those of the engine that generates with these weights.
         max_context: tokens a sequence may hold; default: the config's max_position_embeddings. An engine's has to be
             the same where rotary tables look at it.
@@ -48,23 +50,20 @@ def trainer(
         progress, dtype, device, revision, token, trust_remote_code: what ``compile`` takes them for.
 
     Raises:
-        UnsupportedModel: the model cannot be captured, or an operation of it has no gradient.
+        UnsupportedModel: the model cannot be captured, an operation of it has no gradient, or its adapters are another
+            kind than LoRA without dropout.
         UncertifiedOp: an operation could make rows meet; the message names it.
         NumericsError: the model does not fit the numerics.
         TrainerMismatch: log-probabilities are not those of ``check``.
         InvalidInput: an argument is off.
     """
-    if hasattr(model, "peft_config"):
-        raise UnsupportedModel(
-            f"adapters of PEFT in a {type(model).__name__} are not trained: call merge_and_unload() and train the model"
-            " itself, or freeze parameters by requires_grad_(False)"
-        )
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": None}
     with shown(progress):
         given = find(model, **how) if isinstance(model, (str, Path)) else loaded_before(model, **how)
         module = given.on(given.device) if isinstance(given, Load) else given
         require_ready(module)
+        require_no_dropout(module)
         if module.get_output_embeddings() is None:
             raise UnsupportedModel(f"{type(module).__name__} has no language-model head: causal LMs are trained")
         with stage(f"trace, prove and compile {type(module).__name__} forward and backward"):

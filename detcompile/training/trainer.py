@@ -1,6 +1,7 @@
 """Trainer: a causal LM to train, whose logits are the bytes that serve it, and whose gradients are exact sums."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,16 +19,18 @@ from detcompile.models.call_arguments import require_served, require_tensors
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
 from detcompile.orders.numerics import Numerics
-from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch, check_batch, repad, unpad
+from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.templates.training.exactness import ExactnessGuard
+from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
 from detcompile.training.blocks import Block, StepTensors, Weight, weights_of
 from detcompile.training.certificate import TrainingCertificate, backward_of
 from detcompile.training.construction import build
 from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
+from detcompile.training.label_loss import label_loss
 from detcompile.training.packing import leaf_table, packed_step, pieces
-from detcompile.training.sharding import ExactSum, shard_blocks, whole_weights
+from detcompile.training.sharding import ExactSum, shard_blocks, whole, whole_weights
 
 __all__ = ["Trainer"]
 
@@ -55,6 +58,7 @@ class Trainer(nn.Module):
         self.config, self.numerics, self.max_context = model.config, numerics, max_context
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.model_dtype, self.tokenizer = model.dtype, tokenizer_of(model)
+        self._adapters = dict(getattr(model, "peft_config", {}))
         self._built = build(model, numerics, max_context, self)
         prefixes = tuple(block.prefix for block in self.blocks)
         self._dtypes = self.blocks[0].dtypes
@@ -121,6 +125,22 @@ class Trainer(nn.Module):
         """
         return whole_weights(self, self._dtypes)
 
+    def save_adapters(self, folder: str | Path) -> None:
+        """Write the adapters of PEFT that the model came with as ``PeftModel.from_pretrained`` reads them, in float32.
+
+        Ranks that share the parameters call this together, and the first writes.
+
+        Raises:
+            InvalidInput: the model came without adapters, or ``folder`` is a file.
+            StorageError: the folder cannot be written.
+        """
+        if not self._adapters:
+            raise InvalidInput("the model came without adapters of PEFT: serving_weights() has all of its weights")
+        named = self.named_parameters()
+        kept = {name: whole(held) for name, held in named if of_adapters(name) or held.requires_grad}
+        if not self._sums or dist.get_rank() == 0:
+            save_adapters(Path(folder), self._adapters, kept, self.config.name_or_path)
+
     def check(self, model: CompiledModel, seed: int = 0) -> None:
         """Compare log-probabilities of random sequences with those of an engine of ``model``, byte for byte.
 
@@ -166,7 +186,7 @@ class Trainer(nn.Module):
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
         logits = self._built.last(self._rows(step, weights), (), step, weights)[0]
-        loss = None if labels is None else _loss(logits, labels.to(self.device), batch, num_items_in_batch)
+        loss = None if labels is None else label_loss(logits, labels.to(self.device), batch, num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=repad(logits, batch.mask))
 
     def logprobs(
@@ -268,19 +288,3 @@ def _padded(values: Tensor, places: Tensor) -> Tensor:
     padded = values.new_zeros(places.shape)
     padded[places] = values
     return padded
-
-
-def _loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: Tensor | int | None) -> Tensor:
-    """Minus the sum of the labels' log-probabilities, divided by ``num_items``, or by the labels that there are."""
-    mask = torch.from_numpy(batch.mask).to(labels.device)
-    if labels.shape != mask.shape:
-        raise InvalidInput(f"labels {list(labels.shape)} have to be like input_ids {list(mask.shape)}")
-    following = labels.new_full(labels.shape, IGNORED_LABEL)
-    following[:, :-1] = torch.where(mask[:, 1:], labels[:, 1:], IGNORED_LABEL)
-    targets = following[mask]
-    counted = targets != IGNORED_LABEL
-    count = counted.sum() if num_items is None else torch.as_tensor(num_items)
-    if not int(count):
-        raise InvalidInput("no token has a label: every label is -100, at padding, or of a row's first token")
-    logprobs, _ = torch.ops.detcompile.token_logprobs(logits, targets.where(counted, 0))
-    return -(logprobs * counted / count.to(logprobs)).sum(dtype=torch.float64).float()

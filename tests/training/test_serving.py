@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import detcompile
-from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams, Trainer, TrainerMismatch, UnsupportedModel
+from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams, Trainer, TrainerMismatch
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import add_gradients, gradients, sequences
 
@@ -75,10 +75,3 @@ def test_a_model_of_other_orders_is_refused(trainer: Trainer):
         model = type("Other", (), {"numerics": other.numerics, "max_context": other.max_context, **changed})()
         with pytest.raises(InvalidInput, match=f"pass {next(iter(changed))}="):
             trainer.check(model)
-
-
-def test_adapters_of_peft_are_refused_by_name():
-    model = random_model("qwen3", torch.bfloat16)
-    model.peft_config = {}
-    with pytest.raises(UnsupportedModel, match="merge_and_unload"):
-        detcompile.trainer(model)

@@ -11,7 +11,7 @@ import pytest
 from tests.exhaustive import exhaustive_unless
 from tests.training.worlds import MUTANTS
 
-CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn"]
+CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn", "qwen3 lora"]
 
 
 @pytest.fixture(scope="module", params=exhaustive_unless("qwen3".__eq__, CASES))

@@ -1,6 +1,5 @@
 """A trainer's forward has the bytes that serve; its gradients those of no micro-batch, packing or order."""
 
-import re
 from typing import Any
 
 import pytest
@@ -10,16 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import detcompile
-from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams
-from tests.exhaustive import exhaustive_unless
+from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams, UnsupportedModel
+from detcompile.passes.training import tracing
+from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
-from tests.training.cases import ARCHITECTURES, gradients, padded, sequences, trained
+from tests.training.cases import ARCHITECTURES, gradient_errors, gradients, padded, sequences, trained
 
 QUICK = {("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt2", torch.float32)}
 CASES = [(name, dtype) for name in ARCHITECTURES for dtype in (torch.bfloat16, torch.float32)]
 LENGTHS = [1, 2, 63, 64, 65, 130, 513, 700]  # over blocks of keys and chunks
 SHORT = [40, 7, 130, 2, 64, 15]
-GROUPS = (r"attn\.|attention\.", "mlp|fc1|fc2", "norm|ln_", "embed|wte|wpe", "head", "")  # of parameters
 quick_and_all = pytest.mark.parametrize(("name", "dtype"), exhaustive_unless(QUICK.__contains__, CASES))
 
 
@@ -62,28 +61,8 @@ def test_the_certificate_has_the_orders_of_serving(name: str, dtype: torch.dtype
 @quick_and_all
 def test_gradients_are_no_further_from_float64_than_those_of_torch(name: str, dtype: torch.dtype):
     rows = sequences(SHORT)
-    found = gradients(trained(name, dtype), rows, [range(len(rows))])
-    truth, plain = (by_torch(name, dtype, other, rows) for other in (torch.float64, dtype))
-    for group in GROUPS:
-        names = [name for name in truth if re.search(group, name)]
-        ours, torchs = (distance(values, truth, names) for values in (found, plain))
+    for group, ours, torchs in gradient_errors(trained(name, dtype), name, dtype, rows):
         assert ours <= (1.05 if dtype is torch.bfloat16 else 1.25) * torchs, group
-
-
-def by_torch(name: str, dtype: torch.dtype, other: torch.dtype, rows: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of the Hugging Face model, with the weights that are of ``dtype``."""
-    model = random_model(name, dtype).to(other)
-    model.set_attn_implementation("eager")  # sdpa leaves gemma2's soft cap out
-    for row in rows:
-        logits = model(row[None]).logits[0, :-1]
-        logprobs = (logits if other is torch.float64 else logits.float()).log_softmax(-1)
-        weights = torch.linspace(0.5, 1.5, len(row) - 1)
-        (-(logprobs.gather(1, row[1:, None]).squeeze(1) * weights).sum() / sum(map(len, rows))).backward()
-    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
-
-
-def distance(found: Any, truth: dict[str, Tensor], names: list[str]) -> float:
-    return sum(float((found[name].double() - truth[name]).norm() ** 2) for name in names) ** 0.5
 
 
 @quick_and_all
@@ -192,6 +171,7 @@ def test_recomputed_layers_have_the_same_gradients():
     assert not [name for name in kept if not torch.equal(kept[name], again[name])]
 
 
+@EXHAUSTIVE  # tests/training/test_low_rank.py freezes all but adapters
 def test_frozen_parameters_get_no_gradient_and_change_no_other():
     rows = sequences(SHORT)
     whole = gradients(trained("qwen3"), rows, [range(6)])
@@ -206,6 +186,20 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other():
     found = gradients(trainer, rows, [[5, 1], [0, 2, 3, 4]])
     assert found.keys() == {name for name in whole if "self_attn" in name}
     assert not [name for name in found if not torch.equal(found[name], whole[name])]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3_moe", "Qwen3MoeForCausalLM: mixtures of experts are served, and not trained"),
+        ("mixtral", "MixtralForCausalLM: mixtures of experts"),
+        ("lfm2", "layers that carry a state from token to token are served, and not trained"),
+    ],
+)
+def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracing, "find_repeats", None)  # nothing was traced before
+    with pytest.raises(UnsupportedModel, match=message):
+        detcompile.trainer(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
 
 
 @pytest.mark.parametrize(

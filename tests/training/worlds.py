@@ -23,7 +23,7 @@ import detcompile
 from detcompile import InvalidInput, Trainer
 from detcompile.training import sharding
 from tests.model_cases import MAX_CONTEXT, random_model
-from tests.training.cases import add_gradients, sequences
+from tests.training.cases import adapted, add_gradients, sequences
 
 __all__ = ["LENGTHS", "MUTANTS", "WORLDS", "World"]
 
@@ -127,7 +127,7 @@ def digests(world: World, trainer: Trainer) -> list[Any]:
 
 def main(file: str, name: str, part: str = "") -> None:
     torch.set_num_threads(1)
-    model = random_model(name, torch.bfloat16)
+    model = adapted(name) if part == "lora" else random_model(name, torch.bfloat16)
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(part in path)
     trainer = detcompile.trainer(model, max_context=MAX_CONTEXT)

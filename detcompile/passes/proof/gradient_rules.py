@@ -119,7 +119,11 @@ def _token_matmul(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> Toke
 
 
 def _token_sum(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> TokenSum:
-    _require_tokens(ctx.rows(given["g"]))
+    """A leaf is a row, so that no order of the tokens moves the sum: they may lie behind heads."""
+    g = ctx.rows(given["g"])
+    if sum(axis.row is not None for axis in g.dims[0]) != 1:
+        raise Refusal(f"a sum over {describe(g.dims[0])}, which is not over the tokens")
+    require_feature(g, 1, "a gradient of a weight")
     return TokenSum()
 
 
@@ -128,10 +132,10 @@ def _token_scatter(node: fx.Node, given: Mapping[str, Any], ctx: Context) -> Tok
     return TokenSum()
 
 
-def _require_tokens(g: Rows, others: Dim | None = None) -> Dim:
-    """A matrix of gradients whose rows are all tokens in their order, or some rows of each."""
+def _require_tokens(g: Rows, others: Dim) -> Dim:
+    """A matrix of gradients whose rows, as those of ``others``, are all tokens in their order, or some rows of each."""
     rows = g.dims[0]
-    if not rows or rows[0].row is None or any(axis.row for axis in rows[1:]) or others not in (None, rows):
+    if not rows or rows[0].row is None or any(axis.row for axis in rows[1:]) or others != rows:
         raise Refusal(f"a sum over {describe(rows)}, which is not over the tokens in their order")
     require_feature(g, 1, "a gradient of a weight")
     return rows

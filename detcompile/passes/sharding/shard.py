@@ -14,6 +14,7 @@ from detcompile.orders.numerics import Numerics, matmul_order
 from detcompile.parallel import TensorParallel
 from detcompile.passes.modules.attention import AttentionCall
 from detcompile.passes.modules.experts import find_experts
+from detcompile.passes.modules.low_rank import AdaptedLinear
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.passes.sharding.experts import pin_expert_trees, shard_experts
 from detcompile.passes.sharding.heads import HeadShare, features_of, head_share
@@ -124,8 +125,9 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
     """The row-parallel linears, each of which has equal leaves."""
     plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
     found = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D, QuantizedLinear)) and style_of(name, plan) == "row":
+    planned = [(name, module) for name, module in model.named_modules() if style_of(name, plan) == "row"]
+    for name, module in [part for place in planned for part in _linears(*place)]:
+        if isinstance(module, (nn.Linear, Conv1D, QuantizedLinear)):
             k = module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
             try:
                 matmul_order(k, model.dtype, numerics.radices)
@@ -133,6 +135,13 @@ def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str,
                 raise NumericsError(f"{name}: {error}") from error
             found.append((name, module))
     return found
+
+
+def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A linear's own name and itself; of one with an adapter, those of the linears that read its rows."""
+    if not isinstance(module, AdaptedLinear):
+        return [(name, module)]
+    return [(f"{name}.{part}", linear) for part, linear in module.takes.items()]
 
 
 def _shard_attention(
@@ -154,8 +163,9 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
     """Leave an attention module this rank's heads: projections, norms, what each head has one of, and the counts."""
     norms = {NORMS[leaf]: leaf for leaf, norm in attention.named_children() if leaf in NORMS and share.spans(norm)}
     for leaf, linear in list(attention.named_children()):
-        if isinstance(linear, (nn.Linear, Conv1D)):
-            features = features_of(leaf, linear, share, model_type, name)
+        own = linear.gives if isinstance(linear, AdaptedLinear) else [linear]
+        if isinstance(own[0], (nn.Linear, Conv1D)):
+            features = features_of(leaf, own[0], share, model_type, name)
             if features is None:
                 continue
             if leaf in norms:
@@ -163,14 +173,15 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
                 setattr(attention, norms[leaf], NormAcrossHeads(norm, features, ranks))
             # Heads that several ranks hold do not lie side by side after a gather: such a projection stays whole.
             if leaf not in norms or share.is_partition(leaf):
-                keep_features(linear, features)
+                for part in own:
+                    keep_features(part, features)
         elif leaf in NORMS:
             _keep_norms(linear, share.heads(NORMS[leaf]))
     for leaf in PER_HEAD:
         values = getattr(attention, leaf, None)
         if values is not None:
-            own = values[share.heads("q_proj")].detach().clone()
-            setattr(attention, leaf, nn.Parameter(own, requires_grad=False) if leaf in attention._parameters else own)
+            kept = values[share.heads("q_proj")].detach().clone()
+            setattr(attention, leaf, nn.Parameter(kept, requires_grad=False) if leaf in attention._parameters else kept)
     _count_heads(attention, share)
 
 
@@ -203,6 +214,10 @@ def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: Tensor
     """Leave a column-parallel linear this rank's output features."""
     if getattr(model.get_submodule(name.rpartition(".")[0]), "activation_sparsity", 0):
         raise UnsupportedModel(f"{name}: which of its features are kept depends on all of them; compile with tp=1")
+    if isinstance(linear, AdaptedLinear):
+        for part in linear.gives:
+            _shard_columns(model, name, part, ranks)
+        return
     if not isinstance(linear, (nn.Linear, Conv1D)):
         raise UnsupportedModel(f"{name}: a {type(linear).__name__} cannot be cut into columns; compile with tp=1")
     width = linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]

@@ -18,6 +18,7 @@ from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.program import LayeredProgram
 from detcompile.passes.layers.structure import Repeats
 from detcompile.passes.modules.attention import STEP_KWARG
+from detcompile.passes.modules.experts import find_experts
 from detcompile.passes.preparation import prepare
 from detcompile.passes.programs.binding import Binding, binding_of
 from detcompile.passes.programs.canonical_form import NotRun, never_run
@@ -62,10 +63,12 @@ def trace_regions(model: PreTrainedModel, numerics: Numerics, max_context: int) 
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact, or its layers read of each other
-            something else than their rows, or carry a state from token to token.
+            something else than their rows, carry a state from token to token, or hold experts.
         UncertifiedOp: an operation could make a row's bits depend on other rows.
     """
     name = type(model).__name__
+    if find_experts(model):
+        raise UnsupportedModel(f"{name}: mixtures of experts are served, and not trained")
     seen, recurrences = prepare(model, numerics, max_context)
     if recurrences is not None:
         raise UnsupportedModel(f"{name}: layers that carry a state from token to token are served, and not trained")

@@ -1,12 +1,17 @@
 """A backward whose sums over tokens are not what is declared, or go where they should not, is refused by name."""
 
+import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import fx
 
 from detcompile.errors import UncertifiedOp
+from detcompile.passes.proof import gradient_rules
+from detcompile.passes.proof.provenance import Axis, Layout, Refusal, Rows, TokenSum
 from detcompile.passes.training import regions
 from detcompile.passes.training.twins import as_templates
 from tests.training.cases import trained
@@ -117,3 +122,33 @@ def test_a_forward_that_sums_otherwise_than_served_is_refused(monkeypatch: pytes
     monkeypatch.setattr(regions, "as_templates", changed)
     with pytest.raises(UncertifiedOp, match="sums otherwise than served"):
         compile_layer()
+
+
+TOKENS, HEADS, FEATURES = Axis(sympy.Symbol("s"), "tokens"), Axis(sympy.Integer(4)), Axis(sympy.Integer(20))
+ROWS = {
+    "tokens": (TOKENS,),
+    "heads of tokens": (TOKENS, HEADS),
+    "tokens of heads": (HEADS, TOKENS),
+    "no tokens": (HEADS,),
+    "pairs of tokens": (TOKENS, Axis(sympy.Symbol("s"), "others")),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_sum_whose_leaves_are_rows_takes_tokens_in_any_order_and_others_in_theirs(name: str):
+    """gemma3 norms heads that tokens lie behind. A product over tokens has leaves of several, in their order."""
+    g = Rows((ROWS[name], (FEATURES,)))
+    context: Any = types.SimpleNamespace(rows=lambda value: value, states={None: Layout("leaves")})
+    node: Any = None
+    calls = {
+        gradient_rules._token_sum: {"g": g},
+        gradient_rules._token_matmul: {"g": g, "x": g, "leaves": None, "rows_a_token": 4 if HEADS in g.dims[0] else 1},
+        gradient_rules._token_scatter: {"g": g, "ids": Rows((ROWS[name],))},
+    }
+    in_order = ("tokens", "heads of tokens")
+    for rule, given in calls.items():
+        if name in in_order or (rule is gradient_rules._token_sum and name == "tokens of heads"):
+            assert rule(node, given, context) == TokenSum()
+        else:
+            with pytest.raises(Refusal, match="is not over the tokens"):
+                rule(node, given, context)

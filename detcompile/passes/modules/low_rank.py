@@ -1,0 +1,104 @@
+"""Linears with a low-rank adapter (LoRA) beside them, and where PEFT has put such into a model."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from detcompile.errors import UnsupportedModel
+from detcompile.passes.modules.quantized_linear import replace_module
+
+__all__ = ["AdaptedLinear", "take_adapters"]
+
+ONE = "one LoRA adapter is trained or served at a time"
+
+
+class AdaptedLinear(nn.Module):
+    """forward(x [..., K]) -> [..., N] in the dtype of the linear: linear(x) + B(A(x)) * scaling, rounded as PEFT does.
+
+    Shares the modules of PEFT's layer that it replaces, under their names.
+
+    Args:
+        base_layer: K -> N.
+        lora_A, lora_B: K -> r and r -> N, each by the name of the adapter.
+        dropout: probability that an element of x is dropped while PEFT trains; none is here.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Linear | Conv1D,
+        lora_A: nn.ModuleDict,
+        lora_B: nn.ModuleDict,
+        scaling: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base_layer, lora_A, lora_B
+        (self.adapter,) = lora_A
+        self.scaling, self.dropout = scaling, dropout
+
+    @property
+    def takes(self) -> dict[str, Any]:
+        """The linears that read x, by their names in the module."""
+        return {"base_layer": self.base_layer, f"lora_A.{self.adapter}": self.lora_A[self.adapter]}
+
+    @property
+    def gives(self) -> list[Any]:
+        """The linears that give all N features."""
+        return [self.base_layer, self.lora_B[self.adapter]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base_layer(x)
+        A, B = self.lora_A[self.adapter], self.lora_B[self.adapter]
+        return (found + B(A(x.to(A.weight.dtype))) * self.scaling).to(found.dtype)
+
+
+def take_adapters(model: Any) -> Any:
+    """The model inside of PEFT's, with AdaptedLinear in the place of PEFT's layers; any other as it is.
+
+    Raises:
+        UnsupportedModel: an adapter is another than a plain LoRA of a linear that is not quantised; the message names
+            the module.
+    """
+    configs = getattr(model, "peft_config", None)
+    if configs is None:
+        return model
+    others = {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs.values()} - {"LORA"}
+    if others:
+        raise UnsupportedModel(f"adapters of PEFT's kind {', '.join(sorted(others))}: LORA alone is trained and served")
+    if len(configs) != 1:
+        raise UnsupportedModel(f"adapters {', '.join(configs)}: {ONE}; delete_adapter() the others")
+    (config,) = configs.values()
+    if config.layer_replication:
+        raise UnsupportedModel("layer_replication of a LoraConfig: layers that run several times share one gradient")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    replaced = ""
+    for name, module in list(inner.named_modules()):
+        if type(module).__module__.startswith("peft.") and not (replaced and name.startswith(f"{replaced}.")):
+            replace_module(inner, name, _adapted(name, module))
+            replaced = name
+    if isinstance(inner.get_output_embeddings(), AdaptedLinear):
+        raise UnsupportedModel("an adapter of the language-model head: leave it out of target_modules")
+    return inner
+
+
+def _adapted(name: str, layer: Any) -> AdaptedLinear:
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    if kind != "peft.tuners.lora.layer.Linear":
+        raise UnsupportedModel(
+            f"{name}: a {kind} (modules_to_save, trainable tokens, and adapters of embeddings, experts and quantised"
+            " linears are such); LoRA of linears in the model's dtype alone is trained and served"
+        )
+    base = layer.base_layer
+    if type(base) not in (nn.Linear, Conv1D):
+        raise UnsupportedModel(f"{name}: an adapter of a {type(base).__name__}; those of plain linears are known")
+    if layer.merged:
+        raise UnsupportedModel(f"{name}: its adapter is merged: unmerge_adapter() first")
+    if layer.disable_adapters or [*layer.active_adapters] != [*layer.lora_A]:
+        raise UnsupportedModel(f"{name}: its adapter is not active: {ONE}, and has to be enabled")
+    (adapter,) = layer.lora_A
+    if adapter in layer.lora_variant:
+        variant = type(layer.lora_variant[adapter]).__name__
+        raise UnsupportedModel(f"{name}: a {variant} (use_dora and the like); plain LoRA is trained and served")
+    dropout = float(getattr(layer.lora_dropout[adapter], "p", 0.0))
+    return AdaptedLinear(base, layer.lora_A, layer.lora_B, float(layer.scaling[adapter]), dropout)

@@ -139,7 +139,7 @@ def brief(folder: Path, tmp_path: Path) -> Iterator[Server]:
     shutil.copytree(model_of(folder), model)
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 8}))
-    found = started(tmp_path, model=model)
+    found = started(tmp_path, "--queue-timeout", "600", model=model)  # a machine that is slow is no fault
     yield found
     assert found.stop() == 0
     assert not any("Traceback" in line for line in found.lines), "".join(found.lines)
@@ -152,5 +152,6 @@ def test_schemathesis_finds_no_fault_of_the_server(count: int, brief: Server, tm
     command += [str(seed_of_run() % (1 << 31)), "--max-examples", str(count), "--checks", "not_a_server_error"]
     command += ["--continue-on-failure", "--no-shrink", "--request-timeout", "120", "--suppress-health-check", "all"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=3000, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    failures = ran.stdout.partition("= FAILURES =")[2] or ran.stdout  # the first of them matters, not the summary
+    assert ran.returncode == 0, failures[:6000] + ran.stderr[-2000:]
     assert "test cases:" in ran.stdout.lower() and httpx.get(f"{brief.url}/ready").status_code == 200

@@ -278,7 +278,7 @@ class Service:
         self.metrics.refused.inc()
         wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(queued / self.metrics.prefill_rate())))
         most = f"{self._max_queue} and {self._max_queued_tokens} at most: try again in {wait} s"
-        raise HTTPError(429, f"{num_open} answers are open and {queued} prompt tokens wait, of {most}", retry_after=wait)
+        raise HTTPError(429, f"{num_open} answers are open, {queued} prompt tokens wait, of {most}", retry_after=wait)
 
     def _add(self, answers: Sequence[Answer]) -> None:
         for answer in answers:

@@ -193,7 +193,7 @@ def _needed(value: str | None, where: str) -> str:
 
 def _tool(tool: InputTool, where: str) -> Tool:
     if tool.type not in (None, "custom"):
-        said = f"tools of type {tool.type[:40]!r} are not served, only those that the client runs"  # type: ignore[index]
+        said = f"tools of type {tool.type[:40]!r} are not served, only those that the client runs"
         raise HTTPError(400, f"{where}: {said}", param=where, code="unsupported_parameter")
     if tool.input_schema is None:
         raise HTTPError(400, f"{where}.input_schema is missing", param=f"{where}.input_schema")

@@ -90,7 +90,7 @@ def new_app(
         request_log: file that gets a line a request; None for none.
         demo: whether the page may kill engines.
     """
-    app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_posts(app, service, max_body, demo)
     _add_gets(app, service, version, demo)
     _add_streams(app, service)

@@ -70,6 +70,7 @@ def canary(http: httpx.Client) -> str:
             "messages[0].content[0]",
         ),
         ("/v1/images/generations", {"input": "x"}, 404, None),
+        ("/v1/completions/", GOOD, 404, None),  # a redirect would go to the host that the client names
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
     ],

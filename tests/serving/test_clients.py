@@ -26,6 +26,7 @@ from tests.serving.conftest import Server, model_of, started
 from tests.serving.test_tools import ADD, check
 
 MISSING = "needs the extra `clients`: pip install -e .[test,clients]"
+GUIDELLM = shutil.which("guidellm")
 TEXTS = Path(TINY_FOLDER, "prompts.txt").read_text().split("\n---\n")[:6]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
 
@@ -130,6 +131,29 @@ def pydantic_call(call: dict[str, Any]) -> Any:
     """A call as ``check`` reads it."""
     function = type("Function", (), {"name": call["name"], "arguments": json.dumps(call["args"])})
     return type("Call", (), {"function": function})
+
+
+@EXHAUSTIVE
+@pytest.mark.skipif(GUIDELLM is None, reason="needs guidellm on the path, from an environment of its own")
+@pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=4"])
+def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -> None:
+    report, num_requests, num_tokens = tmp_path / "report.json", 24, 16
+    given = {
+        "backend": f"kind=openai_http,target={server.url},model=tiny",
+        "profile": profile,
+        "constraint": f"kind=max_requests,count={num_requests}",
+        "tokenizer": f"kind=hf_auto,model={TINY_FOLDER}",
+        "data": f"kind=synthetic_text,prompt_tokens=32,output_tokens={num_tokens}",
+        "output": f"kind=json,path={report}",
+    }
+    options = [part for name in given for part in (f"--{name}", given[name])]
+    command = [str(GUIDELLM), "run", "--disable-console", *options]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    [found] = json.loads(report.read_text())["benchmarks"]
+    asked = found["requests"]
+    assert not asked["errored"] and len(asked["successful"]) == num_requests
+    assert {one["output_metrics"]["text_tokens"] for one in asked["successful"]} == {num_tokens}
 
 
 @pytest.fixture

@@ -219,22 +219,23 @@ def _rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 @EXHAUSTIVE
 def test_receipts_of_two_ranks_and_of_one_are_the_same(
-    http: httpx.Client, model: CompiledModel, folder: Path, tmp_path: Path
+    http: httpx.Client, model: CompiledModel, key: SigningKey, folder: Path, tmp_path: Path
 ) -> None:
     """What a server of two ranks answers replays where one computes, and the other way round."""
     own = {kind: receipt_of(http, **asked) for kind, asked in REQUESTS.items()}
-    pair = started(tmp_path, "--tp", "2", model=folder / "model")
+    pair = started(tmp_path, "--tp", "2", "--sign", str(folder / "key"), model=folder / "model")
     try:
         with httpx.Client(base_url=pair.url, timeout=120) as ranks:
             for kind, asked in REQUESTS.items():
-                (envelope, answer), (other, one) = receipt_of(ranks, **asked), own[kind]
+                (envelope, answer), (_, one) = receipt_of(ranks, **asked), own[kind]
                 assert answer.json()["choices"] == one.json()["choices"], kind
                 assert replay(model, envelope).outcome == "equal", kind
                 assert http.post("/v1/verify", json=answer.json()["receipt"]).json()["outcome"] == "equal", kind
                 verdict = ranks.post("/v1/verify", json=one.json()["receipt"]).json()
                 assert verdict["outcome"] == "equal" and verdict["num_tokens"] > 0, kind
-                wrong = json.loads(msgspec.json.encode(changed(other, TAMPERINGS["another token"].change, None)))
-                assert kind != "greedy" or ranks.post("/v1/verify", json=wrong).json()["outcome"] == "differs"
+            wrong = msgspec.json.encode(changed(own["sampled"][0], TAMPERINGS["another token"].change, key))
+            verdict = ranks.post("/v1/verify", content=wrong, headers=JSON).json()
+            assert verdict["outcome"] == "differs" and verdict["field"] == TAMPERINGS["another token"].field
     finally:
         assert pair.stop() == 0
 

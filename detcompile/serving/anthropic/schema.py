@@ -17,6 +17,7 @@ from detcompile.serving.openai.schema import (
     Message,
     NamedFunction,
     NamedTool,
+    Part,
     ResponseFormat,
     Tool,
     ToolCall,
@@ -161,14 +162,16 @@ def _turn(role: str, blocks: list[Block], where: str) -> list[Message]:
             found.append(Message(role="tool", tool_call_id=call, content=_text(block.content or "", f"{own}.content")))
             continue
         if not found or found[-1].role != role:
-            found.append(Message(role=role, content=""))
+            found.append(Message(role=role, content=[]))
         if block.type == "tool_use" and role == "assistant":
             arguments = json.dumps(block.input or {}, ensure_ascii=False)
             function = CalledFunction(name=_needed(block.name, f"{own}.name"), arguments=arguments)
             made = ToolCall(id=_needed(block.id, f"{own}.id"), function=function)
-            found[-1].tool_calls = [*(found[-1].tool_calls or ()), made]
+            found[-1].tool_calls = found[-1].tool_calls or []
+            found[-1].tool_calls.append(made)
         else:
-            found[-1].content = f"{found[-1].content}{_text([block], where, index)}"
+            assert isinstance(found[-1].content, list)
+            found[-1].content.append(Part(type="text", text=_text([block], where, index)))
     if not found:
         raise HTTPError(400, f"{where} holds no block", param=where)
     return found

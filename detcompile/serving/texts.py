@@ -65,8 +65,9 @@ class Texts:
         for prompt in prompts:
             if found:
                 await asyncio.sleep(0)
-            text = isinstance(prompt, str)
-            found.append(await self.encode(prompt, add_special_tokens=add_special_tokens) if text else prompt)
+            if isinstance(prompt, str):
+                prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
+            found.append(prompt)
         return found
 
     async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
@@ -148,10 +149,10 @@ class Texts:
 
 def _encoded(backend: Tokenizer, text: str | tuple[str, str], **options: bool) -> Any:
     """A text or a pair, tokenized. ``encode`` would keep all other threads from running, as a batch does not."""
-    parts = [text] if isinstance(text, str) else list(text)
-    if sum(map(len, parts)) > SHORT:
+    first, second = (text, None) if isinstance(text, str) else text
+    if len(first) + len(second or "") > SHORT:
         return backend.encode_batch([text], **options)[0]
-    return backend.encode(*parts, **options)
+    return backend.encode(first, second, **options)
 
 
 class SampleText:

@@ -1,5 +1,6 @@
-"""The engine of benchmarks.serving --beside-offline that runs in the benchmark's own process."""
+"""The engine of benchmarks.serving --beside-offline and --first-token that runs in the benchmark's own process."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -8,6 +9,8 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["Offline"]
+
+NAMES = ("temperature", "max_tokens", "ignore_eos", "seed")
 
 
 class Offline:
@@ -31,8 +34,7 @@ class Offline:
     def run(self, requests: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         """All requests at once: seconds, tokens a second, and the texts."""
         prompts = [body["prompt"] for _, body in requests]
-        names = ("temperature", "max_tokens", "ignore_eos", "seed")
-        params = [SamplingParams(**{name: body[name] for name in names}) for _, body in requests]
+        params = [SamplingParams(**{name: body[name] for name in NAMES}) for _, body in requests]
         start, used = time.monotonic(), time.process_time()
         outputs = self._engine.generate(prompts, params, progress=False)
         seconds = time.monotonic() - start
@@ -44,3 +46,20 @@ class Offline:
             "CPU seconds": round(time.process_time() - used, 2),
             "texts": [output.outputs[0].text for output in outputs] if self.has_texts else [],
         }
+
+    def first_tokens(self, requests: list[tuple[float, dict[str, Any]]]) -> list[float]:
+        """Seconds to the first token of requests that come when their time does, each read by ``engine.stream``."""
+        return asyncio.run(self._first_tokens(requests))
+
+    async def _first_tokens(self, requests: list[tuple[float, dict[str, Any]]]) -> list[float]:
+        begin = time.monotonic() + 0.5
+
+        async def ask(seconds: float, body: dict[str, Any]) -> float:
+            await asyncio.sleep(begin + seconds - time.monotonic())
+            asked, first = time.monotonic(), 0.0
+            params = SamplingParams(**{name: body[name] for name in NAMES})
+            async for _ in self._engine.stream(body["prompt"], params):
+                first = first or time.monotonic() - asked
+            return first
+
+        return list(await asyncio.gather(*(ask(*request) for request in requests)))

@@ -4,6 +4,7 @@
     python -m benchmarks.serving --serve --options="--tbt-slo 25" --rates 4,6,8  # one that is started for it
     python -m benchmarks.serving --front-alone                                   # no model behind the front
     python -m benchmarks.serving --beside-offline                                # the same by an engine without HTTP
+    python -m benchmarks.serving --first-token --rates 4                         # what HTTP adds to its first tokens
 
 Poisson arrivals and log-normal lengths (median, 90th percentile, most) by ``--seed``, of token ids that are random.
 ``--model`` names what is served; ``--shape 8b`` in its place is Qwen3-8B's shape with drawn weights. Needs what
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.http_load import percentiles
 from benchmarks.kill_drill import engine_processes
 from benchmarks.simulation import log_normal_trace
 
@@ -182,6 +184,32 @@ def beside_offline(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"median ratio": statistics.median(one["ratio"] for one in rounds), "rounds": rounds}
 
 
+def first_token(arguments: argparse.Namespace) -> dict[str, Any]:
+    """At each rate the same requests by a server and by an engine of this process, in turn, and what HTTP adds."""
+    from benchmarks.offline_engine import Offline
+
+    found: dict[str, Any] = {}
+    with model_of(arguments) as (model, options):
+        offline = Offline(model, "--random" in options, arguments.num_blocks)
+        bounds = ["--num-blocks", str(arguments.num_blocks), "--no-spare", *PATIENT, *options]
+        with serving(["detcompile", "serve", model, "--port", "0", *bounds]) as (url, _front):
+            for rate in arguments.rates:
+                requests = requests_of(arguments, rate, offline.vocab_size)
+                run_load(url, requests[: len(requests) // 4])
+                offline.first_tokens(requests[: len(requests) // 4])
+                rounds: list[dict[str, Any]] = []
+                for _ in range(arguments.rounds):
+                    over_http = run_load(url, requests)
+                    assert not over_http["errors"], over_http["first errors"]
+                    pair = over_http["ms to the first event"], percentiles(offline.first_tokens(requests))
+                    added = {name: round(pair[0][name] - pair[1][name], 2) for name in pair[0]}
+                    rounds.append({"http": pair[0], "engine alone": pair[1], "added": added})
+                    print(rate, json.dumps(rounds[-1]), flush=True)
+                medians = {name: statistics.median(one["added"][name] for one in rounds) for name in rounds[0]["added"]}
+                found[f"{rate:g} requests a second"] = {"median of what HTTP adds, ms": medians, "rounds": rounds}
+    return {"found": found}
+
+
 def compared(over_http: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """A round: both, and how much of the offline engine's speed is left over HTTP."""
     texts, own_texts = over_http.pop("texts", []), own.pop("texts")
@@ -247,7 +275,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--url")
-    for name in ("--serve", "--front-alone", "--beside-offline"):
+    for name in ("--serve", "--front-alone", "--beside-offline", "--first-token"):
         mode.add_argument(name, dest="mode", action="store_const", const=name.removeprefix("--"))
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -262,8 +290,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=2000, help="prompts take ids below it")
-    parser.add_argument("--rounds", type=int, default=5, help="with --beside-offline")
-    parser.add_argument("--num-blocks", type=int, default=1500, help="KV blocks, with --beside-offline")
+    parser.add_argument("--rounds", type=int, default=5, help="with --beside-offline, --first-token")
+    parser.add_argument("--num-blocks", type=int, default=1500, help="KV blocks, with these two")
     parser.add_argument("--streams", type=int, default=1000, help="with --front-alone")
     parser.add_argument("--tokens", type=int, default=250, help="tokens a stream, with --front-alone")
     parser.add_argument("--interval", type=float, default=0.04, help="seconds a step, with --front-alone")
@@ -277,7 +305,7 @@ def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
 
 def main() -> int:
     arguments = parsed()
-    modes = {"front-alone": front_alone, "beside-offline": beside_offline, "serve": served}
+    modes = {"front-alone": front_alone, "beside-offline": beside_offline, "serve": served, "first-token": first_token}
     mode = arguments.mode or "url"
     found = at_rates(arguments, arguments.url) if mode == "url" else modes[mode](arguments)
     given = {name: value for name, value in vars(arguments).items() if name not in ("key", "out", "url", "commit")}

@@ -4,6 +4,7 @@ DetcompileError
 ├── ArchiveError          an exported file is damaged, or was made for another machine or version
 ├── CompilerNotFound      no working C++ compiler for the CPU templates
 ├── EngineError           a request, or a whole engine, failed while it ran
+│   ├── GenerationError   a request's own parameters leave it no token to draw (also an InvalidInput)
 │   └── WorkerError       a worker process died, hung or raised
 ├── InvalidInput          a call's arguments cannot be served (also a ValueError)
 │   └── NumericsError     a Numerics that no order can satisfy
@@ -21,6 +22,7 @@ __all__ = [
     "CompilerNotFound",
     "DetcompileError",
     "EngineError",
+    "GenerationError",
     "InvalidInput",
     "NumericsError",
     "ScheduleError",
@@ -50,6 +52,13 @@ class EngineError(DetcompileError):
 
 class InvalidInput(DetcompileError, ValueError):
     """The arguments of a call cannot be served."""
+
+
+class GenerationError(EngineError, InvalidInput):
+    """A request's own parameters leave it no token to draw, or its grammar is too large where its answer has come to.
+
+    It ends alone. That can only be told once the model has run, so ``add_request`` cannot refuse it.
+    """
 
 
 class NumericsError(InvalidInput):

@@ -90,7 +90,7 @@ FLOORS = [
     ],
     [
         {"serving.app", "serving.server"},
-        {"serving.dashboard", "serving.pooling"},
+        {"serving.anthropic", "serving.dashboard", "serving.pooling"},
         {"serving.openai"},
         {"serving.receipts.routes"},
         {"serving.service"},

@@ -70,7 +70,7 @@ class Stepper:
             criteria: end rows; one of them ends all after ``max_new_tokens`` columns.
 
         Raises:
-            EngineError: a row's logits are not numbers.
+            EngineError: a row's logits are not numbers; a GenerationError where its own parameters are to blame.
             InvalidInput: a row that cannot be served.
         """
         sequences = _sequences(executor, prompts, params)

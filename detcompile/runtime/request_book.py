@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-from detcompile.errors import EngineError, InvalidInput
+from detcompile.errors import EngineError, GenerationError, InvalidInput
 from detcompile.runtime.kv.block_pool import NULL_BLOCK
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
@@ -226,8 +226,11 @@ class RequestBook:
 
     def _break(self, request: Request, error: Exception | str) -> None:
         """End a request as it stands. Its sequences stay scheduled until nobody goes through them."""
-        why = error if isinstance(error, str) else repr(error)
-        failure = EngineError(f"request {request.output.request_id} failed, and it alone: {why}")
+        name = f"request {request.output.request_id} failed, and it alone"
+        if isinstance(error, GenerationError):
+            failure: EngineError = GenerationError(f"{name}: {error}")
+        else:
+            failure = EngineError(f"{name}: {error if isinstance(error, str) else repr(error)}")
         failure.__cause__ = error if isinstance(error, Exception) else None
         request.fail(failure)
         request.held = []

@@ -19,7 +19,7 @@ OWNER = "detcompile.owner"  # of a request, in its scope: sha256 of its key in h
 
 DIGEST_LETTERS = 64  # of sha256 in hex
 NO_LETTERS = hashlib.sha256(b"").hexdigest()
-NO_KEY = "no API key, or none that is known: send `Authorization: Bearer KEY`"
+NO_KEY = "no API key, or none that is known: send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`"
 
 
 class Access:
@@ -49,7 +49,7 @@ class Access:
         headers = {"content-type": JSON, **error.headers}
         fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 401, "headers": fields})
-        await send({"type": "http.response.body", "body": error.body})
+        await send({"type": "http.response.body", "body": error.body(scope["path"])})
 
     def _owner(self, headers: Headers) -> str | None:
         """sha256 of the key that a request brings, in hex; None where it is not known.
@@ -57,9 +57,11 @@ class Access:
         Every known digest is compared, each in a time that says nothing of where it differs.
         """
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
         known = sum(hmac.compare_digest(digest, own) for own in self._digests) > 0
-        return digest.hex() if known and scheme.lower() == "bearer" else None
+        return digest.hex() if known else None
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, those for whoever runs the server, and those that say what its answers rest on."""
+"""The routes: OpenAI's and Anthropic's, the server's own, and those that say what its answers rest on."""
 
 import asyncio
 import json
@@ -15,6 +15,8 @@ from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.access import OWNER, Access, read_body
+from detcompile.serving.anthropic.messages import count_tokens, create_message
+from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
 from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
 from detcompile.serving.dashboard.page import page
 from detcompile.serving.dashboard.state import state_of
@@ -51,10 +53,12 @@ TOLD = [  # fields of answers that pages of other sites may read
 KEPT: dict[str, tuple[type, Callable[[Service, Any, Call], Awaitable[Response]]]] = {  # asked for again by their keys
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatRequest, chat),
+    "/v1/messages": (MessagesRequest, create_message),
 }
 POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal keeps
     (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
     (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
+    (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
     (["/v1/responses"], ResponsesRequest, respond),
     (["/v1/embeddings"], EmbeddingRequest, embed),
     (["/classify"], ClassifyRequest, classify),
@@ -86,7 +90,7 @@ def new_app(
         request_log: file that gets a line a request; None for none.
         demo: whether the page may kill engines.
     """
-    app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="detcompile", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_posts(app, service, max_body, demo)
     _add_gets(app, service, version, demo)
     _add_streams(app, service)
@@ -201,7 +205,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
 
     def health() -> Response:
         failure = service.fleet.failure
-        return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), status=503)
+        return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), "/health", status=503)
 
     get("/", page)
     get("/dashboard/state", state)
@@ -253,13 +257,13 @@ def _json(content: Any) -> Response:
     return Response(json.dumps(content), media_type=JSON)
 
 
-def _answered(error: HTTPError, status: int | None = None) -> Response:
-    return Response(error.body, status or error.status, headers=error.headers, media_type=JSON)
+def _answered(error: HTTPError, path: str, status: int | None = None) -> Response:
+    return Response(error.body(path), status or error.status, headers=error.headers, media_type=JSON)
 
 
-async def _refused(_request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, (HTTPError, DetcompileError))
-    return _answered(error if isinstance(error, HTTPError) else error_of(error))
+    return _answered(error if isinstance(error, HTTPError) else error_of(error), request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -267,15 +271,15 @@ async def _no_route(request: Request, error: Exception) -> Response:
     said = f"{request.method} {request.url.path}: {error.detail}"
     found = HTTPError(error.status_code, said[:400], code="unsupported" if error.status_code == 404 else None)
     found.headers |= error.headers or {}
-    return _answered(found)
+    return _answered(found, request.url.path)
 
 
-async def _no_parameter(_request: Request, error: Exception) -> Response:
+async def _no_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found = error.errors()[0]
     name = str(found["loc"][-1])
-    return _answered(HTTPError(400, f"{name}: {found['msg']}", param=name))
+    return _answered(HTTPError(400, f"{name}: {found['msg']}", param=name), request.url.path)
 
 
-async def _failed(_request: Request, _error: Exception) -> Response:
-    return _answered(HTTPError(500, "the server failed at this request; its log says why"))
+async def _failed(request: Request, _error: Exception) -> Response:
+    return _answered(HTTPError(500, "the server failed at this request; its log says why"), request.url.path)

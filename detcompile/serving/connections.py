@@ -7,6 +7,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 __all__ = ["bounded_protocol"]
 
+MOST_HEAD = 1 << 16  # bytes of a request's head, or between two parts of its body; the last read may bring more
 LOOKS = 4  # at a connection, in the time that it may stand still
 
 
@@ -15,12 +16,13 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
     One is closed whose request, from its first byte or from the end of the answer before, did not arrive whole in this
     time; and one that took none of the bytes that lay ready for it. Its request is then cancelled, as that of any
-    client that leaves.
+    client that leaves. A head that is longer than MOST_HEAD is refused before it has come.
     """
     return type("BoundedProtocol", (_Connection,), {"stall": seconds})
 
 
 _BASE: Any = AutoHTTPProtocol
+_COUNTS = hasattr(_BASE, "on_body")  # httptools, which keeps heads of any length; h11 bounds them itself
 
 
 class _Connection(_BASE):
@@ -36,6 +38,7 @@ class _Connection(_BASE):
         """Begin to look."""
         super().connection_made(transport)
         self._begun: tuple[Any, ...] = ()
+        self._unread = 0  # bytes since a head, a part of a body or a request was whole
         self._seen = (None, 0)
         self._still = 0
         self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)
@@ -46,8 +49,29 @@ class _Connection(_BASE):
         super().connection_lost(exc)
         self._leave()
 
+    def data_received(self, data: bytes) -> None:
+        """Read, as long as something becomes whole."""
+        self._unread += len(data)
+        super().data_received(data)
+        if _COUNTS and self._unread > MOST_HEAD and not self.transport.is_closing():
+            if any(not cycle.response_complete for cycle in self._begun):
+                self.transport.abort()  # nothing can be said in the middle of an answer
+            else:
+                self.send_400_response(f"The head of a request may have {MOST_HEAD} bytes.")
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body is there."""
+        self._unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is there."""
+        self._unread = 0
+        super().on_message_complete()
+
     def on_headers_complete(self) -> None:
         """Remember the request: uvicorn knows the newest one alone, and an earlier one may be answered still."""
+        self._unread = 0
         super().on_headers_complete()
         begun = (*self._begun, self.cycle)
         self._begun = tuple(cycle for cycle in begun if cycle is not None and not cycle.response_complete)

@@ -1,4 +1,4 @@
-"""HTTPError: what a client did wrong, or why it cannot be served now, in OpenAI's form."""
+"""HTTPError: what a client did wrong, or why it cannot be served now, in OpenAI's form or in Anthropic's."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ TYPES = {  # of statuses; others are invalid_request_error below 500, else api_e
     503: "overloaded_error",
     504: "timeout_error",
 }
+MESSAGES = "/v1/messages"  # where errors have Anthropic's form
+MESSAGES_TYPES = {404: "not_found_error", 413: "request_too_large"}  # of statuses, where they are not OpenAI's
 
 
 class HTTPError(Exception):
@@ -44,10 +46,17 @@ class HTTPError(Exception):
             "error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
         }
 
-    @property
-    def body(self) -> bytes:
-        """The error as JSON."""
-        return msgspec.json.encode(self.content)
+    def body(self, path: str) -> bytes:
+        """The error as JSON, in the form that the clients of a path read."""
+        if not path.startswith(MESSAGES):
+            return msgspec.json.encode(self.content)
+        own = self.content["error"]
+        kind = MESSAGES_TYPES.get(self.status, own["type"])
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": own["message"]}})
+
+    def event(self, path: str) -> bytes:
+        """The error as a server-sent event, in a stream that has begun."""
+        return (b"event: error\n" if path.startswith(MESSAGES) else b"") + b"data: " + self.body(path) + b"\n\n"
 
 
 class OverdueError(DetcompileError):

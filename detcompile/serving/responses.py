@@ -43,10 +43,11 @@ class _Awaited(Response, ABC):
         self._release = release
         self._fields = headers
         self._left = False  # by the client
+        self._path = ""  # that was asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, or stop where the client leaves first."""
-        scope[ANSWERS] = self._answers
+        scope[ANSWERS], self._path = self._answers, scope["path"]
         leaving = asyncio.create_task(self._release_when_left(receive))
         try:
             await self._send(send)
@@ -72,7 +73,7 @@ class _Awaited(Response, ABC):
 
     async def _refuse(self, send: Send, error: HTTPError) -> None:
         await self._begin(send, error.status, JSON, error.headers)
-        await send({"type": "http.response.body", "body": error.body})
+        await send({"type": "http.response.body", "body": error.body(self._path)})
 
 
 class Whole(_Awaited):
@@ -143,7 +144,7 @@ class Events(_Awaited):
             if not begun:
                 await self._refuse(send, refusal)
                 return
-            await send(_body(event(refusal.content)))
+            await send(_body(refusal.event(self._path)))
         if not begun:
             await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
         await send(_body(self._last, last=True))

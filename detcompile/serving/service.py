@@ -154,8 +154,8 @@ class Service:
             HTTPError: 404.
         """
         if name is not None and name != self.name:
-            raise HTTPError(404, f"there is no model {name[:200]!r} here, but {self.name!r}", param="model",
-                            code="model_not_found")  # fmt: skip
+            said = f"there is no model {name[:200]!r} here, but {self.name!r}"
+            raise HTTPError(404, said, param="model", code="model_not_found")
 
     def require_causal(self) -> None:
         """Refuse what a model has to generate for, where it does not.
@@ -273,12 +273,8 @@ class Service:
             return
         self.metrics.refused.inc()
         wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(queued / self.metrics.prefill_rate())))
-        raise HTTPError(
-            429,
-            f"{num_open} answers are open and {queued} prompt tokens wait, of {self._max_queue} and"
-            f" {self._max_queued_tokens} at most: try again in {wait} s",
-            retry_after=wait,
-        )
+        most = f"{self._max_queue} and {self._max_queued_tokens} at most: try again in {wait} s"
+        raise HTTPError(429, f"{num_open} answers are open, {queued} prompt tokens wait, of {most}", retry_after=wait)
 
     def _add(self, answers: Sequence[Answer]) -> None:
         for answer in answers:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -15,7 +16,7 @@ from detcompile.serving.engines.protocol import Hello
 
 __all__ = ["SampleText", "Texts"]
 
-SHORT = 4096  # letters; a longer text is tokenized in a thread, as others wait
+SHORT = 4096  # letters, or tokens; what is longer is read in a thread, as others wait
 HALF_PAIR = "the tokenizer cannot read the text: it holds half of a surrogate pair"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -54,15 +55,20 @@ class Texts:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
 
-    async def ids_of(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt that may be these already.
+    async def ids_of(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of prompts that may be these already. Others are served between two of many.
 
         Raises:
             InvalidInput: as of ``encode``.
         """
-        if isinstance(prompt, str):
-            return await self.encode(prompt, add_special_tokens=add_special_tokens)
-        return prompt
+        found: list[list[int]] = []
+        for prompt in prompts:
+            if found:
+                await asyncio.sleep(0)
+            if isinstance(prompt, str):
+                prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
+            found.append(prompt)
+        return found
 
     async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Token ids of two texts that are read together, and to which of the two each belongs, as the tokenizer says.
@@ -72,10 +78,23 @@ class Texts:
         """
         if len(first) + len(second) > SHORT:
             return await asyncio.to_thread(self._encode_pair, first, second)
+        await asyncio.sleep(0)  # there may be many
         return self._encode_pair(first, second)
+
+    async def text_of(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones too.
+
+        Raises:
+            InvalidInput: there is no tokenizer.
+        """
+        if len(token_ids) > SHORT:
+            return await asyncio.to_thread(self.decode, token_ids, skip_special_tokens=False)
+        return self.decode(token_ids, skip_special_tokens=False)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
         """The text of tokens."""
+        if len(token_ids) > SHORT:
+            return str(self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -115,17 +134,25 @@ class Texts:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = _encoded(self._backend, text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidInput(HALF_PAIR) from error
         return ids
 
     def _encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         try:
-            found = self._backend.encode(first, second)
+            found = _encoded(self._backend, (first, second))
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidInput(HALF_PAIR) from error
         return found.ids, found.type_ids
+
+
+def _encoded(backend: Tokenizer, text: str | tuple[str, str], **options: bool) -> Any:
+    """A text or a pair, tokenized. ``encode`` would keep all other threads from running, as a batch does not."""
+    first, second = (text, None) if isinstance(text, str) else text
+    if len(first) + len(second or "") > SHORT:
+        return backend.encode_batch([text], **options)[0]
+    return backend.encode(first, second, **options)
 
 
 class SampleText:

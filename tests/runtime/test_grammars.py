@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detcompile import MirrorDrafter, NGramDrafter
-from detcompile.errors import EngineError, InvalidInput
+from detcompile.errors import EngineError, GenerationError, InvalidInput
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.grammars import compiler
 from detcompile.runtime.grammars.grammar import Grammar
@@ -232,7 +232,8 @@ def test_a_stop_string_and_the_length_cut_the_text() -> None:
 def test_a_grammar_that_no_token_can_go_on_with_ends_its_request_alone() -> None:
     params = replace(DRAWN, grammar=Grammar.regex("ab"), bad_words_ids=[[token] for token in range(1, VOCAB_SIZE)])
     broken, fine = serving().generate([prompt_of(4)] * 2, [params, replace(DRAWN, max_tokens=3)], progress=False)
-    assert "the grammar forbid every token" in str(broken.error) and fine.error is None
+    assert isinstance(broken.error, GenerationError) and fine.error is None
+    assert "the grammar leave no token" in str(broken.error)
 
 
 def test_masked_rows_are_drawn_as_those_of_allowed_tokens(device) -> None:

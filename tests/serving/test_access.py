@@ -28,10 +28,14 @@ def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
                     refused = await client.get(path, headers=header)
                     assert refused.status_code == 401, path
                     assert refused.json()["error"]["code"] == "invalid_api_key"
+            refused = await client.post("/v1/messages", json={}, headers={"X-Api-Key": "wrong"})
+            assert refused.status_code == 401 and refused.json()["type"] == "error"
+            assert refused.json()["error"]["type"] == "authentication_error"
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 401
             for key in ("secret", "other"):
                 known = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
                 assert known.status_code == 200
+                assert (await client.get("/v1/models", headers={"X-Api-Key": key})).status_code == 200
 
     asyncio.run(scenario())
 

@@ -26,7 +26,8 @@ def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
         asked["seed"] = draw.choice([0, -1, draw.getrandbits(62)])
     if draw.random() < 0.2:
         return "chat", asked | {"messages": [{"role": "user", "content": text}]} | draw.choice(CHAT)
-    return "completion", asked | {"prompt": text} | draw.choice(list(REQUESTS.values()))
+    asked |= {"prompt": text} | draw.choice(list(REQUESTS.values()))
+    return "completion", asked | {"max_tokens": max(asked["max_tokens"], asked.get("min_tokens", 0))}
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -240,6 +240,33 @@ def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
+    """Its stream has no event ids: who comes back for it reads it from its beginning."""
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    options = {"chat_template": "{{ messages[0].content }}"}
+
+    async def send(client: httpx.AsyncClient, key: str, **fields: Any) -> httpx.Response:
+        return await client.post("/v1/messages", json=asked | fields, headers={"Idempotency-Key": key})
+
+    async def scenario() -> None:
+        async with keeping(tmp_path / "journal", **options) as (service, client):
+            first, second = await asyncio.gather(send(client, "a"), send(client, "a"))
+            stream = await send(client, "b", stream=True)
+            assert next(service._numbers) == 2
+        async with keeping(tmp_path / "journal", **options) as (_, client):
+            third = await send(client, "a")
+            again = await client.get(f"/v1/streams/{stream.headers['x-request-id']}", headers={"Last-Event-ID": "x"})
+        assert first.status_code == 200 and first.json()["id"].startswith("msg_")
+        assert first.content == second.content == third.content
+        texts = [[json.loads(line[6:]) for line in own.text.splitlines() if line.startswith("data: ")]
+                 for own in (stream, again)]  # fmt: skip
+        said = ["".join(event["delta"]["text"] for event in own if "delta" in event and "text" in event["delta"])
+                for own in texts]  # fmt: skip
+        assert texts[0][0] == texts[1][0] and said[0] == said[1] == first.json()["content"][0]["text"] != ""
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_a_key_of_another_request_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         for _ in range(2):  # while it runs, and once it is in the journal

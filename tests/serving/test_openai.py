@@ -1,11 +1,15 @@
 """The unmodified openai client against the server; one request has one sha256 by every way through it."""
 
 import asyncio
+import base64
 import hashlib
+import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -22,6 +26,14 @@ EXTRA = {"repetition_penalty": 1.1, "return_token_ids": True}
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def another(folder: Path) -> Iterator[Server]:
+    """A server that was started later, and takes no defaults from the model."""
+    found = started(folder, "--generation-config", "vllm")
+    yield found
+    assert found.stop() == 0
 
 
 def sha256(choice: dict) -> str:
@@ -51,7 +63,7 @@ def streamed(client: openai.OpenAI, **changes) -> list[dict]:
     return [found[index] for index in sorted(found)]
 
 
-def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, server: Server, folder: Path) -> None:
+def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, another: Server) -> None:
     alone = whole(client)
     digests = {"whole": sha256(alone[0]), "stream": sha256(streamed(client)[0])}
     digests["first of n"] = sha256(whole(client, n=3)[0])
@@ -70,15 +82,48 @@ def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, server: 
     few = {name: value for name, value in PARAMS.items() if name not in DEFAULTS}
     asked = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **few}
     digests["by the model's defaults"] = sha256(client.completions.create(**asked).choices[0].model_dump())
-    again = started(folder, "--generation-config", "vllm")
-    try:
-        own = openai.OpenAI(base_url=f"{again.url}/v1", api_key="none")
-        digests["another server"] = sha256(whole(own)[0])
-        assert sha256(own.completions.create(**asked).choices[0].model_dump()) != digests["whole"]
-        assert own.get("/fingerprint", cast_to=object)["default_sampling_params"] == {}
-    finally:
-        assert again.stop() == 0
+    own = openai.OpenAI(base_url=f"{another.url}/v1", api_key="none")
+    digests["another server"] = sha256(whole(own)[0])
+    assert sha256(own.completions.create(**asked).choices[0].model_dump()) != digests["whole"]
+    assert own.get("/fingerprint", cast_to=object)["default_sampling_params"] == {}
     assert set(digests.values()) == {digests["whole"]}, digests
+
+
+async def by_every_route(url: str, num_others: int) -> dict[str, str]:
+    """sha256 of the prompt and the answer of one conversation, as the receipts of its routes have them, in a crowd."""
+    params = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+    limits = httpx.Limits(max_connections=num_others + 20)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        prompt = (await client.post("/tokenize", json={"messages": MESSAGES})).json()["tokens"]
+        ways: dict[str, tuple[str, dict[str, Any]]] = {
+            "completion": ("/v1/completions", {"prompt": prompt, "max_tokens": 24}),
+            "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 24}),
+            "chat of three": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 24, "n": 3}),
+            "response": ("/v1/responses", {"input": MESSAGES, "max_output_tokens": 24}),
+            "message": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 24}),
+        }
+
+        async def digest(path: str, body: dict[str, Any]) -> str:
+            answer = await client.post(path, json=params | body)
+            assert answer.status_code == 200, answer.text
+            receipt = await client.get(f"/v1/receipts/{answer.headers['x-request-id']}")
+            [asked] = json.loads(base64.b64decode(receipt.json()["payload"]))["prompts"]
+            first = asked["samples"][0]
+            kept = [asked["token_ids"], first["token_ids"], first["text"], first["finish_reason"]]
+            return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+
+        others = [digest("/v1/completions", {"prompt": f"{seed}", "seed": seed, "max_tokens": 8 + seed % 30})
+                  for seed in range(num_others)]  # fmt: skip
+        own = {f"{name}, stream {stream}": digest(path, body | {"stream": stream})
+               for name, (path, body) in ways.items() for stream in (False, True)}  # fmt: skip
+        half = num_others // 2  # some come before, some behind
+        found = await asyncio.gather(*others[:half], *own.values(), *others[half:])
+    return dict(zip(own, found[half : half + len(own)], strict=True))
+
+
+def test_a_conversation_has_one_sha256_by_every_route(server: Server, another: Server) -> None:
+    alone, among = asyncio.run(by_every_route(another.url, 0)), asyncio.run(by_every_route(server.url, 100))
+    assert len({*alone.values(), *among.values()}) == 1, (alone, among)
 
 
 def test_the_samples_of_n_differ_and_come_again(client: openai.OpenAI) -> None:
@@ -153,9 +198,10 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
 def test_the_examples_of_the_manual_run(server: Server) -> None:
     page = (ROOT / "docs" / "serving.md").read_text()
     codes = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    assert len(codes) == 3 and all("http://127.0.0.1:8000" in code for code in codes)
+    assert len(codes) == 4 and all("http://127.0.0.1:8000" in code for code in codes)
     for code in codes:
-        exec(code.replace("http://127.0.0.1:8000", server.url), {})
+        if "anthropic" not in code or importlib.util.find_spec("anthropic") is not None:
+            exec(code.replace("http://127.0.0.1:8000", server.url), {})
 
 
 def test_the_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:

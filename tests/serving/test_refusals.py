@@ -70,6 +70,7 @@ def canary(http: httpx.Client) -> str:
             "messages[0].content[0]",
         ),
         ("/v1/images/generations", {"input": "x"}, 404, None),
+        ("/v1/completions/", GOOD, 404, None),  # a redirect would go to the host that the client names
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
     ],
@@ -127,6 +128,27 @@ def test_no_body_is_a_fault_of_the_server(http: httpx.Client, changes: dict, cha
     sent = json.dumps(body)  # with NaN and infinities as Python writes them
     answer = http.post(path, content=sent, headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 404), (body, answer.text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"allowed_token_ids": [0], "min_tokens": 3},
+        {"allowed_token_ids": [5], "guided_regex": "a"},
+        {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 3},
+        {"stop_token_ids": list(range(4096)), "min_tokens": 3},
+        {"logit_bias": {"5": 3e38}, "temperature": 1e-4},
+        {"repetition_penalty": 1.2e-38},
+        {"repetition_penalty": 1.2e-38, "temperature": 0},
+        {"repetition_penalty": 1.2e-38, "frequency_penalty": 2, "temperature": 1e-4, "n": 2},
+    ],
+)
+def test_parameters_that_leave_nothing_to_draw_are_the_clients_fault(http: httpx.Client, changes: dict) -> None:
+    for path, body in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT | {"max_tokens": 3})):
+        for sent in (body | changes, body | changes | {"stream": True}):
+            answer = http.post(path, json=sent)
+            assert answer.status_code == 400, answer.text
+            assert "nothing is left to draw" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_ends_its_request(http: httpx.Client, server: Server) -> None:

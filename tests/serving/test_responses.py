@@ -231,14 +231,18 @@ def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
             answers.append(await client.post("/v1/responses", json=asked | {"max_output_tokens": 3}))
             name = answers[1].headers["x-request-id"]
             answers.append(await client.get(f"/v1/responses/{name}"))
+            message = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2000, "stream": True}
+            answers.append(await client.post("/v1/messages", json=message))
         return answers, [json.loads(line) for line in log.getvalue().splitlines()]
 
-    (whole, stream, short, kept), lines = asyncio.run(asyncio.wait_for(scenario(), 30))
+    (whole, stream, short, kept, message), lines = asyncio.run(asyncio.wait_for(scenario(), 30))
     assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
     last = json.loads(stream.text.split("data: ")[-1])
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "timeout"
     assert kept.json() == last["response"] and kept.json()["output"][0]["status"] == "incomplete"
     assert short.json()["status"] == "incomplete" and short.json()["output"][0]["content"][0]["text"]
+    event, _, error = message.text.strip().split("\n\n")[-1].partition("\ndata: ")
+    assert (event, json.loads(error)["error"]["type"]) == ("event: error", "timeout_error")
     assert lines[2]["generated_tokens"] == 3 and lines[2]["id"] == short.json()["id"] and lines[1]["error"]
 
 

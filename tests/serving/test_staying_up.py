@@ -102,6 +102,35 @@ def test_requests_that_do_not_arrive_are_let_go() -> None:
         assert httpx.get(f"http://{address[0]}:{address[1]}/ready").status_code == 200
 
 
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+HEADS = [  # how one begins, what then comes again and again, and the status that it gets
+    (b"GET /", b"a", b"400"),
+    (HEAD + b"X: ", b"a", b"400"),
+    (HEAD, b"X-one: 1\r\n", b"400"),
+    (CHUNKED + b"1;", b"a", b""),
+    (CHUNKED + b"1\r\na\r\n0\r\n", b"X-one: 1\r\n", b""),
+]
+
+
+def test_heads_without_an_end_are_not_kept() -> None:
+    with scripted_server() as address:
+        for start, part, status in HEADS:
+            many, num_sent, found = part * (10_000 // len(part)), 0, b""
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.sendall(start)
+                with contextlib.suppress(ConnectionError):
+                    while num_sent < 20 << 20:
+                        connection.sendall(many)
+                        num_sent += len(many)
+                with contextlib.suppress(ConnectionError):
+                    found = connection.recv(1 << 16)
+            assert num_sent < 8 << 20, start  # what kernels take for a receiver that does not listen
+            assert found[9:12] in (status, b"")  # a reset of the connection may overtake the answer
+        with socket.create_connection(address, timeout=10) as other:
+            other.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 60_000 + b"\r\n\r\n")
+            assert other.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_does_not_read_ends_its_request() -> None:
     with scripted_server() as address, socket.create_connection(address) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from detcompile.errors import EngineError
+from detcompile.errors import GenerationError
 
 __all__ = ["Mask", "Matcher", "token_bits"]
 
@@ -67,7 +67,7 @@ class Matcher:
         """The sequence has a token more, which does not end it.
 
         Raises:
-            EngineError: the grammar forbids it, or cannot say what may follow.
+            GenerationError: the grammar forbids it, or is too large to say what may follow.
         """
         known, self._known = self._known, {}
         state = known.get((token,))
@@ -103,18 +103,18 @@ class Matcher:
             return None
         try:
             return self._after(before.matcher.deep_copy(), token)
-        except EngineError:
+        except GenerationError:
             return None  # should this token be drawn, its request is told
 
     def _after(self, matcher: Any, token: int) -> _State:
         if not matcher.consume_token(token):
-            raise EngineError(f"the grammar does not take token {token}: {_first_line(matcher.get_error())}")
+            raise GenerationError(f"the grammar does not take token {token}: {_first_line(matcher.get_error())}")
         return self._state_of(matcher)
 
     def _state_of(self, matcher: Any) -> _State:
         found = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._ends)]
         if matcher.is_error():
-            raise EngineError(f"the grammar is too large at this place: {_first_line(matcher.get_error())}")
+            raise GenerationError(f"the grammar is too large at this place: {_first_line(matcher.get_error())}")
         accepts = matcher.is_accepting()
         mask = (found & self._ignored) | self._ends if accepts else found & self._ignored
         return _State(matcher, mask, accepts and not (found & self._text).any())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from detcompile.errors import DetcompileError, EngineError, InvalidInput
+from detcompile.errors import DetcompileError, EngineError, GenerationError, InvalidInput
 from detcompile.runtime.grammars.matcher import Matcher
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords
 from detcompile.runtime.requests.detokenizer import Detokenizer
@@ -189,10 +189,10 @@ class Request:
 
 def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineError:
     """What is wrong with a token that was drawn: an id without an embedding, or None for no id at all."""
-    if token is None and params.limited:
-        return EngineError(
-            f"{where}: nothing is left to draw: logit_bias, min_tokens, bad words, allowed_token_ids and the grammar"
-            " forbid every token of which the model's logits are numbers: allow more"
+    if token is None and (params.limited or params.penalised or params.logit_bias):
+        return GenerationError(
+            f"{where}: nothing is left to draw: logit_bias, penalties, min_tokens, bad words, allowed_token_ids and the"
+            " grammar leave no token whose logit is a number: allow more, or ask for smaller biases and penalties"
         )
     if token is None:
         return EngineError(f"{where}: the model's logits are not numbers: check the weights and the dtype")

@@ -8,7 +8,7 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any, Literal
 
-from detcompile.errors import DetcompileError, EngineError
+from detcompile.errors import DetcompileError, EngineError, GenerationError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, Pool, Pooled, Token, Verified, Verify
@@ -116,7 +116,7 @@ class Answer:
         self.num_preemptions = delta.num_preemptions
         self.queued_seconds = delta.first_scheduled
         if delta.error is not None:
-            self.error = EngineError(delta.error)
+            self.error = (GenerationError if delta.refused else EngineError)(delta.error)
         self.finished = delta.finished
 
     def resumption(self) -> dict[int, list[int]] | None:

@@ -154,6 +154,7 @@ def delta_of(output: RequestOutput) -> Delta:
         output.num_cached_tokens,
         None if metrics is None or first is None else first - metrics.arrival,
         0 if metrics is None else metrics.num_preemptions,
+        isinstance(output.error, InvalidInput),
     )
 
 

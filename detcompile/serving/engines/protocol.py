@@ -38,7 +38,7 @@ __all__ = [
     "frame",
 ]
 
-VERSION = 7
+VERSION = 8
 LENGTH = struct.Struct(">I")  # begins every frame: bytes that follow
 
 
@@ -151,7 +151,11 @@ class SampleDelta(msgspec.Struct, array_like=True, gc=False):
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
-    """What is new of a request."""
+    """What is new of a request.
+
+    Attributes:
+        refused: whether ``error`` is of what the request asks for, and not of the engine.
+    """
 
     request_id: str
     samples: list[SampleDelta]
@@ -161,6 +165,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int
     first_scheduled: float | None  # seconds from its arrival in the engine, once it has ended
     num_preemptions: int = 0
+    refused: bool = False
 
 
 class Statistics(msgspec.Struct, array_like=True):

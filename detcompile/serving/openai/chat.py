@@ -18,7 +18,7 @@ from detcompile.serving.openai.tools import Calls, ToolUse, tool_use
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["chat"]
+__all__ = ["ask_chat", "chat"]
 
 
 async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
@@ -33,7 +33,7 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     require_served(asked)
     service.require_receipts(asked.receipt)
     use = tool_use(service, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    job = await service.jobs.job(call, functools.partial(_ask, service, asked, use))
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, asked, use))
     reply = _Chat(
         service,
         job,
@@ -48,14 +48,22 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
     return Whole(job.answers, job.release, reply.headers, reply.whole)
 
 
-async def _ask(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
-    """What a request asks of the engines."""
+async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, prefix: str = "chatcmpl-") -> Ask:
+    """What a request asks of the engines.
+
+    Args:
+        use: what it says of tools.
+        prefix: how the ids of its answers begin.
+
+    Raises:
+        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+    """
     params = chat_params(asked, service.hello.default_params, use)
     service.require_room(0, params.n)
     await service.grammars.require(params.grammar)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
-    return Ask([prompt], params, asked.priority or 0, "chatcmpl-", template)
+    return Ask([prompt], params, asked.priority or 0, prefix, template)
 
 
 class _Chat(Reply):

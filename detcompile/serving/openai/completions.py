@@ -57,7 +57,7 @@ async def _ask(service: Service, asked: CompletionRequest, written: list[str | l
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
     await service.grammars.require(params.grammar)
     special = asked.add_special_tokens is not False
-    prompts = [await service.texts.ids_of(prompt, special) for prompt in written]
+    prompts = await service.texts.ids_of(written, special)
     if asked.echo:
         for prompt in written:
             _echoed(service.texts, prompt)  # refused before anything is drawn

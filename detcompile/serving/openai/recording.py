@@ -12,7 +12,7 @@ from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, progress
 from detcompile.serving.http_errors import error_of
 from detcompile.serving.openai.logprobs import chat_entry
-from detcompile.serving.openai.reply import as_int64
+from detcompile.serving.openai.reply import as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
 from detcompile.serving.service import Service
@@ -70,9 +70,7 @@ class Recording:
         self._news = asyncio.Event()  # another one after each news: many may wait
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not told yet
         self._salt = service.receipts.salt()
-        self.headers = {"X-Request-Id": self.name, "X-Detcompile-Seed": str(as_int64(answer.params.seed or 0))}
-        if self._salt is not None:
-            self.headers["X-Detcompile-Receipt-Salt"] = self._salt.hex()
+        self.headers = headers_of(self.name, answer.params.seed, self._salt)
         self._task = asyncio.get_running_loop().create_task(self._record())
 
     def cancel(self) -> None:

@@ -16,7 +16,7 @@ from detcompile.serving.responses import event
 from detcompile.serving.service import Service
 from detcompile.serving.texts import SampleText
 
-__all__ = ["Reply", "as_int64"]
+__all__ = ["Reply", "as_int64", "headers_of"]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -73,9 +73,7 @@ class Reply(ABC):
         }
         for answer in job.answers:
             answer.name = job.name
-        self.headers = {"X-Request-Id": job.name, "X-Detcompile-Seed": str(self.seed)}
-        if job.salt is not None:
-            self.headers["X-Detcompile-Receipt-Salt"] = job.salt.hex()
+        self.headers = headers_of(job.name, job.ask.params.seed, job.salt)
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece; every answer has ended."""
@@ -207,6 +205,12 @@ class Reply(ABC):
             "total_tokens": num_prompt + num_drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def headers_of(name: str, seed: int | None, salt: bytes | None) -> dict[str, str]:
+    """Fields of HTTP that tell how to repeat an answer, and to open its receipt."""
+    found = {"X-Request-Id": name, "X-Detcompile-Seed": str(as_int64(seed or 0))}
+    return found if salt is None else found | {"X-Detcompile-Receipt-Salt": salt.hex()}
 
 
 def as_int64(seed: int) -> int:

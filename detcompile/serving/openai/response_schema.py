@@ -172,7 +172,8 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
             if not found or found[-1].role != "assistant":
                 found.append(Message(role="assistant", content=""))
             made = ToolCall(id=call, function=CalledFunction(name=name, arguments=item.arguments or "{}"))
-            found[-1].tool_calls = [*(found[-1].tool_calls or ()), made]
+            found[-1].tool_calls = found[-1].tool_calls or []
+            found[-1].tool_calls.append(made)
         elif item.type == "function_call_output":
             call = _needed(item.call_id, f"{where}.call_id")
             found.append(Message(role="tool", tool_call_id=call, content=_content(item.output, where)))

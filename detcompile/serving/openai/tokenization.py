@@ -39,7 +39,7 @@ async def detokenize(service: Service, asked: DetokenizeRequest) -> Response:
     """
     service.require_ready()
     service.require_model(asked.model)
-    return _told({"prompt": service.texts.decode(asked.tokens, skip_special_tokens=False)})
+    return _told({"prompt": await service.texts.text_of(asked.tokens)})
 
 
 def tokenizer_info(service: Service) -> Response:

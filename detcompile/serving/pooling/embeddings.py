@@ -26,7 +26,7 @@ async def embed(service: Service, asked: EmbeddingRequest) -> Response:
         said = f"dimensions {asked.dimensions} is not served: the embeddings have {facts.num_columns}"
         raise HTTPError(400, said, param="dimensions")
     special = asked.add_special_tokens is not False
-    prompts = [await service.texts.ids_of(own, special) for own in prompts_of(asked.input, "input")]
+    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special)
     require_prompts(service, prompts, "input")
     write = _base64 if asked.encoding_format == "base64" else list
 

@@ -30,7 +30,7 @@ async def classify(service: Service, asked: ClassifyRequest) -> Response:
     """
     facts = facts_of(service, asked, "classify")
     special = asked.add_special_tokens is not False
-    prompts = [await service.texts.ids_of(own, special) for own in prompts_of(asked.input, "input")]
+    prompts = await service.texts.ids_of(prompts_of(asked.input, "input"), special)
     require_prompts(service, prompts, "input")
 
     def result(rows: list[Row]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ async def _scored(
 ) -> Response:
     require_count(len(second), param)  # before they are tokenized
     if facts.task == "embed":
-        prompts = [await service.texts.encode(own) for own in (*first, *second)]
+        prompts = await service.texts.ids_of((*first, *second))
         require_prompts(service, prompts, param)
         return pooled(service, prompts, lambda rows: result(_cosines(rows, len(first))), prefix="score-")
     if len(facts.labels) != 1:

@@ -19,6 +19,7 @@ from detcompile.serving.receipts.envelope import Envelope, payload_digest, paylo
 from detcompile.serving.receipts.keys import SigningKey, read_signing_key, read_verify_key, write_key_pair
 from detcompile.serving.receipts.receipt import Receipt, Served, decode_receipt, encode_receipt, written_params
 from detcompile.serving.receipts.replay import replay
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 from tests.serving.conftest import Server, started
 from tests.serving.receipts.receipt_cases import PROMPT, REQUESTS, TAMPERINGS, changed
@@ -214,6 +215,29 @@ def parts_of(model: CompiledModel) -> dict[str, str]:
 def _rounded(tensor: torch.Tensor) -> torch.Tensor:
     scale = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
     return ((tensor / scale).round() * scale).to(tensor.dtype)
+
+
+@EXHAUSTIVE
+def test_receipts_of_two_ranks_and_of_one_are_the_same(
+    http: httpx.Client, model: CompiledModel, key: SigningKey, folder: Path, tmp_path: Path
+) -> None:
+    """What a server of two ranks answers replays where one computes, and the other way round."""
+    own = {kind: receipt_of(http, **asked) for kind, asked in REQUESTS.items()}
+    pair = started(tmp_path, "--tp", "2", "--sign", str(folder / "key"), model=folder / "model")
+    try:
+        with httpx.Client(base_url=pair.url, timeout=120) as ranks:
+            for kind, asked in REQUESTS.items():
+                (envelope, answer), (_, one) = receipt_of(ranks, **asked), own[kind]
+                assert answer.json()["choices"] == one.json()["choices"], kind
+                assert replay(model, envelope).outcome == "equal", kind
+                assert http.post("/v1/verify", json=answer.json()["receipt"]).json()["outcome"] == "equal", kind
+                verdict = ranks.post("/v1/verify", json=one.json()["receipt"]).json()
+                assert verdict["outcome"] == "equal" and verdict["num_tokens"] > 0, kind
+            wrong = msgspec.json.encode(changed(own["sampled"][0], TAMPERINGS["another token"].change, key))
+            verdict = ranks.post("/v1/verify", content=wrong, headers=JSON).json()
+            assert verdict["outcome"] == "differs" and verdict["field"] == TAMPERINGS["another token"].field
+    finally:
+        assert pair.stop() == 0
 
 
 def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path, model: CompiledModel) -> None:

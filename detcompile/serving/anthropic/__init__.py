@@ -1,0 +1,1 @@
+"""Anthropic's requests and answers, as another form of chats."""

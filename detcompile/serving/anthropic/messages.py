@@ -1,0 +1,144 @@
+"""POST /v1/messages: Anthropic's form of a chat. What is drawn are the tokens that the same chat has."""
+
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from detcompile.serving.anthropic.blocks import Blocks
+from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest, chat_request
+from detcompile.serving.engines.answers import AnswerSample, progress
+from detcompile.serving.journal.job import Job
+from detcompile.serving.journal.jobs import Call
+from detcompile.serving.openai.chat import ask_chat
+from detcompile.serving.openai.messages import prompt_of
+from detcompile.serving.openai.reply import as_int64, headers_of
+from detcompile.serving.openai.tools import ToolUse, tool_use
+from detcompile.serving.responses import JSON, Events, Whole
+from detcompile.serving.service import Service
+from detcompile.serving.texts import SampleText
+
+__all__ = ["count_tokens", "create_message"]
+
+
+async def create_message(service: Service, asked: MessagesRequest, call: Call) -> Response:
+    """Answer a request.
+
+    Raises:
+        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+    """
+    service.require_ready()
+    service.require_model(asked.model)
+    service.require_causal()
+    service.require_receipts(asked.receipt)
+    chat = chat_request(asked)
+    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, "msg_"))
+    message = _Message(service, job, use, with_receipt=bool(asked.receipt))
+    if asked.stream:
+        return Events(job.answers, job.release, message.headers, message.events(), last=b"")
+    return Whole(job.answers, job.release, message.headers, message.whole)
+
+
+async def count_tokens(service: Service, asked: CountTokensRequest) -> Response:
+    """How many tokens the prompt of a request has.
+
+    Raises:
+        HTTPError: it cannot be served. InvalidInput: nor can its messages.
+    """
+    service.require_ready()
+    service.require_model(asked.model)
+    chat = chat_request(asked)
+    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    ids = await prompt_of(service, chat.messages, () if use is None else use.tools)
+    return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type=JSON)
+
+
+class _Message:
+    """The answer to a request, in one piece or as events.
+
+    Attributes:
+        headers: fields of HTTP that tell how to repeat it.
+    """
+
+    def __init__(self, service: Service, job: Job, use: ToolUse | None, *, with_receipt: bool) -> None:
+        self._service = service
+        self._job = job
+        self._with_receipt = with_receipt
+        [self._answer] = job.answers
+        self._answer.name = job.name
+        self._blocks = Blocks(job.name, use)
+        self.headers = headers_of(job.name, self._answer.params.seed, job.salt) | {"Request-Id": job.name}
+
+    def whole(self) -> dict[str, Any]:
+        """The message in one piece; the answer has ended."""
+        [sample] = self._answer.samples
+        text, _ = SampleText(self._service.texts, self._answer.params, sample).take()
+        self._blocks.add(text, last=True)
+        end = self._end(sample)
+        return self._head() | {"content": self._blocks.content, **end.pop("delta"), **end}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The message as it comes.
+
+        Raises:
+            DetcompileError: the answer's error.
+        """
+        [sample] = self._answer.samples
+        text = SampleText(self._service.texts, self._answer.params, sample)
+        begun = False
+        async for _ in progress([self._answer]):
+            ended = sample.finish_reason is not None
+            if not (ended or sample.token_ids):
+                continue
+            start = [] if begun else [{"type": "message_start", "message": self._head()}]
+            begun = True
+            new, _ = text.take()
+            yield b"".join(map(_event, [*start, *self._blocks.add(new, last=ended)]))
+        yield _event({"type": "message_delta", **self._end(sample)}) + _event({"type": "message_stop"})
+
+    def _head(self) -> dict[str, Any]:
+        """The message before its content."""
+        return {
+            "id": self._job.name,
+            "type": "message",
+            "role": "assistant",
+            "model": self._service.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(0, 0),
+            "system_fingerprint": self._service.hello.fingerprint,
+            "seed": as_int64(self._answer.params.seed or 0),
+        }
+
+    def _end(self, sample: AnswerSample) -> dict[str, Any]:
+        """Why it has ended, and what that took; with the receipt where it was asked for.
+
+        Raises:
+            StorageError: the log of receipts cannot be written.
+        """
+        reason = "tool_use" if self._blocks.num_calls else "end_turn"
+        stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
+        reason = "max_tokens" if sample.finish_reason == "length" else "stop_sequence" if stop is not None else reason
+        usage = self._usage(self._answer.num_cached_tokens, self._answer.num_tokens)
+        end: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
+        issued = self._service.issue(self._job)
+        if issued is not None:
+            self.headers["X-Detcompile-Receipt"] = issued.digest
+        return end | ({"receipt": issued.envelope} if issued is not None and self._with_receipt else {})
+
+    def _usage(self, cached: int, num_drawn: int) -> dict[str, int]:
+        """Tokens of the prompt, those that the prefix cache had apart, and of the answer."""
+        return {
+            "input_tokens": len(self._answer.prompt_ids) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": num_drawn,
+        }
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"event: " + str(content["type"]).encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

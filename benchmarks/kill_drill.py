@@ -5,7 +5,8 @@
 Every round asks for the same streams at once (several samples, penalties, log-probabilities, stop strings, grammars,
 greedy and drawn, with drafts) and kills or stops (SIGKILL, SIGSTOP) a random process of the engines when some of the
 tokens have come; every third round it is the server itself that is killed, and started again with its journal, and
-clients come back with their keys for the rest of their streams. The script fails if a token is lost, comes twice, or is
+clients come back with their keys for the rest of their streams, or with the numbers of the last events of responses in
+the background. The script fails if a token is lost, comes twice, or is
 another one than before. A pause is the longest time between two events of a stream.
 
 Writes benchmarks/results/kill-drill-<cores>-cores-<commit>.json.
@@ -37,6 +38,8 @@ __all__ = ["FRONT_EVERY", "Drill", "bodies", "engine_processes"]
 RESULTS = Path(__file__).parent / "results"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FRONT_EVERY = 3  # rounds; in the last of them the server is killed
+RESPONSES_EVERY = 8  # requests; one of them is for a response
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 RETRY_SECONDS = 0.2
 START_SECONDS = 240
 KINDS: list[dict[str, Any]] = [
@@ -53,12 +56,16 @@ KINDS: list[dict[str, Any]] = [
 
 
 def bodies(count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Requests of all kinds, each with a seed and a prompt of its own."""
+    """Requests of all kinds, each with a seed and a prompt of its own; some for responses in the background."""
     asked = {"model": "tiny", "max_tokens": max_tokens, "stream": True, "return_token_ids": True, "ignore_eos": True}
-    return [
+    found = [
         asked | {"prompt": [3 + index, *range(5, 5 + index % 30)], "seed": index} | KINDS[index % len(KINDS)]
         for index in range(count)
     ]
+    own = {"model": "tiny", "max_output_tokens": max_tokens, "stream": True, "background": True, "ignore_eos": True}
+    for index in range(0, count, RESPONSES_EVERY):
+        found[index] = own | {"input": f"Say {index}.", "seed": index}
+    return found
 
 
 def engine_processes(server: int) -> list[int]:
@@ -133,7 +140,9 @@ class Drill:
     async def _stream(
         self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float], by_name: bool
     ) -> Any:
-        """Tokens, text, log-probabilities and the reason of its end, of each sample."""
+        """Tokens, text, log-probabilities and the reason of its end, of each sample; of a response what it says."""
+        if "input" in body:
+            return await self._response(client, body, pauses)
         samples: dict[int, dict[str, Any]] = {}
         last, pause = time.monotonic(), 0.0
         async for event in self._events(client, body, by_name):
@@ -150,6 +159,41 @@ class Drill:
         pauses.append(pause)
         assert samples and all(sample["end"] for sample in samples.values()), samples
         return samples
+
+    async def _response(self, client: httpx.AsyncClient, body: dict[str, Any], pauses: list[float]) -> Any:
+        """Text and status of a response, read on at the event behind the last one whenever its server is lost."""
+        headers = {"Idempotency-Key": str(uuid.uuid4())}
+        name, number, text, status = "", -1, "", ""
+        last, pause, end = time.monotonic(), 0.0, time.monotonic() + START_SECONDS
+        while not status:
+            way = ("GET", f"{self._url}/v1/responses/{name}") if name else ("POST", f"{self._url}/v1/responses")
+            place = {"stream": "true", "starting_after": str(number)} if name else {}
+            own = None if name else body
+            try:
+                async with client.stream(*way, json=own, headers=headers, params=place) as response:
+                    if response.status_code == 503:  # it starts
+                        raise httpx.ConnectError((await response.aread()).decode())
+                    assert response.status_code == 200, await response.aread()
+                    async for line in response.aiter_lines():
+                        if not line.startswith("data: "):
+                            continue
+                        event = json.loads(line.removeprefix("data: "))
+                        assert event["sequence_number"] == number + 1, (event, number)
+                        number += 1
+                        self._num_events += 1
+                        now = time.monotonic()
+                        last, pause = now, max(pause, now - last)
+                        name = event.get("response", {}).get("id", name)
+                        text += event["delta"] if event["type"] == "response.output_text.delta" else ""
+                        if event["type"] in ("response.completed", "response.incomplete"):
+                            status, said = event["type"], event["response"]["output"][0]["content"][0]["text"]
+                            assert said == text
+            except httpx.TransportError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+        pauses.append(pause)
+        return text, status
 
     async def _events(self, client: httpx.AsyncClient, body: dict[str, Any], by_name: bool) -> AsyncIterator[Any]:
         """The events of a stream, whose client comes back for it whenever it loses the server.
@@ -217,7 +261,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--port", "0", "--max-restarts", "1000"]
         command += ["--replicas", str(arguments.replicas), "--tp", str(arguments.tp), "--journal", f"{folder}/journal"]
-        command += ["--speculation", "always"]
+        Path(folder, "template").write_text(TEMPLATE)
+        command += ["--speculation", "always", "--chat-template", f"{folder}/template"]
         drill = Drill(functools.partial(started, command), bodies(arguments.streams, arguments.tokens))
         try:
             expected = drill.undisturbed()

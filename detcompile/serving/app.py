@@ -25,7 +25,13 @@ from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
 from detcompile.serving.openai.response_schema import ResponsesRequest
-from detcompile.serving.openai.responses import cancelled_response, dropped_response, kept_response, respond
+from detcompile.serving.openai.responses import (
+    RESPONSES,
+    cancelled_response,
+    dropped_response,
+    kept_response,
+    respond,
+)
 from detcompile.serving.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -59,7 +65,6 @@ POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal kee
     (["/tokenize", "/v1/tokenize"], TokenizeRequest, tokenize),
     (["/detokenize", "/v1/detokenize"], DetokenizeRequest, detokenize),
     (["/v1/messages/count_tokens"], CountTokensRequest, count_tokens),
-    (["/v1/responses"], ResponsesRequest, respond),
     (["/v1/embeddings"], EmbeddingRequest, embed),
     (["/classify"], ClassifyRequest, classify),
     (["/score", "/v1/score"], ScoreRequest, score),
@@ -130,6 +135,7 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
 
     for path, (kind, answer) in KEPT.items():
         post([path], kind, answer)
+    post([RESPONSES], ResponsesRequest, respond)
     for paths, kind, answer in POSTS:
         post(paths, kind, _once(answer))
     if demo:
@@ -163,16 +169,21 @@ def _once(
 
 
 def _add_kept(app: FastAPI, service: Service) -> None:
-    async def response(name: str, stream: bool = False, starting_after: int | None = None) -> Response:
-        return await kept_response(service, name, stream=stream, starting_after=starting_after)
+    async def response(
+        name: str, request: Request, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        return await kept_response(service, (owner_of(request), name), stream=stream, starting_after=starting_after)
 
-    async def cancel(name: str) -> Response:
-        return await cancelled_response(service, name)
+    async def cancel(name: str, request: Request) -> Response:
+        return await cancelled_response(service, (owner_of(request), name))
 
-    async def drop(name: str) -> Response:
-        return await dropped_response(service, name)
+    async def drop(name: str, request: Request) -> Response:
+        return await dropped_response(service, (owner_of(request), name))
 
-    path = "/v1/responses/{name}"
+    def owner_of(request: Request) -> str:
+        return _call(request, b"").owner
+
+    path = f"{RESPONSES}/{{name}}"
     app.add_api_route(path, response, methods=["GET"], name="v1_response", response_model=None)
     app.add_api_route(f"{path}/cancel", cancel, methods=["POST"], name="v1_response_cancel", response_model=None)
     app.add_api_route(path, drop, methods=["DELETE"], name="v1_response_drop", response_model=None)
@@ -236,6 +247,8 @@ def _add_streams(app: FastAPI, service: Service) -> None:
         service.require_ready()
         own = _call(request, b"")
         call = await service.jobs.call(own.owner, name, own.last_event)
+        if call is None or call.endpoint not in KEPT:
+            raise HTTPError(404, f"no request is kept whose answer is {name[:100]!r}", code="stream_not_found")
         kind, answer = KEPT[call.endpoint]
         return await answer(service, decode_body(call.body, kind), call)
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.grammars.compiler import COMPILE_SECONDS, GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar, Kind
+from detcompile.serving.engines.processes import BOUND
 
 __all__ = ["GrammarCheck", "main"]
 
@@ -81,7 +82,7 @@ class GrammarCheck:
 
     async def _start(self, tokenizer: str) -> None:
         pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", "detcompile.serving.grammar_check")
+        command = (*BOUND, "detcompile.serving.grammar_check")  # a grammar would keep it alive for hours
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         await asyncio.wait_for(self._ask(tokenizer), START_SECONDS)
 

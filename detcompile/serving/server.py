@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from types import FrameType
 
 import uvicorn
@@ -92,8 +92,10 @@ class Drain:
         end = self._loop.time() + self._seconds
         while self._service.open and self._loop.time() < end:
             await asyncio.sleep(0.05)
-        self._service.release(list(self._service.open.values()))
-        server.should_exit = True
+        try:
+            self._service.release(list(self._service.open.values()))
+        finally:
+            server.should_exit = True
 
 
 async def serve(
@@ -119,19 +121,19 @@ async def serve(
         lifespan="off",
         ws="none",
     )
-    server = _Server(config, Drain(service, drain))
+    server, address = _Server(config, Drain(service, drain)), _address(sock)  # it closes the socket at a signal
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(service.start(spec))
     try:
-        await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            hello = starting.result()
-            _shorten_collections()
-            _say(f"serving {service.name} on {_address(sock)}; fingerprint {hello.fingerprint}")
-            watching = asyncio.create_task(_end_when_lost(service, server))
-            with _rolled_on_hangup(service):
+        async with _rolled_on_hangup(service):
+            await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                hello = starting.result()
+                _shorten_collections()
+                _say(f"serving {service.name} on {address}; fingerprint {hello.fingerprint}")
+                watching = asyncio.create_task(_end_when_lost(service, server))
                 await serving
-            watching.cancel()
+                watching.cancel()
         lost = service.fleet.failure is not None
     finally:
         server.should_exit = True
@@ -148,9 +150,9 @@ def _shorten_collections() -> None:
     gc.set_threshold(COLLECTED_OBJECTS, 10, 10)
 
 
-@contextlib.contextmanager
-def _rolled_on_hangup(service: Service) -> Iterator[None]:
-    """SIGHUP starts the engines anew, one after another, as long as this lasts."""
+@contextlib.asynccontextmanager
+async def _rolled_on_hangup(service: Service) -> AsyncIterator[None]:
+    """SIGHUP starts the engines that serve anew, one after another, as long as this lasts."""
     loop, rolls = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     rolling = asyncio.Lock()
 
@@ -170,6 +172,7 @@ def _rolled_on_hangup(service: Service) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGHUP)
         for task in rolls:
             task.cancel()
+        await asyncio.gather(*rolls, return_exceptions=True)
 
 
 async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:

@@ -108,13 +108,12 @@ class Service:
         self.grammars = GrammarCheck(hello.tokenizer)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
-        known = None if self.template is None else family_of(self.template.source)
-        self.tool_family = self._given_family or known
+        self.tool_family = self._given_family or (None if self.template is None else family_of(self.template.source))
         self.serves = True
         return hello
 
     async def stop(self) -> None:
-        """Nothing more is answered: end the engines and what runs beside them, and close the journal."""
+        """End the engines and what runs beside them, and close the journal."""
         await self.fleet.stop()
         await self.jobs.stop()
         if self.serves:
@@ -135,8 +134,8 @@ class Service:
         if self.fleet.failure is not None:
             raise error_of(WorkerError(f"the engine does not serve: {self.fleet.failure}"))
         if self.draining or not self.serves:
-            what = "is shutting down" if self.draining else "is starting"
-            raise HTTPError(503, f"the server {what}", code="unavailable", retry_after=5)
+            raise HTTPError(503, f"the server {'is shutting down' if self.draining else 'is starting'}",
+                            code="unavailable", retry_after=5)  # fmt: skip
 
     def require_engine(self) -> None:
         """Refuse where no engine serves just now; requests that are made nevertheless wait for one.
@@ -213,7 +212,6 @@ class Service:
         self.require_ready()
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
-        verification.name = f"verify-{verification.request_id}"
         self._add([verification])
         return verification
 
@@ -235,11 +233,11 @@ class Service:
         """Nobody reads these any more; those that have not ended are cancelled."""
         for answer in answers:
             self.deadlines.forget(answer)
-            cancelled = not answer.finished
+            was_open, cancelled = self.open.pop(answer.request_id, None) is not None, not answer.finished
             if cancelled:
                 self.fleet.cancel(answer)
                 answer.fail(WorkerError("the request was cancelled"))
-            if self.open.pop(answer.request_id, None) is None:
+            if not was_open:
                 continue
             self._num_open -= answer.params.n
             if answer.first_token is None:

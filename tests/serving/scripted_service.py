@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import httpx
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.launchers import LocalProcess
+from detcompile.serving.engines.processes import BOUND
 from detcompile.serving.engines.protocol import EngineSpec
 from detcompile.serving.service import Service
 
 __all__ = ["ENGINE", "ROOT", "SPEC", "running", "scripted"]
 
 ROOT = Path(__file__).parents[2]
-ENGINE = [sys.executable, "-m", "tests.serving.scripted_engine"]  # found from ROOT: see conftest.in_the_root
+ENGINE = [*BOUND, "tests.serving.scripted_engine"]  # found from ROOT: see conftest.in_the_root
 SPEC = EngineSpec(model="scripted")
 
 

@@ -161,6 +161,7 @@ class Verification(Errand):
     def __init__(self, request_id: str, receipt: bytes, lengths: Sequence[int]) -> None:
         asked = SamplingParams(n=len(lengths))
         super().__init__(request_id, [0] * sum(lengths), asked, News())
+        self.name = f"verify-{request_id}"
         self.receipt = receipt
         self.verdict: Verdict | None = None
 

@@ -21,6 +21,7 @@ from detcompile.serving.engines.protocol import (
     Add,
     Broken,
     Cancel,
+    Command,
     Delta,
     EngineSpec,
     Heartbeat,
@@ -85,6 +86,7 @@ class EngineLink:
         self._silence = silence
         self._over = asyncio.Event()  # ready, or failed
         self._tasks: list[asyncio.Task[None]] = []
+        self._opening: asyncio.Task[Connection] | None = None
         self._connection: Connection | None = None
         self._heard = False  # since the last look
         self._notices = Notices()
@@ -101,14 +103,21 @@ class EngineLink:
         return None if process is None else process.pid
 
     async def open(self) -> None:
-        """Come by a process, which imports what it needs and waits for ``start``."""
-        self._connection = connection = await self._launcher.open()
+        """Come by a process, which imports what it needs and waits for ``start``.
+
+        Raises:
+            DetcompileError: there is none to be had, or this was stopped meanwhile.
+        """
+        self._opening = asyncio.get_running_loop().create_task(self._launcher.open())
+        connection = await self._opening
+        if self.failure is not None:
+            raise self.failure  # ``stop`` ends the process
+        self._connection = connection
         self._tasks = [asyncio.create_task(self._read(connection)), asyncio.create_task(self._watch(connection))]
 
     def start(self, spec: EngineSpec) -> None:
         """Tell the process, which is open, what to serve; ``settled`` waits until it does."""
-        assert self._connection is not None
-        self._connection.writer.write(frame(spec))
+        self._send(spec)
 
     async def settled(self) -> Hello:
         """Wait until the engine is ready.
@@ -134,19 +143,18 @@ class EngineLink:
         """
         if self.failure is not None or self._connection is None:
             raise self.failure or WorkerError("the engine has not started")
-        writer = self._connection.writer
         answer.tries += 1
         self.answers[answer.try_id] = answer
         if isinstance(answer, Errand):
-            writer.write(frame(answer.command()))
+            self._send(answer.command())
             return
         given, resume = given_params(answer.params), answer.resumption()
-        writer.write(frame(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume)))
+        self._send(Add(answer.try_id, answer.prompt_ids, given, answer.priority, resume))
 
     def cancel(self, answer: Answer) -> None:
         """The engine makes an answer no more."""
-        if self.answers.pop(answer.try_id, None) is not None and self._connection is not None and self.ready:
-            self._connection.writer.write(frame(Cancel(answer.try_id)))
+        if self.answers.pop(answer.try_id, None) is not None and self.ready:
+            self._send(Cancel(answer.try_id))
 
     def take_back(self) -> list[Answer]:
         """The engine makes no answer of those that it has any more: these, to go on elsewhere."""
@@ -161,14 +169,26 @@ class EngineLink:
             self._connection.kill()
 
     async def stop(self) -> None:
-        """End the process and wait for its end."""
+        """End the process, also one that is being opened, and wait for its end."""
         self._on_lost = None
         self._fail(WorkerError("the server stops"))
+        if self._connection is None and self._opening is not None:
+            self._opening.cancel()
+            [found] = await asyncio.gather(self._opening, return_exceptions=True)
+            if isinstance(found, Connection):
+                self._connection = found
+                found.kill()
         if self._connection is not None:
             await self._connection.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _send(self, command: Command) -> None:
+        """Send a command. One to an engine that is gone is lost: what it had is handed over once that is read."""
+        assert self._connection is not None
+        if not self._connection.writer.is_closing():  # uvloop raises there
+            self._connection.writer.write(frame(command))
 
     async def _read(self, connection: Connection) -> None:
         reader = connection.reader

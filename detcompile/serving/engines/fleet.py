@@ -14,9 +14,10 @@ from detcompile.errors import DetcompileError, WorkerError
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
+from detcompile.serving.engines.placement.quarantine import Quarantine
+from detcompile.serving.engines.placement.router import Router
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
-from detcompile.serving.engines.quarantine import Quarantine
-from detcompile.serving.engines.router import Router
+from detcompile.serving.engines.spares import Spares
 
 __all__ = ["Fleet", "Loss"]
 
@@ -79,12 +80,9 @@ class Fleet:
         self._on_delta = on_delta
         self._launcher = LocalProcess() if launcher is None else launcher
         self._replicas = replicas
-        self._keeps_spare = spare
         self._most_restarts = most_restarts
         self._silence = silence
-        self._spare: EngineLink | None = None
-        self._spares_lost = 0
-        self._opens_spare = False
+        self._spares = Spares(self._new_link, keeps=spare, most_lost=most_restarts)
         self._waiting: list[Answer] = []
         self._router = Router()
         self._quarantine = Quarantine()
@@ -115,7 +113,7 @@ class Fleet:
         """Start the processes; ``settled`` waits until they serve."""
         self._spec = spec
         for index in range(self._replicas):
-            self.links.append(await self._opened())
+            self.links.append(await self._spares.open())
             self._start(index)
 
     async def settled(self) -> Hello:
@@ -126,13 +124,16 @@ class Fleet:
         """
         try:
             found = [await link.settled() for link in self.links]
+            for link in self.links:
+                if link.failure is not None:  # it was lost while others started
+                    raise link.failure
             if len({hello.fingerprint for hello in found}) > 1:
                 raise WorkerError("the engines' fingerprints differ: give all of them devices of one kind")
         except DetcompileError as error:
             self._give_up(error)
             raise
         self.hello = found[0]
-        await self._keep_spare()
+        await self._spares.keep()
         return self.hello
 
     def add(self, answer: Answer) -> None:
@@ -158,7 +159,7 @@ class Fleet:
     async def roll(self) -> None:
         """Start every engine anew, one after another; what they serve goes on on the others, or waits."""
         for index, link in enumerate(self.links):
-            if self.failure is not None or not link.ready:
+            if self.failure is not None or self.hello is None or not link.ready:
                 continue
             self._rolling = link
             self._hand_over([answer for answer in link.take_back() if answer is not self._quarantine.trial])
@@ -166,9 +167,12 @@ class Fleet:
                 self._court = None
                 self._quarantine.interrupt()
             self._router.forget(link)
-            await link.stop()
+            await self._spares.end(link)
             self._rolling = None
-            await self._replace(index)
+            try:
+                await self._replace(index)
+            except DetcompileError as error:  # there is no process to be had
+                self._give_up(error)
 
     async def stop(self) -> None:
         """End all processes and wait for their end."""
@@ -176,7 +180,7 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(link.stop() for link in (*self.links, *([self._spare] if self._spare else ()))))
+        await asyncio.gather(*(self._spares.end(link) for link in self._spares.owned))
         await self._launcher.close()
 
     def _start(self, index: int) -> None:
@@ -185,16 +189,8 @@ class Fleet:
         own = visible_gpus(index * size, size) if shares else None
         self.links[index].start(replace(self._spec, visible_devices=own))
 
-    async def _opened(self) -> EngineLink:
-        link = EngineLink(self._news, self._lost, self._launcher, self._silence)
-        await link.open()
-        return link
-
-    async def _keep_spare(self) -> None:
-        if self._keeps_spare and self._spare is None and self.failure is None and not self._opens_spare:
-            self._opens_spare = True
-            self._spare = await self._opened()
-            self._opens_spare = False
+    def _new_link(self) -> EngineLink:
+        return EngineLink(self._news, self._lost, self._launcher, self._silence)
 
     def _news(self, answer: Answer, delta: Delta | None) -> None:
         if delta is not None:
@@ -206,11 +202,8 @@ class Fleet:
 
     def _lost(self, link: EngineLink, answers: list[Answer]) -> None:
         """An engine serves no more: its answers wait for another one, and its place is taken."""
-        if link is self._spare:
-            self._spare = None
-            self._spares_lost += 1
-            if self._spares_lost <= self._most_restarts:
-                self._run(self._keep_spare())
+        if self._spares.lost(link):
+            self._run(self._spares.keep())
         if link is self._court:
             self._court = None
         self._router.forget(link)
@@ -250,16 +243,16 @@ class Fleet:
 
     async def _replace(self, index: int) -> None:
         """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""
-        link, self._spare = self._spare or await self._opened(), None
-        self.links[index] = link
+        self.links[index] = link = await self._spares.take()
         self._start(index)
         await link.over()
         if link.ready:
             self._place()
-            await self._keep_spare()
+            await self._spares.keep()
 
     def _give_up(self, error: DetcompileError) -> None:
         self.failure = self.failure or error
+        self._spares.close(self.failure)
         waiting, self._waiting = self._waiting + self._quarantine.suspects, []
         self._quarantine.suspects = []
         for answer in waiting + [answer for link in self.links for answer in link.take_back()]:

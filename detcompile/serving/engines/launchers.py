@@ -2,21 +2,24 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from detcompile.errors import WorkerError
 from detcompile.serving.engines.handshake import NONCE_BYTES, SECRET_BYTES, new_nonce, proof_of
-from detcompile.serving.engines.processes import is_stopped
+from detcompile.serving.engines.processes import BOUND, is_stopped
 
-__all__ = ["Connection", "DialIn", "Launcher", "LocalProcess"]
+__all__ = ["Connection", "DialIn", "Launcher", "LocalProcess", "MODULE"]
 
-MODULE = (sys.executable, "-m", "detcompile.serving.engines.engine_process")
+MODULE = "detcompile.serving.engines.engine_process"
 HANDSHAKE_SECONDS = 10.0
+ENDING_SECONDS = 10.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -58,10 +61,13 @@ class Connection:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait for the end of a process that was killed."""
-        if self.process is not None:
-            await self.process.wait()
+        """Wait for the end of a process that was killed, but not for long: one that waits for a device ends late."""
         self.writer.close()
+        if self.process is not None:
+            try:
+                await asyncio.wait_for(self.process.wait(), ENDING_SECONDS)
+            except TimeoutError:
+                logger.warning("process %d was killed and has not ended: it waits for a device", self.process.pid)
 
 
 class Launcher(Protocol):
@@ -74,7 +80,11 @@ class Launcher(Protocol):
     local: bool
 
     async def open(self) -> Connection:
-        """A connection to a process that has imported what it needs, or will soon."""
+        """A connection to a process that has imported what it needs, or will soon; where this is cancelled, to none.
+
+        Raises:
+            DetcompileError: there is no process to be had.
+        """
 
     async def close(self) -> None:
         """No more connections are asked for."""
@@ -89,22 +99,33 @@ class LocalProcess:
 
     local = True
 
-    def __init__(self, command: Sequence[str] = MODULE) -> None:
+    def __init__(self, command: Sequence[str] = (*BOUND, MODULE)) -> None:
         self._command = tuple(command)
 
     async def open(self) -> Connection:
-        """A process that was started now."""
+        """A process that was started now. Nothing is waited for once there is one: it is never nobody's.
+
+        Raises:
+            WorkerError: it could not be started.
+        """
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the front, which ends it
-            )
         ours.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=ours)
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the front, which ends it
+                )
+            except OSError as error:
+                writer.close()
+                raise WorkerError(f"an engine process could not be started: {error}") from error
+            except BaseException:
+                writer.close()
+                raise
         return Connection(reader, writer, process)
 
     async def close(self) -> None:
@@ -133,6 +154,7 @@ class DialIn:
         self._port = port
         self._arrived: asyncio.Queue[Connection] = asyncio.Queue()
         self._server: asyncio.Server | None = None
+        self._closed = False
 
     async def address(self) -> tuple[str, int]:
         """Host and port that engines connect to; listening begins with the first call."""
@@ -151,6 +173,7 @@ class DialIn:
 
     async def close(self) -> None:
         """Listen no more, and let go of who waits."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
         while not self._arrived.empty():
@@ -163,7 +186,7 @@ class DialIn:
             proof = await asyncio.wait_for(reader.readexactly(NONCE_BYTES), HANDSHAKE_SECONDS)
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             proof = b""
-        if proof_of(self.secret, nonce, proof):
+        if proof_of(self.secret, nonce, proof) and not self._closed:
             self._arrived.put_nowait(Connection(reader, writer))
         else:
             writer.close()

@@ -14,6 +14,7 @@ __all__ = [
     "Add",
     "Broken",
     "Cancel",
+    "Command",
     "Delta",
     "EngineSpec",
     "Heartbeat",

@@ -55,7 +55,7 @@ class RayActors:
 
     local = False
 
-    def __init__(self, address: str | None = None, *, gpus: int = 0, cpus: int = 1, module: str = MODULE[-1]) -> None:
+    def __init__(self, address: str | None = None, *, gpus: int = 0, cpus: int = 1, module: str = MODULE) -> None:
         try:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:

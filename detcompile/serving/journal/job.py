@@ -21,6 +21,7 @@ class Ask:
         params: how to draw, with the seed.
         prefix: how the ids of its answers begin.
         template: sha256 of the chat template that made the prompts.
+        before: JSON of the messages that a response goes on with; empty for other requests.
     """
 
     prompts: list[list[int]]
@@ -28,6 +29,7 @@ class Ask:
     priority: int
     prefix: str
     template: str | None = None
+    before: bytes = b""
 
 
 @dataclass(eq=False)
@@ -44,6 +46,7 @@ class Job:
         name: the id that clients are told.
         created: when it was first asked for, in seconds since 1970.
         issued: the receipt, once there is one.
+        cancelled: its client has ended it; what was drawn by then is all of it.
     """
 
     ask: Ask
@@ -54,6 +57,7 @@ class Job:
     name: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     issued: Issued | None = None
+    cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.name = self.name or self.ask.prefix + secrets.token_hex(12)

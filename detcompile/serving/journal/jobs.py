@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
@@ -102,18 +103,29 @@ class Jobs:
         _require_same(begun, call)
         return await asyncio.shield(task)
 
-    async def call(self, owner: str, name: str, last_event: str | None) -> Call:
-        """The request whose answer has an id, for a client that comes back for it.
+    def kept(self, call: Call) -> Call:
+        """A request with a key, where there is a journal: who gave it none comes back for it by the answer's id."""
+        return call if self._journal is None or call.key is not None else replace(call, key=secrets.token_hex(16))
+
+    async def call(self, owner: str, name: str, last_event: str | None = None) -> Call | None:
+        """The request whose answer has an id, for a client that comes back for it; None where none is kept.
 
         Raises:
-            HTTPError: 404.
+            HTTPError: 503 where the journal cannot be read.
         """
-        found = None
-        if self._journal is not None:
-            found = await self._written(lambda journal: journal.find(owner, name=name))
-        if found is None:
-            raise HTTPError(404, f"no request is kept whose answer is {name[:100]!r}", code="stream_not_found")
-        return Call(found.endpoint, found.body, owner, found.key, last_event)
+        if self._journal is None:
+            return None
+        found = await self._written(lambda journal: journal.find(owner, name=name))
+        return None if found is None else Call(found.endpoint, found.body, owner, found.key, last_event)
+
+    async def drop(self, owner: str, name: str) -> None:
+        """Forget a request of this owner by the id of its answer, if it is kept.
+
+        Raises:
+            HTTPError: 503 where the journal cannot be written.
+        """
+        if await self.call(owner, name) is not None:
+            await self._written(lambda journal: journal.drop(name))
 
     async def stop(self) -> None:
         """Write what has ended, and close the journal; what is open there can go on later."""
@@ -156,16 +168,15 @@ class Jobs:
             await self._require_model(record)
             answers = self._submit(asked.prompts, asked.params, asked.priority)
         job = Job(asked, answers, record.work.salt, _nothing, True, record.name, record.created)
-        job.issued = None if record.outcome is None else record.outcome.receipt
+        if record.outcome is not None:
+            job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled
         return job
 
     async def _watch(self, place: tuple[str, str], job: Job) -> None:
         """Have a job answered whoever reads it, and write what came of it."""
         with contextlib.suppress(DetcompileError, HTTPError):
             try:
-                async for _ in progress(job.answers):
-                    continue
-                self._issue(job)
+                await self._answered(job)
                 outcome = outcome_of(job)
                 await self._written(lambda journal: journal.finish(job.name, outcome))
             except InvalidInput:
@@ -173,6 +184,20 @@ class Jobs:
             finally:
                 self._release(job.answers)
                 del self._live[place]
+
+    async def _answered(self, job: Job) -> None:
+        """Wait for the end of a job, and make its receipt, unless its client has ended it.
+
+        Raises:
+            DetcompileError: it has no end.
+        """
+        try:
+            async for _ in progress(job.answers):
+                continue
+            self._issue(job)
+        except DetcompileError:
+            if not job.cancelled:
+                raise
 
     async def _require_model(self, record: Record) -> None:
         hello = self._hello()

@@ -24,6 +24,7 @@ class Work(msgspec.Struct):
     prefix: str
     template: str | None
     salt: bytes | None
+    before: bytes = b""
 
 
 class KeptSample(msgspec.Struct, array_like=True):
@@ -48,6 +49,7 @@ class Outcome(msgspec.Struct):
 
     answers: list[KeptAnswer]
     receipt: Issued | None
+    cancelled: bool = False
 
 
 class Record(msgspec.Struct):
@@ -83,18 +85,18 @@ def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes], fing
         request: path and body.
     """
     ask = job.ask
-    work = Work(ask.prompts, given_params(ask.params), ask.priority, ask.prefix, ask.template, job.salt)
+    work = Work(ask.prompts, given_params(ask.params), ask.priority, ask.prefix, ask.template, job.salt, ask.before)
     return Record(job.name, *place, *request, job.created, fingerprint, work)
 
 
 def ask_of(work: Work) -> Ask:
     """What is asked of the engines once more."""
-    return Ask(work.prompts, SamplingParams(**work.params), work.priority, work.prefix, work.template)
+    return Ask(work.prompts, SamplingParams(**work.params), work.priority, work.prefix, work.template, work.before)
 
 
 def outcome_of(job: Job) -> Outcome:
     """What came of a request whose answers have ended."""
-    return Outcome([_kept(answer) for answer in job.answers], job.issued)
+    return Outcome([_kept(answer) for answer in job.answers], job.issued, job.cancelled)
 
 
 def restore(answers: Sequence[Answer], outcome: Outcome) -> None:

@@ -1,7 +1,6 @@
 """Recording: a response in the making, whose events are kept, so that who lost a stream reads on where it was."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -9,8 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 from detcompile.errors import DetcompileError
-from detcompile.serving.engines.answers import Answer, progress
+from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.http_errors import error_of
+from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.reply import as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
@@ -30,7 +30,7 @@ class Recording:
     """One response.
 
     Args:
-        answer: what the engine makes; one sample.
+        job: the request, with one answer of one sample.
         fields: what the response tells of its request.
         family: how calls of functions are written in it; None where there are none.
         messages: the conversation before it.
@@ -46,37 +46,38 @@ class Recording:
     def __init__(
         self,
         service: Service,
-        answer: Answer,
+        job: Job,
         fields: dict[str, Any],
         family: Family | None,
         messages: list[Message],
     ) -> None:
-        self.name = "resp_" + secrets.token_hex(16)
+        [answer] = job.answers
+        self.name = job.name
         self.events: list[bytes] = []
         self.ended: float | None = None
         self.error: DetcompileError | None = None
         self.messages = messages
         self.num_bytes = TOKEN_BYTES * len(answer.prompt_ids)
         self._service = service
-        self.answer = answer
+        self._job = job
+        self.answer: Answer = answer
         answer.name = self.name
         self._fields = fields
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None
         self._incomplete: dict[str, Any] | None = None
-        self._created = int(time.time())
         self._reader = None if family is None else Reader(family)
         self._output = ResponseOutput(self.name)
         self._news = asyncio.Event()  # another one after each news: many may wait
+        self._whole = False  # all of the answer was taken
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not told yet
-        self._salt = service.receipts.salt()
-        self.headers = headers_of(self.name, answer.params.seed, self._salt)
+        self.headers = headers_of(self.name, answer.params.seed, job.salt)
         self._task = asyncio.get_running_loop().create_task(self._record())
 
     def cancel(self) -> None:
         """End it as it stands, unless it has ended."""
         if self.ended is None and not self.answer.finished:
-            self._status = "cancelled"
+            self._status, self._job.cancelled = "cancelled", True
             self._service.release([self.answer])
 
     async def begun(self) -> None:
@@ -113,7 +114,7 @@ class Recording:
         return {
             "id": self.name,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._job.created,
             "status": self._status,
             "error": self._failure,
             "incomplete_details": self._incomplete,
@@ -132,19 +133,32 @@ class Recording:
         text = SampleText(self._service.texts, self.answer.params, sample)
         try:
             async for _ in progress([self.answer]):
-                start = text.num_read
-                new, _ = text.take()
-                self._add(new, slice(start, text.num_read), last=sample.finish_reason is not None)
-            if self._status == "in_progress":
+                self._take(text, sample)
+            if self._job.cancelled:  # at a server before this one
+                self._status = "cancelled"
+                self._close("incomplete")
+            else:
                 self._finish(sample.finish_reason)
         except DetcompileError as error:
             self._fail(error)
         finally:
-            self._service.release([self.answer])
+            self._job.release([self.answer])
             self.ended = time.monotonic()
             self._status = "failed" if self._status == "in_progress" else self._status  # by a fault of this program
             last = "incomplete" if self._status == "cancelled" else self._status
             self._tell(f"response.{last}")
+
+    def _take(self, text: SampleText, sample: AnswerSample) -> None:
+        """Take what is new, token by token: so events are a function of the tokens, whenever these come."""
+        count, ended = len(sample.token_ids), sample.finish_reason is not None
+        for end in range(text.num_read + 1, count + 1):
+            start, last = text.num_read, ended and end == count
+            new, _ = text.take(None if last else end)
+            self._add(new, slice(start, end), last=last)
+            self._whole = last
+        if ended and not self._whole:  # its end came without a token
+            self._whole = True
+            self._add(text.take()[0], slice(count, count), last=True)
 
     def _add(self, text: str, read: slice, *, last: bool) -> None:
         """Take new text, and tell of it."""
@@ -159,14 +173,17 @@ class Recording:
 
     def _finish(self, reason: str | None) -> None:
         """The answer has ended: so do its items."""
-        self._issue_receipt()
+        self._service.issue(self._job)
         self._status = "incomplete" if reason == "length" else "completed"
         if reason == "length":
             self._incomplete = {"reason": "max_output_tokens"}
         if not self._output.items:
             for event in self._output.add(Piece(None, None, ""), self._logprobs):
                 self._send(event)
-        for event in self._output.close(self._status):
+        self._close(self._status)
+
+    def _close(self, status: str) -> None:
+        for event in self._output.close(status):
             self._send(event)
 
     def _fail(self, error: DetcompileError) -> None:
@@ -175,16 +192,7 @@ class Recording:
             content = error_of(error).content["error"]
             self._failure = {"code": content["code"] or "server_error", "message": content["message"]}
             self.error = error
-        for event in self._output.close("incomplete"):
-            self._send(event)
-
-    def _issue_receipt(self) -> None:
-        service = self._service
-        template = None if service.template is None else service.template.digest
-        name = (self.name, self._created, service.name)
-        service.receipts.issue(
-            name, [self.answer], service.hello, service.texts, template=template, salt=self._salt
-        )
+        self._close("incomplete")
 
     def _tell(self, kind: str) -> None:
         self._send({"type": kind, "response": self.response()})

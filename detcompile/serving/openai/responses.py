@@ -1,23 +1,28 @@
 """/v1/responses: text and calls of functions, whose streams can be read on by whoever has lost them."""
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.job import Ask
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
-from detcompile.serving.openai.schema import Message
-from detcompile.serving.openai.tools import tool_use
+from detcompile.serving.openai.schema import ChatRequest, Message, decode_body
+from detcompile.serving.openai.tools import ToolUse, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
-__all__ = ["cancelled_response", "dropped_response", "kept_response", "respond"]
+__all__ = ["RESPONSES", "cancelled_response", "dropped_response", "kept_response", "respond"]
 
+RESPONSES = "/v1/responses"  # the path
 TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its request, and what they are by default
     ("background", False), ("instructions", None), ("max_output_tokens", None), ("metadata", {}), ("store", True),
     ("parallel_tool_calls", True), ("previous_response_id", None), ("tool_choice", "auto"), ("tools", []),
@@ -25,8 +30,8 @@ TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its r
 )  # fmt: skip
 
 
-async def respond(service: Service, asked: ResponsesRequest) -> Response:
-    """Answer a request.
+async def respond(service: Service, asked: ResponsesRequest, call: Call) -> Response:
+    """Answer a request. One that is stored is kept in the journal, with a key or without.
 
     Raises:
         HTTPError: it cannot be served. InvalidInput: nor can its messages.
@@ -37,28 +42,24 @@ async def respond(service: Service, asked: ResponsesRequest) -> Response:
     background, keeps = bool(asked.background), asked.store is not False
     if background and not keeps:
         raise HTTPError(400, "background needs store: nobody could ask for the response", param="background")
-    chat = chat_request(asked, _before(service, asked.previous_response_id))
-    use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    params = chat_params(chat, service.hello.default_params, use)
-    service.require_room(0, 1)
-    await service.grammars.require(params.grammar)
-    prompt = await prompt_of(service, chat.messages, () if use is None else use.tools)
-    [answer] = service.submit([prompt], params, chat.priority or 0)
-    messages = chat.messages[asked.instructions is not None :]
-    told = _told(asked) | {"temperature": params.temperature, "top_p": params.top_p}
-    recording = Recording(service, answer, told, None if use is None else use.family, messages)
-    if keeps:
-        service.responses.add(recording)
-    return await _answered(recording, asked, background)
+    own = service.jobs.kept(call) if keeps else replace(call, key=None)
+    recording = await _recorded(service, asked, own, functools.partial(_ask, service, asked, call.owner))
+    goes_on = background or (keeps and call.key is not None)  # when its client leaves
+    return await _answered(recording, asked, background=background, goes_on=goes_on)
 
 
-async def kept_response(service: Service, name: str, *, stream: bool, starting_after: int | None) -> Response:
+async def kept_response(
+    service: Service, place: tuple[str, str], *, stream: bool, starting_after: int | None
+) -> Response:
     """A response as it stands; or its events behind the one of number ``starting_after``.
+
+    Args:
+        place: sha256 of the API key, and the response's id.
 
     Raises:
         HTTPError: 404, or 400 for a number that no event has.
     """
-    recording = _found(service, name)
+    recording = await _found(service, *place)
     if starting_after is not None and starting_after < 0:
         raise HTTPError(400, "starting_after is the sequence_number of an event, from 0", param="starting_after")
     if stream:
@@ -66,34 +67,76 @@ async def kept_response(service: Service, name: str, *, stream: bool, starting_a
     return _json(recording.response())
 
 
-async def cancelled_response(service: Service, name: str) -> Response:
+async def cancelled_response(service: Service, place: tuple[str, str]) -> Response:
     """Cancel a response, unless it has ended; as it stands then.
 
     Raises:
         HTTPError: 404.
     """
-    recording = _found(service, name)
+    recording = await _found(service, *place)
     recording.cancel()
     await recording.settled()
     return _json(recording.response())
 
 
-async def dropped_response(service: Service, name: str) -> Response:
+async def dropped_response(service: Service, place: tuple[str, str]) -> Response:
     """Cancel a response and keep it no longer.
 
     Raises:
         HTTPError: 404.
     """
-    _found(service, name).cancel()
-    service.responses.drop(name)
-    return _json({"id": name, "object": "response", "deleted": True})
+    recording = await _found(service, *place)
+    recording.cancel()
+    service.responses.drop(recording.name)
+    await service.jobs.drop(*place)
+    return _json({"id": recording.name, "object": "response", "deleted": True})
+
+
+async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
+    """What a request asks of the engines."""
+    before = await _before(service, owner, asked.previous_response_id)
+    chat, use = _chat(service, asked, before)
+    params = chat_params(chat, service.hello.default_params, use)
+    service.require_room(0, 1)
+    await service.grammars.require(params.grammar)
+    prompt = await prompt_of(service, chat.messages, () if use is None else use.tools)
+    template = None if service.template is None else service.template.digest
+    return Ask([prompt], params, chat.priority or 0, "resp_", template, msgspec.json.encode(before))
+
+
+def _chat(service: Service, asked: ResponsesRequest, before: list[Message]) -> tuple[ChatRequest, ToolUse | None]:
+    chat = chat_request(asked, before)
+    return chat, tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+
+
+async def _recorded(
+    service: Service, asked: ResponsesRequest, call: Call, ask: Callable[[], Awaitable[Ask]]
+) -> Recording:
+    """The recording of a request, which is the one that it has, or a new one."""
+    job = await service.jobs.job(call, ask)
+    found = service.responses.find(job.name)
+    if found is not None:
+        assert isinstance(found, Recording)
+        return found
+    chat, use = _chat(service, asked, msgspec.json.decode(job.ask.before, type=list[Message]))
+    params = job.ask.params
+    told = _told(asked) | {"temperature": params.temperature, "top_p": params.top_p}
+    messages = chat.messages[asked.instructions is not None :]
+    recording = Recording(service, job, told, None if use is None else use.family, messages)
+    if asked.store is not False:
+        service.responses.add(recording)
+    return recording
 
 
 class _Result(Whole):
     """A response, once it has ended; one that failed has a status of its own."""
 
-    def __init__(self, recording: Recording, headers: dict[str, str]) -> None:
-        super().__init__([recording.answer], lambda _: recording.cancel(), headers, recording.response)
+    def __init__(self, recording: Recording, headers: dict[str, str], *, goes_on: bool) -> None:
+        def release(_answers: Any) -> None:
+            if not goes_on:
+                recording.cancel()
+
+        super().__init__([recording.answer], release, headers, recording.response)
         self._recording = recording
 
     async def _ended(self) -> None:
@@ -102,14 +145,14 @@ class _Result(Whole):
             raise self._recording.error
 
 
-async def _answered(recording: Recording, asked: ResponsesRequest, background: bool) -> Response:
+async def _answered(recording: Recording, asked: ResponsesRequest, *, background: bool, goes_on: bool) -> Response:
     headers = recording.headers
     if asked.stream:
         events = recording.read() if background else _once_begun(recording)
-        return _stream(recording, events, headers, cancels=not background)
+        return _stream(recording, events, headers, cancels=not goes_on)
     if background:
         return _json(recording.response(), headers)
-    return _Result(recording, headers)
+    return _Result(recording, headers, goes_on=goes_on)
 
 
 async def _once_begun(recording: Recording) -> AsyncIterator[bytes]:
@@ -133,16 +176,31 @@ def _stream(
     return Events([recording.answer], release, headers or {}, events, last=b"")
 
 
-def _found(service: Service, name: str) -> Recording:
+async def _found(service: Service, owner: str, name: str) -> Recording:
+    """A response by its id, which goes on where a server before this one has begun it."""
     found = service.responses.find(name)
     if found is None:
-        raise HTTPError(404, "there is no response of this id: none was made, or it is kept no longer",
-                        param="response_id", code="response_not_found")  # fmt: skip
+        call = await service.jobs.call(owner, name)
+        if call is None or call.endpoint != RESPONSES:
+            raise _unknown()
+        found = await _recorded(service, decode_body(call.body, ResponsesRequest), call, _gone)
     assert isinstance(found, Recording)
+    if found.answer.finished:
+        await found.settled()
     return found
 
 
-def _before(service: Service, name: str | None) -> list[Message]:
+async def _gone() -> Ask:
+    """The journal has dropped a request since it was found there."""
+    raise _unknown()
+
+
+def _unknown() -> HTTPError:
+    return HTTPError(404, "there is no response of this id: none was made, or it is kept no longer",
+                     param="response_id", code="response_not_found")  # fmt: skip
+
+
+async def _before(service: Service, owner: str, name: str | None) -> list[Message]:
     """The conversation that a request goes on with.
 
     Raises:
@@ -150,7 +208,7 @@ def _before(service: Service, name: str | None) -> list[Message]:
     """
     if name is None:
         return []
-    recording = _found(service, name)
+    recording = await _found(service, owner, name)
     output = msgspec.convert(recording.response()["output"], list[InputItem])
     return [*recording.messages, *messages_of(output)]
 

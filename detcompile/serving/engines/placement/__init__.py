@@ -1,0 +1,1 @@
+"""Where answers go: which engine serves one, and which are served alone."""

@@ -49,7 +49,8 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.base_layer(x)
-        A, B = self.lora_A[self.adapter], self.lora_B[self.adapter]
+        A: Any = self.lora_A[self.adapter]
+        B = self.lora_B[self.adapter]
         return (found + B(A(x.to(A.weight.dtype))) * self.scaling).to(found.dtype)
 
 

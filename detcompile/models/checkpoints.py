@@ -57,9 +57,10 @@ def load_checkpoint(
 
     Raises:
         InvalidInput: a file is missing, cut short or corrupted, which is named; or a weight is in none of them; or code
-            would run that is not trusted.
+            would run that is not trusted; or the folder holds adapters.
         UnsupportedModel: quantised in a way that is not read.
     """
+    _require_no_adapters(path)
     require_json(path, SETTINGS)
     require_trust(path / "config.json", trust_remote_code)
     for file in _weight_files(path):
@@ -112,6 +113,19 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any | None:
         return None
     except Exception as error:  # that of tokenizers, above all, which has no name of its own
         raise InvalidInput(f"{name}: its tokenizer cannot be loaded ({error}): {AGAIN}") from error
+
+
+def _require_no_adapters(path: Path) -> None:
+    """Fail if a folder holds adapters of PEFT, which transformers would look elsewhere for the model of.
+
+    Raises:
+        InvalidInput: it does.
+    """
+    if (path / "adapter_config.json").is_file():
+        raise InvalidInput(
+            f"{path} holds adapters of PEFT: load the model that they are of by its name, and give"
+            f" peft.PeftModel.from_pretrained(model, {str(path)!r})"
+        )
 
 
 def require_json(path: Path, names: Iterable[str]) -> None:

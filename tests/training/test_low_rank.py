@@ -40,6 +40,15 @@ def test_an_adapted_linear_has_the_bits_of_pefts_layer():
             assert any(isinstance(module, AdaptedLinear) for module in ours.modules())
 
 
+def test_adapters_that_transformers_put_there_are_taken_too():
+    model = random_model("qwen3", torch.bfloat16)
+    model.add_adapter(peft.LoraConfig(r=6, target_modules=TARGETS, init_lora_weights=False))
+    expected = model(sequences([9])[0][None]).logits
+    assert take_adapters(model) is model
+    assert isinstance(model.model.layers[1].mlp.down_proj, AdaptedLinear)
+    assert torch.equal(model(sequences([9])[0][None]).logits, expected)
+
+
 def test_adapters_alone_have_products_over_tokens_and_gradients(trainer: Trainer):
     entries = trainer.certificate.backward.entries
     products = sum(entry.count for entry in entries if "token_" in entry.op)
@@ -163,6 +172,8 @@ def test_what_is_saved_is_read_by_peft(trainer: Trainer, tmp_path: Path):
     ids = sequences([9])[0][None]
     assert torch.equal(loaded(ids).logits, adapted(autocast=True)(ids).logits)  # float32 that are bfloat16's values
     assert loaded.peft_config["default"].r == 6
+    with pytest.raises(InvalidInput, match=r"folder holds adapters of PEFT: .*from_pretrained"):
+        detcompile.load_model(tmp_path / "new" / "folder", device="cpu")
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="is a file"):
         trainer.save_adapters(tmp_path / "file")

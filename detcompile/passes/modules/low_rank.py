@@ -50,7 +50,7 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.base_layer(x)
         A: Any = self.lora_A[self.adapter]
-        B: Any = self.lora_B[self.adapter]
+        B = self.lora_B[self.adapter]
         return (found + B(A(x.to(A.weight.dtype))) * self.scaling).to(found.dtype)
 
 

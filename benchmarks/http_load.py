@@ -4,8 +4,9 @@
 
 A process of its own, so that it takes none of a server's or of an engine's time; it needs httptools, and takes uvloop
 where it is. ``plan`` has ``url``, ``requests`` (a list of seconds and body) and perhaps ``key``, ``texts`` (give the
-answers' texts back) and ``firsts`` (seconds to the first event of each; null for an error). Seconds of what is found count from the start of the plan. A gap is the time between two events of
-a stream that hold text; an event may hold several tokens.
+answers' texts back) and ``firsts`` (seconds to the first event of each; null for an error). Seconds of what is found
+count from the start of the plan. A gap is the time between two events of a stream that hold text; an event may hold
+several tokens.
 """
 
 import asyncio

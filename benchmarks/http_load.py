@@ -3,9 +3,10 @@
     python -m benchmarks.http_load < plan.json > found.json
 
 A process of its own, so that it takes none of a server's or of an engine's time; it needs httptools, and takes uvloop
-where it is. ``plan`` has ``url``, ``requests`` (a list of seconds and body) and perhaps ``key`` and ``texts`` (give the
-answers' texts back). Seconds of what is found count from the start of the plan. A gap is the time between two events of
-a stream that hold text; an event may hold several tokens.
+where it is. ``plan`` has ``url``, ``requests`` (a list of seconds and body) and perhaps ``key``, ``texts`` (give the
+answers' texts back) and ``firsts`` (seconds to the first event of each; null for an error). Seconds of what is found
+count from the start of the plan. A gap is the time between two events of a stream that hold text; an event may hold
+several tokens.
 """
 
 import asyncio
@@ -146,6 +147,8 @@ async def load(plan: dict[str, Any]) -> dict[str, Any]:
     begin = time.monotonic() + 0.5
     streams = await asyncio.gather(*(ask(seconds, body) for seconds, body in plan["requests"]))
     found = summary(streams, begin)
+    if plan.get("firsts"):
+        found["firsts"] = [None if own.error is not None else own.times[0] - own.started for own in streams]
     return found | {"texts": [stream.text() for stream in streams]} if texts else found
 
 

@@ -44,6 +44,7 @@ HELLO = protocol.Hello(
     vocab_size=4096,
     num_blocks=9,
     block_size=64,
+    token_budget=512,
     default_params={},
     tokenizer=TOKENIZER,
     special_ids=[0, 1],

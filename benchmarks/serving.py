@@ -62,9 +62,11 @@ def requests_of(arguments: argparse.Namespace, rate: float, vocab_size: int) -> 
     return found
 
 
-def run_load(url: str, requests: Requests, key: str | None = None, *, texts: bool = False) -> dict[str, Any]:
+def run_load(
+    url: str, requests: Requests, key: str | None = None, *, texts: bool = False, firsts: bool = False
+) -> dict[str, Any]:
     """What the client finds."""
-    plan = {"url": url, "requests": requests, "key": key, "texts": texts}
+    plan = {"url": url, "requests": requests, "key": key, "texts": texts, "firsts": firsts}
     command = [sys.executable, "-m", "benchmarks.http_load"]
     done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, check=True, cwd=ROOT)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -197,17 +199,25 @@ def first_token(arguments: argparse.Namespace) -> dict[str, Any]:
                 requests = requests_of(arguments, rate, offline.vocab_size)
                 run_load(url, requests[: len(requests) // 4])
                 offline.first_tokens(requests[: len(requests) // 4])
-                rounds: list[dict[str, Any]] = []
+                rounds = []
                 for _ in range(arguments.rounds):
-                    over_http = run_load(url, requests)
+                    over_http = run_load(url, requests, firsts=True)
                     assert not over_http["errors"], over_http["first errors"]
-                    pair = over_http["ms to the first event"], percentiles(offline.first_tokens(requests))
-                    added = {name: round(pair[0][name] - pair[1][name], 2) for name in pair[0]}
-                    rounds.append({"http": pair[0], "engine alone": pair[1], "added": added})
-                    print(rate, json.dumps(rounds[-1]), flush=True)
-                medians = {name: statistics.median(one["added"][name] for one in rounds) for name in rounds[0]["added"]}
-                found[f"{rate:g} requests a second"] = {"median of what HTTP adds, ms": medians, "rounds": rounds}
+                    rounds.append((over_http["firsts"], offline.first_tokens(requests)))
+                    print(rate, *map(percentiles, rounds[-1]), flush=True)
+                found[f"{rate:g} requests a second"] = first_tokens_of(rounds)
     return {"found": found}
+
+
+def first_tokens_of(rounds: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """Milliseconds to the first token over HTTP and without it: of each round, and of each request's soonest round."""
+    names = ("http", "engine alone")
+    soonest = [[min(times) for times in zip(*kind)] for kind in zip(*rounds)]  # less of what else the machine did
+    added = [over_http - alone for over_http, alone in zip(*soonest)]
+    return {
+        "soonest of each request": dict(zip(names, map(percentiles, soonest))) | {"added": percentiles(added)},
+        "rounds": [dict(zip(names, map(percentiles, one))) for one in rounds],
+    }
 
 
 def compared(over_http: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ LOOKS = 4  # at a connection, in the time that it may stand still
 def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, with an end for connections that stand still.
 
-    One is closed whose request, from its first byte or from the end of the answer before, did not arrive whole in this
-    time; and one that took none of the bytes that lay ready for it. Its request is then cancelled, as that of any
-    client that leaves. A head that is longer than MOST_HEAD is refused before it has come.
+    One is closed whose request, from its first byte or, where it is the first, from the connection's beginning, did not
+    arrive whole in this time; and one that took none of the bytes that lay ready for it. Its request is then cancelled,
+    as that of any client that leaves. A head that is longer than MOST_HEAD is refused before it has come.
     """
     return type("BoundedProtocol", (_Connection,), {"stall": seconds})
 
@@ -38,6 +38,7 @@ class _Connection(_BASE):
         """Begin to look."""
         super().connection_made(transport)
         self._begun: tuple[Any, ...] = ()
+        self._reads = False  # whether a request has begun, and is not whole
         self._unread = 0  # bytes since a head, a part of a body or a request was whole
         self._seen = (None, 0)
         self._still = 0
@@ -59,6 +60,11 @@ class _Connection(_BASE):
             else:
                 self.send_400_response(f"The head of a request may have {MOST_HEAD} bytes.")
 
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._reads = True
+        super().on_message_begin()
+
     def on_body(self, body: bytes) -> None:
         """A part of a body is there."""
         self._unread = 0
@@ -66,7 +72,7 @@ class _Connection(_BASE):
 
     def on_message_complete(self) -> None:
         """A request is there."""
-        self._unread = 0
+        self._reads, self._unread = False, 0
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
@@ -90,7 +96,8 @@ class _Connection(_BASE):
     def _look(self) -> None:
         cycle, buffered = self.cycle, self.transport.get_write_buffer_size()
         answering = cycle is not None and not cycle.response_complete
-        arrives = not answering or cycle.more_body
+        idle = cycle is not None and cycle.response_complete and not self._reads  # uvicorn's keep-alive ends it
+        arrives = not idle and (not answering or cycle.more_body)
         stuck = buffered > 0 and (self.flow.write_paused or not answering)  # nothing is added to the buffer
         seen = (cycle, buffered if stuck else 0)
         self._still = self._still + 1 if (arrives or stuck) and seen == self._seen else 0

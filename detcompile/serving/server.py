@@ -24,6 +24,7 @@ __all__ = ["ENGINE_LOST", "is_loopback", "listen", "serve"]
 ENGINE_LOST = 70  # exit code, os.EX_SOFTWARE: whoever watches should start another
 LAST_ANSWERS_SECONDS = 5  # for connections to end once their requests have
 STALL_SECONDS = 60.0
+KEEP_ALIVE_SECONDS = 75  # between requests; longer than clients and proxies, so that they close first
 COLLECTED_OBJECTS = 50_000  # more of them than before, for a collection of the youngest
 LOST_SECONDS = 10.0  # of answering 503 without an engine, so that those who ask learn it, before the server ends
 
@@ -117,6 +118,7 @@ async def serve(
         http=bounded_protocol(stall),
         log_level="warning",
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
         lifespan="off",
         ws="none",

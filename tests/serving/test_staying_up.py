@@ -102,6 +102,20 @@ def test_requests_that_do_not_arrive_are_let_go() -> None:
         assert httpx.get(f"http://{address[0]}:{address[1]}/ready").status_code == 200
 
 
+def test_connections_are_kept_between_requests() -> None:
+    """Longer than clients keep them, or a request would meet the end of its connection."""
+    ask = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    with scripted_server() as address, socket.create_connection(address, timeout=10) as connection:
+        for sent in (ask, ask + b"GET"):
+            connection.sendall(sent)
+            found = b""
+            while not found.endswith(b"}"):
+                found += (new := connection.recv(1 << 16))
+                assert new, "closed"
+            time.sleep(5.5 if sent == ask else 0)  # httpx, and with it openai's client, keeps them for 5 s
+        assert seconds_until_closed(connection) < 3 * STALL  # a request has begun
+
+
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 HEADS = [  # how one begins, what then comes again and again, and the status that it gets
     (b"GET /", b"a", b"400"),

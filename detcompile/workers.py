@@ -5,7 +5,7 @@ Named by ``executors.ranks`` and called through ``runtime.processes.group``; not
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,14 @@ from detcompile.passes.sharding.shard import moves_after_sharding
 from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import Forwards, Room, affordable_blocks, new_worker, room_for_cache
-from detcompile.runtime.processes.remote_worker import PackedTensor, PackedWork, RankStep, WorkReader, pack_tensor
+from detcompile.runtime.processes.remote_worker import (
+    PackedTensor,
+    PackedWork,
+    RankStep,
+    WorkReader,
+    pack_tensor,
+    unpack_tensor,
+)
 from detcompile.runtime.processes.start_progress import StageNotes, reading
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.runner import Runner
@@ -168,6 +175,18 @@ class RankServer:
             return RankStep(None, None, seconds())
         hidden = None if result.hidden is None else pack_tensor(result.hidden)
         return RankStep(result._replace(hidden=None), hidden, seconds())
+
+    def read_blocks(self, name: int, tables: Sequence[Sequence[int]]) -> list[tuple[PackedTensor, PackedTensor]]:
+        """Read blocks of an engine's KV cache: the heads of this rank."""
+        layers = self._served(name).worker.read_blocks(tables)
+        return [(pack_tensor(keys), pack_tensor(values)) for keys, values in layers]
+
+    def write_blocks(
+        self, name: int, tables: Sequence[Sequence[int]], packed: Sequence[tuple[PackedTensor, PackedTensor]]
+    ) -> None:
+        """Write blocks of an engine's KV cache: the heads of this rank, out of all."""
+        whole = [[unpack_tensor(part).chunk(self.plan.tp, 2)[self.rank] for part in parts] for parts in packed]
+        self._served(name).worker.write_blocks(tables, [(keys, values) for keys, values in whole])
 
     def new_runner(self, name: int, num_blocks: int, block_size: int, cuda_graphs: bool) -> None:
         """Make a KV cache, and what runs steps over it."""

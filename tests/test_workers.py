@@ -432,3 +432,56 @@ def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
     model.numerics = Numerics(tp_sizes=(1,))
     with pytest.raises(InvalidInput, match="declare the sizes to compare"):
         verify(model, spec, [TP], count=2)
+
+
+def same_bytes(ours: Any, theirs: Any) -> None:
+    """Fail unless two prefixes have the same bytes of every layer."""
+    for layers in zip(ours.layers, theirs.layers, strict=True):
+        for one, other in zip(*layers, strict=True):
+            assert_bitwise_equal(one, other)
+
+
+def test_kv_blocks_of_two_ranks_are_those_of_one_and_answer_for_the_other(two: RemoteModel, one: RemoteModel) -> None:
+    """From one to two, from two to one, and within one process: the bytes, and the answers over them."""
+    config = EngineConfig(block_size=16, num_blocks=60)
+    prompt = [(7 * index) % 150 for index in range(75)]  # over the window of a group
+    asked = SamplingParams(max_tokens=12, seed=3, logprobs=1)
+    plain = {model: model.engine(config) for model in (alone(), one, two)}
+    expected = [told(engine.generate([prompt], asked, progress=False)[0]) for engine in plain.values()]
+    assert all(answer == expected[0] for answer in expected)
+    found = {model: engine.prefixes.export(prompt) for model, engine in plain.items()}
+    for prefix in found.values():
+        assert len(prefix.token_ids) == 64 and prefix.key == found[two].key
+        same_bytes(prefix, found[two])
+    for source, target in ((alone(), two), (two, one), (two, alone())):
+        engine = target.engine(config)
+        assert engine.prefixes.export(prompt) is None
+        assert engine.prefixes.take(found[source]) == engine.prefixes.take(found[source]) == 64
+        same_bytes(engine.prefixes.export(prompt), found[source])
+        [answer] = engine.generate([prompt], asked, progress=False)
+        assert told(answer) == expected[0] and answer.num_cached_tokens == 64
+        engine.check()
+        assert engine.generate([[5, *prompt]], asked, progress=False)[0].num_cached_tokens == 0
+
+
+def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: RemoteModel) -> None:
+    config = EngineConfig(block_size=16, num_blocks=60)
+    engine, prompt = alone().engine(config), [(7 * index) % 150 for index in range(75)]
+    engine.generate([prompt], SamplingParams(max_tokens=1), progress=False)
+    prefix, target = engine.prefixes.export(prompt), two.engine(config)
+    heads = tuple((keys[:, :, :1], values[:, :, :1]) for keys, values in prefix.layers)
+    for wrong, said in (
+        (replace(prefix, fingerprint="f" * 64), "of the model ffff"),
+        (replace(prefix, block_size=32), "make both with one block_size"),
+        (replace(prefix, token_ids=prefix.token_ids[:-1]), "63 tokens"),
+        (replace(prefix, layers=prefix.layers[:1]), "other layers"),
+        (replace(prefix, layers=heads), "other layers or heads"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            target.prefixes.take(wrong)
+        assert target.prefixes.export(prompt) is None
+    small = alone().engine(EngineConfig(block_size=16, num_blocks=5, max_num_batched_tokens=16))
+    assert small.prefixes.take(prefix) == 0 and small.prefixes.export(prompt) is None
+    small.check()
+    with pytest.raises(InvalidInput, match="finds no prefixes"):
+        alone().engine(replace(config, prefix_caching=False)).prefixes.export(prompt)

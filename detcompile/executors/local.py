@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from detcompile.digests import weights_digest
+from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.live_weights import LiveWeights
@@ -73,6 +73,7 @@ class LocalExecutor:
             facts=self.description.facts,
             eos_token_ids=stop_tokens(self.description.module),
             weights_version=self.weights.version,
+            fingerprint=lambda: fingerprint(self.fingerprint_parts()),
         )
         return new_engine(model, self.forwards, config, tokenizer, speculation, self.ranks)
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
 from detcompile.parallel import TensorParallel, rank_device
@@ -117,6 +118,7 @@ class RemoteExecutor:
             facts=facts,
             eos_token_ids=stop_tokens(self.description.module),
             weights_version=self.weights.version,
+            fingerprint=lambda: fingerprint(self.fingerprint_parts()),
         )
         return engine_over(worker, num_blocks, model, config, tokenizer, speculation)
 

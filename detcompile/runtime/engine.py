@@ -13,6 +13,7 @@ from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_loop import EngineLoop
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.kv.prefixes import Prefixes
 from detcompile.runtime.metrics import EngineStats
 from detcompile.runtime.pipeline import Pipeline
 from detcompile.runtime.request_book import RequestBook
@@ -21,7 +22,7 @@ from detcompile.runtime.requests.copies import OutputKind
 from detcompile.runtime.requests.deliveries import Deliveries, Mailbox, Receiver
 from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
-from detcompile.runtime.requests.turns import without_interrupts
+from detcompile.runtime.requests.turns import Turns, without_interrupts
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.speculation.speculator import SpeculationConfig, Speculator
 from detcompile.runtime.step.interfaces import StepWorker
@@ -42,11 +43,13 @@ class Engine:
         admission: turns prompts into checked requests.
         overlap: launch a step before the last one's tokens are read back, unless it drafts.
         max_context: tokens that a sequence may hold.
+        prefixes: makes what exports KV blocks, given what is taken for every step.
         weights_version: returns another number once the model's weights are others; what was computed under other
             weights is not used.
 
     Attributes:
         config: the settings it was made with.
+        prefixes: gives KV blocks to other engines of the model, and takes theirs.
         speculator: drafts, and counts how right drafts were; None without speculation.
     """
 
@@ -59,6 +62,7 @@ class Engine:
         *,
         overlap: bool,
         max_context: int,
+        prefixes: Callable[[Turns], Prefixes],
         speculation: SpeculationConfig | None = None,
         weights_version: Callable[..., int] = lambda *, look=False: 0,
     ) -> None:
@@ -68,8 +72,7 @@ class Engine:
         self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)
         self._blocks = blocks
         self._admission = admission
-        self._arrivals = count()
-        self._deliveries = Deliveries()
+        self._arrivals, self._deliveries = count(), Deliveries()
         self._scheduler = Scheduler(config, blocks, worker.num_stages)
         self._book = RequestBook(
             self._scheduler,
@@ -88,6 +91,7 @@ class Engine:
             speculator=self.speculator,
         )
         self._steps = StepTurns(self._pipeline, self._book)
+        self.prefixes = prefixes(self._steps.turns)
         self._loop = EngineLoop(self._steps)  # steps this engine while somebody streams
 
     def add_request(
@@ -140,11 +144,9 @@ class Engine:
         return self._pipeline.busy or self._deliveries.any_kept or not self._book.is_empty
 
     def step(self) -> list[RequestOutput]:
-        """Run a step; returns the outputs of ``add_request`` that got longer or ended.
+        """Run a step; returns the outputs of ``add_request`` that got longer or ended, each to one of several threads.
 
         Plan, draft, build, launch, collect and settle (runtime/pipeline.py), in turn with other threads.
-
-        Of several threads that step, each output goes to one.
 
         Raises:
             EngineError: a step failed on the device. Every request has ended then, and the engine serves no more.

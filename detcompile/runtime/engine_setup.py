@@ -15,6 +15,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.kv_cache import KVCache, new_cache
+from detcompile.runtime.kv.prefixes import Prefixes
 from detcompile.runtime.memory_probe import GraphNeeds, StepNeeds, graph_needs, step_needs
 from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.admission import Admission
@@ -48,6 +49,7 @@ class EngineModel(NamedTuple):
     facts: ModelFacts
     eos_token_ids: tuple[int, ...]
     weights_version: Callable[..., int] = lambda *, look=False: 0  # LiveWeights.version
+    fingerprint: Callable[[], str] = lambda: ""  # of the weights as they are
 
 
 class Forwards(NamedTuple):
@@ -104,7 +106,7 @@ def new_engine(
             worker = new_worker(facts, forward, config, num_blocks, num_states, room.step)
     if worker.memory is not None:
         worker.memory.refill()
-    worker.is_alone = ranks is None
+    worker.is_alone, worker.head_shares = ranks is None, int(ranks is None)
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
 
 
@@ -169,13 +171,8 @@ def engine_over(
     pool = BlockPool(num_blocks, config.block_size)
     caches_prefixes = config.prefix_caching and not facts.state_shapes
     blocks = KVBlocks(pool, facts.kv_groups, prefix_caching=caches_prefixes, num_state_slots=num_states)
-    admission = Admission(
-        tokenizer,
-        max_context=facts.max_context,
-        vocab_size=facts.num_token_ids,
-        num_logits=facts.num_logits,
-        eos_token_ids=model.eos_token_ids,
-    )
+    sizes = {"max_context": facts.max_context, "vocab_size": facts.num_token_ids, "num_logits": facts.num_logits}
+    admission = Admission(tokenizer, **sizes, eos_token_ids=model.eos_token_ids)
     overlap = facts.device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(
         worker,
@@ -186,6 +183,7 @@ def engine_over(
         max_context=facts.max_context,
         speculation=speculation,
         weights_version=model.weights_version,
+        prefixes=lambda turns: Prefixes(blocks, facts.kv_shapes, worker, turns, model.fingerprint),
     )
 
 

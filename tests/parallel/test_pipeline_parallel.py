@@ -185,3 +185,28 @@ def test_the_pp_axis_is_measured_on_two_and_four_stages(tmp_path: Path) -> None:
     spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu")
     results = verify(spec.compile(), spec, [PP], count=2)
     assert results[PP].holds and results[PP].configurations == 2 + 2 * 2 * 2
+
+
+@EXHAUSTIVE
+def test_the_pp_axis_sees_rows_that_cross_a_cut_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: what one stage sends to the next depends on how many rows there are, by the last bit."""
+    compiled = ModelSpec.compile
+
+    def planted(spec: ModelSpec, tp: int = 1, pp: int = 1) -> CompiledModel:
+        model = compiled(spec, tp, pp)
+        if isinstance(model, RemoteModel):
+            model.apply(send_otherwise)
+        return model
+
+    random_model("gpt2", torch.float32, n_layer=2, n_positions=700).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu")
+    monkeypatch.setattr(ModelSpec, "compile", planted)
+    assert not verify(spec.compile(), spec, [PP], count=2)[PP].holds
+
+
+def send_otherwise(model: CompiledModel) -> None:
+    """In a worker: many rows of its stage are sent a bit larger than few."""
+    forward = model.executor.forwards.plain
+    send = forward.send
+    infinity = torch.tensor(float("inf"))
+    forward.send = lambda rows: send(torch.nextafter(rows, infinity) if rows.shape[1] > 1 else rows)

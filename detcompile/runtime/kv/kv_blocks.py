@@ -73,7 +73,7 @@ class KVBlocks:
         self.pool = pool
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
-        self._salt_digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
+        self.salt_digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
         self._tokens_as_bytes = Struct(f"<{pool.block_size}q").pack
         self._windows = [(index, group) for index, group in enumerate(self.groups) if group.window]
         self._progress: dict[Sequence, _Progress] = {}
@@ -87,7 +87,7 @@ class KVBlocks:
     def forget_prefixes(self, salt: bytes) -> None:
         """Begin every chain with another salt: nothing that was published is found again. No sequence is admitted."""
         assert not self._progress, "a running sequence would publish keys of before"
-        self._salt_digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
+        self.salt_digest = blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
     def needed(self, num_tokens: int, num_computed: int = 0) -> int:
         """Blocks, over all groups, that a sequence without hits holds to compute tokens num_computed … num_tokens - 1.
@@ -95,7 +95,7 @@ class KVBlocks:
         A group of window w holds the blocks of positions num_computed - w + 1 … num_tokens - 1, the others all.
         """
         stop = self.pool.blocks_for(num_tokens)
-        return sum(stop - self._first_visible(group, num_computed) for group in self.groups)
+        return sum(stop - self.first_visible(group, num_computed) for group in self.groups)
 
     def peak(self, num_tokens: int, chunk: int) -> int:
         """Blocks that a sequence of ``num_tokens`` tokens ever holds, at most, if no step computes over ``chunk``.
@@ -127,7 +127,7 @@ class KVBlocks:
         assert sequence.num_computed == 0 and not any(sequence.block_tables), "a sequence that others gave blocks"
         looks = self.prefix_caching and reuse
         num_hit = self._longest_hit(sequence) if looks else 0
-        first_held = [self._first_visible(group, num_hit * self.pool.block_size) for group in self.groups]
+        first_held = [self.first_visible(group, num_hit * self.pool.block_size) for group in self.groups]
         hits = [
             [self._found(index, sequence.block_digests[j]) for j in range(first, num_hit)]
             for index, first in enumerate(first_held)
@@ -213,7 +213,7 @@ class KVBlocks:
                     self.pool.publish(table[j], (index, digest))
             progress.num_published = num_full
         for index, group in self._windows:
-            held, first = progress.first_held[index], self._first_visible(group, num_known)
+            held, first = progress.first_held[index], self.first_visible(group, num_known)
             if first > held:
                 table = sequence.block_tables[index]
                 self.pool.free(table[held:first])
@@ -256,7 +256,11 @@ class KVBlocks:
             assert sorted(slots) == list(range(self.num_state_slots)), f"states of two sequences, or of none: {slots}"
         self.pool.check([forked, *(table for sequence in sequences for table in sequence.block_tables)])
 
-    def _first_visible(self, group: KVGroup, position: int) -> int:
+    def next_digest(self, previous: bytes, token_ids: SequenceOf[int]) -> bytes:
+        """Digest of a full block behind another one, or behind ``salt_digest``."""
+        return blake2b(previous + self._tokens_as_bytes(*token_ids), digest_size=DIGEST_BYTES).digest()
+
+    def first_visible(self, group: KVGroup, position: int) -> int:
         """The first block of which a query at ``position``, or a later one, sees a key."""
         return max(0, position - group.window + 1) // self.pool.block_size if group.window else 0
 
@@ -271,7 +275,7 @@ class KVBlocks:
                 if not group.window and runs[index] < num_blocks:
                     return longest
             position = num_blocks * self.pool.block_size
-            if all(run >= num_blocks - self._first_visible(group, position) for run, group in zip(runs, self.groups)):
+            if all(run >= num_blocks - self.first_visible(group, position) for run, group in zip(runs, self.groups)):
                 longest = num_blocks
         return longest
 
@@ -285,9 +289,8 @@ class KVBlocks:
         """Chained digest of the tokens up to the end of block ``block``, which are known; kept in ``block_digests``."""
         digests, size = sequence.block_digests, self.pool.block_size
         for j in range(len(digests), block + 1):
-            tokens = self._tokens_as_bytes(*sequence.token_ids[j * size : (j + 1) * size])
-            previous = digests[-1] if digests else self._salt_digest
-            digests.append(blake2b(previous + tokens, digest_size=DIGEST_BYTES).digest())
+            previous = digests[-1] if digests else self.salt_digest
+            digests.append(self.next_digest(previous, sequence.token_ids[j * size : (j + 1) * size]))
         return digests[block]
 
     def _extend(self, sequence: Sequence, num_new: int) -> None:

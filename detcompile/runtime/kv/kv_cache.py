@@ -85,6 +85,23 @@ class KVCache:
         for storage in self._storages.values():
             copy(storage, block_copies)
 
+    def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of blocks, one table a KV group, on the CPU: [blocks, block_size, kv_heads, head_dim]."""
+        return [
+            (self.k_caches[layer][blocks].cpu(), self.v_caches[layer][blocks].cpu())
+            for layer, blocks in self._blocks_of_layers(tables)
+        ]
+
+    def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write what ``read_blocks`` gives."""
+        for layer, blocks in self._blocks_of_layers(tables):
+            for cache, part in zip((self.k_caches[layer], self.v_caches[layer]), layers[layer], strict=True):
+                cache[blocks] = part.to(self.device)
+
+    def _blocks_of_layers(self, tables: Sequence[Sequence[int]]) -> list[tuple[int, Tensor]]:
+        every = ((layer, table) for group, table in zip(self.groups, tables, strict=True) for layer in group.layers)
+        return [(layer, torch.tensor(table, dtype=torch.int64, device=self.device)) for layer, table in sorted(every)]
+
     @staticmethod
     def bytes_per_block(
         shapes: Sequence[KVShape], groups: Sequence[KVGroup], dtype: torch.dtype, block_size: int

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.runtime.grammars.matcher import Mask
+from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -127,7 +128,8 @@ class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
     Args:
-        group: processes whose target serves ``new_worker``, ``launch``, ``collect`` and ``free``.
+        group: processes whose target serves ``new_worker``, ``launch``, ``collect``, ``read_blocks``, ``write_blocks``
+            and ``free``.
         abandoned: names to be freed, shared by all that belongs to the group.
         args: what ``new_worker`` is given behind the name.
         seconds: longest that making it may take.
@@ -151,6 +153,7 @@ class RemoteWorker(_Remote):
         super().__init__(group, abandoned)
         self._device = device
         self.num_stages = num_stages
+        self.head_shares = group.num_ranks if num_stages == 1 else 0
         self._stages = StageClock(num_stages)
         self._newest: RemoteStep | None = None
         self._tell_abandoned()
@@ -190,6 +193,17 @@ class RemoteWorker(_Remote):
         if launched.ticket is None:
             launched.ticket = self._group.submit("collect", self.name)
         return launched.ticket
+
+    def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
+        """Blocks of the KV caches, one table a KV group, with the heads of all ranks."""
+        ranks = self._group.call("read_blocks", self.name, tables)
+        layers = [[[unpack_tensor(part) for part in own] for own in zip(*parts)] for parts in zip(*ranks)]
+        return [(torch.cat(keys, 2), torch.cat(values, 2)) for keys, values in layers]
+
+    def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]) -> None:
+        """Write blocks of the KV caches; every rank takes its heads."""
+        packed = [(pack_tensor(keys), pack_tensor(values)) for keys, values in layers]
+        self._group.call("write_blocks", self.name, tables, packed)
 
     def recover(self) -> None:
         """Never asked for: a rank that could not launch a step leaves the others waiting in it."""

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from detcompile.runtime.kv.prefixes import BlockReader
 from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.worker import StepResult, StepWork
 
@@ -18,7 +19,7 @@ class Forgetful(Protocol):
         """A sequence will have no more rows."""
 
 
-class StepWorker(Protocol):
+class StepWorker(BlockReader, Protocol):
     """Runs steps and draws their tokens. Worker and RemoteWorker do.
 
     Attributes:

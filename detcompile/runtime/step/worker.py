@@ -6,7 +6,7 @@ Legend: R rows of logits.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from detcompile.progress import stage
 from detcompile.runtime.device_memory import StepMemory, ran_out_of_memory
+from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.requests.outputs import Logprobs
 from detcompile.runtime.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from detcompile.runtime.step.builder import NOT_PENDING, StepArrays
@@ -77,12 +78,14 @@ class Worker:
         accepts_rejection: whether the sampler can accept guesses by rejection.
         is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
         num_stages: stages of the pipeline that it is.
+        head_shares: 1, as its KV cache has all heads; 0 where other ranks have some.
         idle_share: share of the stages' time in which they had no step, while there were any.
         memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
     """
 
     accepts_rejection = True
     num_stages = 1
+    head_shares = 1
     idle_share = 0.0
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
@@ -104,6 +107,14 @@ class Worker:
         elif self.memory is not None and self._allocates:
             self.memory.tidy()
         return launched
+
+    def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
+        """Blocks of the KV cache, one table a KV group."""
+        return self.runner.kv_cache.read_blocks(tables)
+
+    def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]) -> None:
+        """Write blocks of the KV cache."""
+        self.runner.kv_cache.write_blocks(tables, layers)
 
     def recover(self) -> None:
         """Settle what a launch that ran out of memory has left: wait for it, and give back what is kept for later."""

@@ -46,7 +46,7 @@ class Job:
         name: the id that clients are told.
         created: when it was first asked for, in seconds since 1970.
         issued: the receipt, once there is one.
-        cancelled: its client has ended it; what was drawn by then is all of it.
+        cancelled: whether its client has ended it, so that what was drawn by then is all of it.
     """
 
     ask: Ask

@@ -1,0 +1,217 @@
+"""Prefixes: KV blocks of one engine for another one of the same model, whatever the tp of either.
+
+Keys and values are functions of the fingerprint and of the tokens up to theirs, so what moves needs no comparison: it
+is what the other engine would compute. Heads travel whole, and each rank takes its own.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from detcompile.errors import InvalidInput
+from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.requests.turns import Turns, without_interrupts
+from detcompile.step import KVShape
+
+__all__ = ["BlockReader", "KVPrefix", "LayerBlocks", "Prefixes"]
+
+LayerBlocks = tuple[Tensor, Tensor]  # keys and values on the CPU: [blocks, block_size, kv_heads, head_dim]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPrefix:
+    """Full KV blocks of the beginning of sequences.
+
+    Args:
+        fingerprint: fingerprint of the model that computed them.
+        block_size: tokens a block.
+        token_ids: tokens of the blocks, from position 0 on; a multiple of ``block_size`` of them.
+        layers: keys and values of each layer, CPU tensors of [blocks, block_size, kv_heads, head_dim] with all heads. A
+            layer with a window has the last blocks alone, which later tokens see.
+    """
+
+    fingerprint: str
+    block_size: int
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerBlocks, ...]
+
+    @property
+    def key(self) -> str:
+        """What the bytes are a function of, as sha256 in hex: fingerprint, block size and tokens."""
+        tokens = b"".join(token.to_bytes(8, "little") for token in self.token_ids)
+        return hashlib.sha256(f"{self.fingerprint} {self.block_size} ".encode() + tokens).hexdigest()
+
+
+class BlockReader(Protocol):
+    """What holds the KV cache of an engine. Worker and RemoteWorker do.
+
+    Attributes:
+        head_shares: ranks that have a share of the heads each, and are read and written together; 0 where blocks are
+            not to be had whole.
+    """
+
+    head_shares: int
+
+    def read_blocks(self, tables: Sequence[Sequence[int]]) -> list[LayerBlocks]:
+        """Blocks of every layer; a table of blocks for each KV group."""
+
+    def write_blocks(self, tables: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]) -> None:
+        """Write blocks as ``read_blocks`` gives them."""
+
+
+class Prefixes:
+    """Gives prefixes out of an engine's cache, and takes those of others into it. Any thread may call.
+
+    Args:
+        blocks: the engine's blocks.
+        shapes: heads and widths of each layer, of one rank.
+        reader: holds the blocks' contents.
+        turns: taken while blocks are read or written, so that no step is planned.
+        fingerprint: gives the model's fingerprint as its weights are now.
+    """
+
+    def __init__(
+        self,
+        blocks: KVBlocks,
+        shapes: Sequence[KVShape],
+        reader: BlockReader,
+        turns: Turns,
+        fingerprint: Callable[[], str],
+    ) -> None:
+        self._blocks = blocks
+        self._shapes = tuple(shapes)
+        self._reader = reader
+        self._turns = turns
+        self._fingerprint = fingerprint
+
+    def export(self, token_ids: Sequence[int]) -> KVPrefix | None:
+        """The longest prefix of these tokens that the cache has in full blocks; None if it has not one of them.
+
+        Args:
+            token_ids: token ids of a prompt, or of a prompt and its answer.
+
+        Raises:
+            InvalidInput: the engine keeps no prefixes, or ranks under torchrun or stages share the model.
+        """
+        self._require_whole()
+        fingerprint, size = self._fingerprint(), self._blocks.pool.block_size
+        with without_interrupts(), self._turns:
+            digests = self._digests(token_ids)
+            num_blocks = self._longest(digests)
+            if not num_blocks:
+                return None
+            tables = [
+                [self._held(index, digest) for digest in digests[first:num_blocks]]
+                for index, first in enumerate(self._firsts(num_blocks))
+            ]
+            layers = tuple(self._reader.read_blocks(tables))
+        tokens = tuple(token_ids[: num_blocks * size])
+        return KVPrefix(fingerprint=fingerprint, block_size=size, token_ids=tokens, layers=layers)
+
+    def take(self, prefix: KVPrefix) -> int:
+        """Have blocks of another engine found by the prompts that begin with their tokens.
+
+        Returns:
+            The tokens that are found here now; 0 where too few blocks are free, with nothing changed.
+
+        Raises:
+            InvalidInput: the prefix is of another model, block size or kind of cache, or as of ``export``.
+        """
+        self._require_whole()
+        self._require_fitting(prefix)
+        with without_interrupts(), self._turns:
+            digests, pool = self._digests(prefix.token_ids), self._blocks.pool
+            wanted = [
+                [(index, digest) for digest in digests[first:]]
+                for index, first in enumerate(self._firsts(len(digests)))
+            ]
+            known = [block for keys in wanted for key in keys if (block := pool.lookup(key)) is not None]
+            pool.share(known)  # before the allocation, which could evict them
+            missing = [[row for row, key in enumerate(keys) if pool.lookup(key) is None] for keys in wanted]
+            if sum(map(len, missing)) > pool.num_free:
+                pool.free(known)
+                return 0
+            fresh = [pool.allocate(len(rows)) for rows in missing]
+            self._write(fresh, missing, prefix.layers)
+            for blocks, rows, keys in zip(fresh, missing, wanted):
+                for block, row in zip(blocks, rows):
+                    pool.publish(block, keys[row])
+            pool.free(known)
+            for blocks in fresh:
+                pool.free(blocks)
+        return len(prefix.token_ids)
+
+    def _write(
+        self, fresh: Sequence[Sequence[int]], missing: Sequence[Sequence[int]], layers: Sequence[LayerBlocks]
+    ) -> None:
+        """Write the rows that are missing here into fresh blocks."""
+        if any(missing):
+            rows_of = {
+                layer: missing[index] for index, group in enumerate(self._blocks.groups) for layer in group.layers
+            }
+            parts = [(keys[rows_of[layer]], values[rows_of[layer]]) for layer, (keys, values) in enumerate(layers)]
+            self._reader.write_blocks(fresh, parts)
+
+    def _digests(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What the full blocks of these tokens are published under."""
+        size, digests = self._blocks.pool.block_size, [self._blocks.salt_digest]
+        for start in range(0, len(token_ids) - size + 1, size):
+            digests.append(self._blocks.next_digest(digests[-1], token_ids[start : start + size]))
+        return digests[1:]
+
+    def _longest(self, digests: Sequence[bytes]) -> int:
+        """The largest number of blocks after which every group has what later tokens see."""
+        lookup = self._blocks.pool.lookup
+        for num_blocks in range(len(digests), 0, -1):
+            firsts = enumerate(self._firsts(num_blocks))
+            if all(lookup((index, own)) is not None for index, first in firsts for own in digests[first:num_blocks]):
+                return num_blocks
+        return 0
+
+    def _firsts(self, num_blocks: int) -> list[int]:
+        """For each group the first block that a token behind so many blocks sees."""
+        return [
+            self._blocks.first_visible(group, num_blocks * self._blocks.pool.block_size)
+            for group in self._blocks.groups
+        ]
+
+    def _held(self, group: int, digest: bytes) -> int:
+        block = self._blocks.pool.lookup((group, digest))
+        assert block is not None, "_longest has seen it"
+        return block
+
+    def _require_whole(self) -> None:
+        if not self._blocks.prefix_caching:
+            raise InvalidInput("this engine finds no prefixes: make it with prefix_caching, of a model without states")
+        if not self._reader.head_shares:
+            raise InvalidInput(
+                "KV blocks of stages (pp), or of ranks under torchrun, are not exported: compile with tp"
+            )
+
+    def _require_fitting(self, prefix: KVPrefix) -> None:
+        ours = self._fingerprint()
+        if prefix.fingerprint != ours:
+            raise InvalidInput(f"the KV blocks are of the model {prefix.fingerprint}, and this one is {ours}")
+        size = self._blocks.pool.block_size
+        if prefix.block_size != size or len(prefix.token_ids) % size:
+            said = f"{len(prefix.token_ids)} tokens in blocks of {prefix.block_size}"
+            raise InvalidInput(
+                f"the KV blocks hold {said}, and this engine's hold {size}: make both with one block_size"
+            )
+        num_blocks = len(prefix.token_ids) // size
+        firsts = self._firsts(num_blocks)
+        first_of = {layer: firsts[index] for index, group in enumerate(self._blocks.groups) for layer in group.layers}
+        expected = [
+            [(num_blocks - first_of[layer], size, shape.kv_heads * self._reader.head_shares, width)
+             for width in (shape.head_dim, shape.v_head_dim)]
+            for layer, shape in enumerate(self._shapes)
+        ]  # fmt: skip
+        found = [[tuple(part.shape) for part in parts] for parts in prefix.layers]
+        if found != expected:
+            raise InvalidInput(
+                "the KV blocks have other layers or heads than this engine's: a head that several ranks hold is not"
+                " taken for one"
+            )

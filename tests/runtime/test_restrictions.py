@@ -131,7 +131,7 @@ def test_a_request_that_may_draw_nothing_ends_with_the_reason() -> None:
     engine = engine_of(tiny_model("cpu"), config_of())
     params = replace(FREE, allowed_token_ids=[4, 5], bad_words_ids=[[4], [5]])
     [output] = engine.generate([1, 2], params, progress=False)
-    assert output.outputs[0].finish_reason == "error" and "forbid every token" in str(output.error)
+    assert output.outputs[0].finish_reason == "error" and "leave no token" in str(output.error)
 
 
 def test_a_word_that_the_tokenizer_cannot_read_is_refused() -> None:

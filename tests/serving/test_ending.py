@@ -48,6 +48,20 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+BEFORE: set[int] = set()  # processes of other tests
+
+
+@pytest.fixture(autouse=True)
+def before() -> None:
+    BEFORE.clear()
+    BEFORE.update(descendants(os.getpid()))
+
+
+def started() -> set[int]:
+    """Processes that this test has started, and that have not ended."""
+    return descendants(os.getpid()) - BEFORE
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -76,7 +90,7 @@ def test_a_process_whose_opening_is_cancelled_is_ended(loop) -> None:
             [found] = await asyncio.gather(opening, return_exceptions=True)
             if isinstance(found, Connection):
                 found.kill()
-            await asyncio.to_thread(assert_ended, descendants(os.getpid()))
+            await asyncio.to_thread(assert_ended, started())
 
     run(loop, scenario())
 
@@ -92,7 +106,7 @@ def test_a_fleet_that_stops_while_it_starts_ends_all_processes(loop) -> None:
             await fleet.stop()
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            await asyncio.to_thread(assert_ended, descendants(os.getpid()))
+            await asyncio.to_thread(assert_ended, started())
 
     run(loop, scenario())
 
@@ -112,7 +126,7 @@ def test_a_fleet_that_stops_while_a_spare_opens_ends_that(loop, monkeypatch: pyt
             await fleet.stop()
             settling.cancel()
             await asyncio.gather(settling, return_exceptions=True)
-            await asyncio.to_thread(assert_ended, descendants(os.getpid()))
+            await asyncio.to_thread(assert_ended, started())
 
     run(loop, scenario())
 
@@ -350,7 +364,7 @@ def test_a_signal_while_a_service_stops_anew_changes_nothing() -> None:
         service = scripted(spare=True)
         await service.start(SPEC)
         await asyncio.gather(service.fleet.stop(), service.fleet.stop())
-        assert not descendants(os.getpid())
+        assert not started()
         await service.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

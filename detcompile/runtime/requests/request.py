@@ -189,7 +189,7 @@ class Request:
 
 def undrawable(where: str, params: SamplingParams, token: int | None) -> EngineError:
     """What is wrong with a token that was drawn: an id without an embedding, or None for no id at all."""
-    if token is None and (params.limited or params.penalised or params.logit_bias):
+    if token is None and (params.limited or params.extreme):
         return GenerationError(
             f"{where}: nothing is left to draw: logit_bias, penalties, min_tokens, bad words, allowed_token_ids and the"
             " grammar leave no token whose logit is a number: allow more, or ask for smaller biases and penalties"

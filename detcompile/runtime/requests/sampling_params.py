@@ -17,6 +17,7 @@ MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may leave fp32's range
 MAX_PENALTY = 2.0  # of presence and frequency
 MOST_SAMPLES = 4096  # of a prompt
 LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which the sampler works
+LARGE = 1e20  # beyond it, or below its inverse, one may leave float32's range with what is multiplied or divided by it
 LARGEST_INTEGER = (1 << 63) - 1  # of int64
 
 
@@ -125,6 +126,12 @@ class SamplingParams:
         biases = (self.logit_bias or {}).values()
         forbids = self.restricted or self.grammar is not None
         return forbids or bool(self.min_tokens or self.bad_words or self.bad_words_ids) or -math.inf in biases
+
+    @property
+    def extreme(self) -> bool:
+        """Whether a bias or a penalty may take a logit out of float32."""
+        biases = (abs(bias) for bias in (self.logit_bias or {}).values() if math.isfinite(bias))
+        return max(biases, default=0.0) > LARGE or not 1 / LARGE < self.repetition_penalty < LARGE
 
     @property
     def plain(self) -> bool:

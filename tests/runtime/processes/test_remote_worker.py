@@ -16,7 +16,8 @@ from detcompile.runtime.step.worker import StepResult, StepWork, idle_arrays
 
 def test_rows_arrive_as_they_were() -> None:
     sent = []
-    group = SimpleNamespace(call=lambda *_, **__: [None], post=lambda command, name, packed: sent.append(packed))
+    post = lambda command, name, packed: sent.append(packed)  # noqa: E731
+    group = SimpleNamespace(num_ranks=1, call=lambda *_, **__: [None], post=post)
     worker = RemoteWorker(group, deque(), (), 1.0, torch.device("cpu"))
     reader = WorkReader()
     penalised = SamplingParams(repetition_penalty=1.5, seed=3, bad_words_ids=[[1, 2]])

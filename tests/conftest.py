@@ -73,6 +73,7 @@ TOGETHER = {
 # They take a minute or more: begun last, one of them would leave the other workers idle.
 LONG = (
     "models",
+    "server",
     "tests/templates/test_triton_interpreter.py",
     "tests/commands/test_cli.py",
     "tests/parallel/test_tensor_parallel.py",

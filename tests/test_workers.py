@@ -401,39 +401,6 @@ def test_heads_on_the_states_of_two_ranks_draft_what_those_of_one_do(two: Remote
     assert accepted[0] == accepted[1]
 
 
-def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:
-    engine = two.engine(EngineConfig(num_blocks=40))
-    engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
-    engine.step()
-    pids = two.group.process_ids
-    os.kill(pids[1], signal.SIGKILL)
-    since = time.monotonic()
-    with pytest.raises(EngineError, match="rank 1 of 2 failed: its process was ended by SIGKILL") as caught:
-        while engine.has_unfinished_requests:
-            engine.step()
-    assert time.monotonic() - since < 2
-    assert isinstance(caught.value.__cause__, WorkerError) and caught.value.__cause__.rank == 1
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    for use in (lambda: two(IDS), lambda: two.engine(EngineConfig(num_blocks=40))):
-        with pytest.raises(WorkerError, match="rank 1 of 2"):
-            use()
-    for use in (lambda: two.generate(IDS), lambda: engine.generate([1, 2, 3], progress=False)):
-        with pytest.raises(EngineError, match="rank 1 of 2"):
-            use()
-
-
-@EXHAUSTIVE
-def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
-    random_model("gpt2", torch.float32, n_layer=1, n_positions=700).save_pretrained(tmp_path)
-    spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu", tp_sizes=(1, 2))
-    model = spec.compile()
-    results = verify(model, spec, [TP], count=2)
-    assert results[TP].holds and results[TP].configurations == 2 + 2 * 2
-    model.numerics = Numerics(tp_sizes=(1,))
-    with pytest.raises(InvalidInput, match="declare the sizes to compare"):
-        verify(model, spec, [TP], count=2)
-
-
 def same_bytes(ours: Any, theirs: Any) -> None:
     """Fail unless two prefixes have the same bytes of every layer."""
     for layers in zip(ours.layers, theirs.layers, strict=True):
@@ -485,3 +452,36 @@ def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: Remot
     small.check()
     with pytest.raises(InvalidInput, match="finds no prefixes"):
         alone().engine(replace(config, prefix_caching=False)).prefixes.export(prompt)
+
+
+def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:
+    engine = two.engine(EngineConfig(num_blocks=40))
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
+    engine.step()
+    pids = two.group.process_ids
+    os.kill(pids[1], signal.SIGKILL)
+    since = time.monotonic()
+    with pytest.raises(EngineError, match="rank 1 of 2 failed: its process was ended by SIGKILL") as caught:
+        while engine.has_unfinished_requests:
+            engine.step()
+    assert time.monotonic() - since < 2
+    assert isinstance(caught.value.__cause__, WorkerError) and caught.value.__cause__.rank == 1
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for use in (lambda: two(IDS), lambda: two.engine(EngineConfig(num_blocks=40))):
+        with pytest.raises(WorkerError, match="rank 1 of 2"):
+            use()
+    for use in (lambda: two.generate(IDS), lambda: engine.generate([1, 2, 3], progress=False)):
+        with pytest.raises(EngineError, match="rank 1 of 2"):
+            use()
+
+
+@EXHAUSTIVE
+def test_the_tp_axis_is_measured_on_every_declared_size(tmp_path: Path) -> None:
+    random_model("gpt2", torch.float32, n_layer=1, n_positions=700).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), dtype="float32", device="cpu", tp_sizes=(1, 2))
+    model = spec.compile()
+    results = verify(model, spec, [TP], count=2)
+    assert results[TP].holds and results[TP].configurations == 2 + 2 * 2
+    model.numerics = Numerics(tp_sizes=(1,))
+    with pytest.raises(InvalidInput, match="declare the sizes to compare"):
+        verify(model, spec, [TP], count=2)

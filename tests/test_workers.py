@@ -442,7 +442,8 @@ def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: Remot
         (replace(prefix, block_size=32), "make both with one block_size"),
         (replace(prefix, token_ids=prefix.token_ids[:-1]), "63 tokens"),
         (replace(prefix, layers=prefix.layers[:1]), "other layers"),
-        (replace(prefix, layers=heads), "other layers or heads"),
+        (replace(prefix, layers=tuple((k.half(), v.half()) for k, v in prefix.layers)), "dtypes"),
+        (replace(prefix, layers=heads), "other layers, heads"),
     ):
         with pytest.raises(InvalidInput, match=said):
             target.prefixes.take(wrong)

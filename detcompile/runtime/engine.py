@@ -43,7 +43,7 @@ class Engine:
         admission: turns prompts into checked requests.
         overlap: launch a step before the last one's tokens are read back, unless it drafts.
         max_context: tokens that a sequence may hold.
-        prefixes: makes what exports KV blocks, given what is taken for every step.
+        prefixes: makes what exports KV blocks, given what every step takes, and what forgets those of other weights.
         weights_version: returns another number once the model's weights are others; what was computed under other
             weights is not used.
 
@@ -62,7 +62,7 @@ class Engine:
         *,
         overlap: bool,
         max_context: int,
-        prefixes: Callable[[Turns], Prefixes],
+        prefixes: Callable[[Turns, Callable[[], None]], Prefixes],
         speculation: SpeculationConfig | None = None,
         weights_version: Callable[..., int] = lambda *, look=False: 0,
     ) -> None:
@@ -91,7 +91,7 @@ class Engine:
             speculator=self.speculator,
         )
         self._steps = StepTurns(self._pipeline, self._book)
-        self.prefixes = prefixes(self._steps.turns)
+        self.prefixes = prefixes(self._steps.turns, self._book.follow_weights)
         self._loop = EngineLoop(self._steps)  # steps this engine while somebody streams
 
     def add_request(

@@ -183,7 +183,7 @@ def engine_over(
         max_context=facts.max_context,
         speculation=speculation,
         weights_version=model.weights_version,
-        prefixes=lambda turns: Prefixes(blocks, facts.kv_shapes, worker, turns, model.fingerprint),
+        prefixes=lambda turns, follow: Prefixes(blocks, facts, worker, turns, follow, model.fingerprint),
     )
 
 

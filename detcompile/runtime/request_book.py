@@ -106,7 +106,7 @@ class RequestBook:
                 self._attempt(self._start, asked)
             self._inbox.popleft()
         self._let_go()
-        self._follow_weights()
+        self.follow_weights()
 
     def deliver(self) -> None:
         """Finish a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
@@ -200,7 +200,7 @@ class RequestBook:
             assert request is not None
             self._break(request, error)
 
-    def _follow_weights(self) -> None:
+    def follow_weights(self) -> None:
         """End what has tokens or keys of other weights than there are now, and let no prefix of theirs be found."""
         version = self._weights_version(look=not self._scheduler.running)
         if version == self._version:

@@ -85,6 +85,21 @@ def test_engines_and_generate_answer_as_fresh_ones_after_a_change(model, change)
     assert model.fingerprint != before and model.weights_version > version
 
 
+@pytest.mark.parametrize("change", WAYS, ids=lambda way: way.__name__)
+def test_no_prefix_of_weights_of_before_is_exported_or_taken(model, change):
+    engine = model.engine(CONFIG)
+    answer(engine)
+    before = engine.prefixes.export(PROMPT)
+    assert before.fingerprint == model.fingerprint
+    change(model)
+    assert engine.prefixes.export(PROMPT) is None
+    with pytest.raises(InvalidInput, match="are of the model"):
+        engine.prefixes.take(before)
+    answer(engine)
+    after = engine.prefixes.export(PROMPT)
+    assert after.fingerprint == model.fingerprint != before.fingerprint
+
+
 def test_an_update_takes_modules_models_mappings_and_pairs(model):
     other = random_model("llama", torch.float32, num_hidden_layers=1, tie_word_embeddings=True)
     with torch.no_grad():

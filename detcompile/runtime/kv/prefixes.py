@@ -12,9 +12,9 @@ from typing import Protocol
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.facts import ModelFacts
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.requests.turns import Turns, without_interrupts
-from detcompile.step import KVShape
 
 __all__ = ["BlockReader", "KVPrefix", "LayerBlocks", "Prefixes"]
 
@@ -67,24 +67,27 @@ class Prefixes:
 
     Args:
         blocks: the engine's blocks.
-        shapes: heads and widths of each layer, of one rank.
+        facts: heads and widths of each layer, of one rank, and their dtype.
         reader: holds the blocks' contents.
         turns: taken while blocks are read or written, so that no step is planned.
+        follow_weights: forgets the blocks of other weights than there are now.
         fingerprint: gives the model's fingerprint as its weights are now.
     """
 
     def __init__(
         self,
         blocks: KVBlocks,
-        shapes: Sequence[KVShape],
+        facts: ModelFacts,
         reader: BlockReader,
         turns: Turns,
+        follow_weights: Callable[[], None],
         fingerprint: Callable[[], str],
     ) -> None:
         self._blocks = blocks
-        self._shapes = tuple(shapes)
+        self._facts = facts
         self._reader = reader
         self._turns = turns
+        self._follow_weights = follow_weights
         self._fingerprint = fingerprint
 
     def export(self, token_ids: Sequence[int]) -> KVPrefix | None:
@@ -97,8 +100,10 @@ class Prefixes:
             InvalidInput: the engine keeps no prefixes, or ranks under torchrun or stages share the model.
         """
         self._require_whole()
-        fingerprint, size = self._fingerprint(), self._blocks.pool.block_size
+        size = self._blocks.pool.block_size
         with without_interrupts(), self._turns:
+            fingerprint = self._fingerprint()  # which sees every change of the weights
+            self._follow_weights()
             digests = self._digests(token_ids)
             num_blocks = self._longest(digests)
             if not num_blocks:
@@ -121,8 +126,9 @@ class Prefixes:
             InvalidInput: the prefix is of another model, block size or kind of cache, or as of ``export``.
         """
         self._require_whole()
-        self._require_fitting(prefix)
         with without_interrupts(), self._turns:
+            self._require_fitting(prefix)
+            self._follow_weights()
             digests, pool = self._digests(prefix.token_ids), self._blocks.pool
             wanted = [
                 [(index, digest) for digest in digests[first:]]
@@ -204,14 +210,15 @@ class Prefixes:
         num_blocks = len(prefix.token_ids) // size
         firsts = self._firsts(num_blocks)
         first_of = {layer: firsts[index] for index, group in enumerate(self._blocks.groups) for layer in group.layers}
+        shares, dtype = self._reader.head_shares, self._facts.dtype
         expected = [
-            [(num_blocks - first_of[layer], size, shape.kv_heads * self._reader.head_shares, width)
+            [((num_blocks - first_of[layer], size, shape.kv_heads * shares, width), dtype)
              for width in (shape.head_dim, shape.v_head_dim)]
-            for layer, shape in enumerate(self._shapes)
+            for layer, shape in enumerate(self._facts.kv_shapes)
         ]  # fmt: skip
-        found = [[tuple(part.shape) for part in parts] for parts in prefix.layers]
+        found = [[(tuple(part.shape), part.dtype) for part in parts] for parts in prefix.layers]
         if found != expected:
             raise InvalidInput(
-                "the KV blocks have other layers or heads than this engine's: a head that several ranks hold is not"
-                " taken for one"
+                "the KV blocks have other layers, heads or dtypes than this engine's: a head that several ranks hold is"
+                " not taken for one"
             )

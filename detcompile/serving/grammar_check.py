@@ -6,8 +6,8 @@ input, and for each a line of why it is refused, or none.
 """
 
 import asyncio
-import contextlib
 import resource
+import socket
 import struct
 import sys
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from detcompile.errors import EngineError, InvalidInput
 from detcompile.runtime.grammars.compiler import COMPILE_SECONDS, GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar, Kind
+from detcompile.serving.engines.child import Child
 from detcompile.serving.engines.processes import BOUND
 
 __all__ = ["GrammarCheck", "main"]
@@ -38,7 +39,8 @@ class GrammarCheck:
     def __init__(self, tokenizer: str | None) -> None:
         self._tokenizer = tokenizer
         self._passed: dict[str, None] = {}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._busy = asyncio.Lock()
 
     async def require(self, grammar: Grammar | None) -> None:
@@ -62,9 +64,11 @@ class GrammarCheck:
     async def stop(self) -> None:
         """End the process."""
         process, self._process = self._process, None
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            streams[1].close()
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             await process.wait()
 
     async def _refusal(self, tokenizer: str, grammar: Grammar) -> str:
@@ -81,19 +85,23 @@ class GrammarCheck:
             raise
 
     async def _start(self, tokenizer: str) -> None:
-        pipe = asyncio.subprocess.PIPE
-        command = (*BOUND, "detcompile.serving.grammar_check")  # a grammar would keep it alive for hours
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        await self.stop()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            self._streams = await asyncio.open_connection(sock=ours)
+            command = (*BOUND, "detcompile.serving.grammar_check")  # a grammar would keep it alive for hours
+            self._process = Child(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         await asyncio.wait_for(self._ask(tokenizer), START_SECONDS)
 
     async def _ask(self, content: str | list[str]) -> str:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert self._streams is not None
+        reader, writer = self._streams
         data = msgspec.msgpack.encode(content)
-        process.stdin.write(LENGTH.pack(len(data)) + data)
-        await process.stdin.drain()
-        (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        return (await process.stdout.readexactly(size)).decode()
+        writer.write(LENGTH.pack(len(data)) + data)
+        await writer.drain()
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return (await reader.readexactly(size)).decode()
 
 
 def main() -> None:

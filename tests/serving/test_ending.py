@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 import uvloop
 
 from detcompile.errors import WorkerError
+from detcompile.models.hub import TINY_FOLDER
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines import launchers
 from detcompile.serving.engines.answers import Answer
@@ -24,6 +27,7 @@ from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.launchers import Connection, DialIn, LocalProcess
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.spares import Spares
+from detcompile.serving.grammar_check import GrammarCheck
 from tests.serving.scripted_service import ENGINE, SPEC, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -242,6 +246,28 @@ def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Monke
         await Connection(connection.reader, connection.writer, Hanging()).wait()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@LOOPS
+def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -> None:
+    """A fork would fail with ENOMEM: neighbouring mappings become one, whose whole size is asked for anew."""
+    size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE * 6 // 10
+    mapped = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
+
+    async def scenario() -> None:
+        connection = await LocalProcess(DEAF).open()
+        connection.kill()
+        await connection.wait()
+        assert connection.process.returncode == -signal.SIGKILL
+        check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text())
+        await check.require(Grammar.regex("a"))
+        await check.stop()
+
+    try:
+        run(loop, scenario())
+    finally:
+        for mapping in mapped:
+            mapping.close()
 
 
 def test_who_dials_in_too_late_is_hung_up() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from detcompile.errors import WorkerError
+from detcompile.serving.engines.child import Child
 from detcompile.serving.engines.handshake import NONCE_BYTES, SECRET_BYTES, new_nonce, proof_of
 from detcompile.serving.engines.processes import BOUND, is_stopped
 
@@ -34,7 +35,7 @@ class Connection:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    process: asyncio.subprocess.Process | None = None
+    process: Child | None = None
 
     @property
     def stopped(self) -> bool:
@@ -113,19 +114,10 @@ class LocalProcess:
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is for the front, which ends it
-                )
+                process = Child([*self._command, str(theirs.fileno())], passed=[theirs.fileno()])
             except OSError as error:
                 writer.close()
                 raise WorkerError(f"an engine process could not be started: {error}") from error
-            except BaseException:
-                writer.close()
-                raise
         return Connection(reader, writer, process)
 
     async def close(self) -> None:

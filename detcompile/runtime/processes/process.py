@@ -18,14 +18,16 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Channel", "DONE", "NOTE", "RAISED", "encode"]
+__all__ = ["BEAT", "Channel", "DONE", "NOTE", "RAISED", "encode", "serve"]
 
-DONE, RAISED, NOTE = "done", "raised", "note"  # kinds of answers
+DONE, RAISED, NOTE, BEAT = "done", "raised", "note", "beat"  # kinds of answers
+BEAT_SECONDS = 0.25
 HEADER = struct.Struct("<QQ")  # number of parts; bytes of their lengths and of the parts together
 ALIGNMENT = 16  # bytes; each part of a frame begins at a multiple
 LEAST_BESIDE = 1 << 14  # bytes; smaller buffers travel inside the pickle
@@ -52,7 +54,13 @@ def encode(message: Any) -> list[memoryview]:
 
 
 class Channel:
-    """Frames over a stream socket; no call but ``receive`` and ``send`` ever waits."""
+    """Frames over a stream socket; no call but ``receive`` and ``send`` ever waits.
+
+    Attributes:
+        moved: when bytes went last, either way, by time.monotonic.
+    """
+
+    moved = 0.0
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -82,6 +90,7 @@ class Channel:
                 sent = self._socket.sendmsg([self._unsent[i] for i in range(min(MOST_PARTS, len(self._unsent)))])
             except BlockingIOError:
                 return False
+            self.moved = time.monotonic()
             while sent:
                 piece = self._unsent.popleft()
                 if sent < piece.nbytes:
@@ -102,12 +111,13 @@ class Channel:
                 got = self._socket.recv_into(memoryview(target)[self._filled :])
             except BlockingIOError:
                 return messages
-            except ConnectionResetError:
+            except OSError:  # reset, or of a machine that is gone
                 got = 0
             if not got:
                 if messages:
                     return messages
                 raise EOFError
+            self.moved = time.monotonic()
             self._filled += got
             if self._filled == len(target):
                 self._filled = 0
@@ -149,19 +159,29 @@ def main() -> None:
     os.set_inheritable(given["socket"], False)
     connection = socket.socket(fileno=given["socket"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C; it then ends this process
-    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     if given["die_with_thread"] and sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    serve(connection)
+
+
+def serve(connection: socket.socket, *, beats: bool = False) -> None:
+    """Obey the commands of a connection. Never returns: the end of the connection is this process's.
+
+    Args:
+        beats: tell every 0.25 s of a command that this process runs, to whoever cannot ask its machine.
+    """
+    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     try:
-        _serve(Channel(connection))
+        _serve(Channel(connection), beats)
     except (EOFError, OSError):  # of the socket alone: what commands raise is answered
         _end()
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, beats: bool) -> None:
     """The first command builds the target, each later one is a method of it. Commands without a ticket are answered
     only where they fail."""
     sending = threading.Lock()
+    busy = threading.Event()
 
     def send(frame: list[memoryview]) -> None:
         with sending:
@@ -170,10 +190,19 @@ def _serve(channel: Channel) -> None:
     def note(text: str) -> None:
         send(encode((None, NOTE, text)))
 
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the other thread ends the process
+            while busy.wait():
+                send(encode((None, BEAT, None)))
+                time.sleep(BEAT_SECONDS)
+
+    if beats:
+        threading.Thread(target=beat, daemon=True).start()
     target: Any = None
     while True:
         for ticket, name, arguments in channel.receive():
             frame: list[memoryview] = []
+            busy.set()
             try:
                 if target is None:
                     target, value = _build(name, arguments, note), None
@@ -183,6 +212,7 @@ def _serve(channel: Channel) -> None:
                     frame = encode((ticket, DONE, value))
             except BaseException as error:
                 frame = encode((ticket, RAISED, (_portable(error), traceback.format_exc())))
+            busy.clear()
             send(frame)
 
 

@@ -14,7 +14,7 @@ class DialledRank:
     """A process that serves commands from its ``channel``, and ends by itself once that is closed.
 
     Args:
-        connection: leads to the process, which runs ``process.serve`` and beats.
+        connection: leads to the process, which runs ``process.serve`` as one that dialled.
         id: the process's id on its machine.
 
     Attributes:

@@ -8,6 +8,7 @@ A command is (ticket, name, arguments): the target's method of that name is call
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -164,17 +165,19 @@ def main() -> None:
     serve(connection)
 
 
-def serve(connection: socket.socket, *, beats: bool = False) -> None:
+def serve(connection: socket.socket, *, dialled: bool = False) -> None:
     """Obey the commands of a connection. Never returns: the end of the connection is this process's.
 
     Args:
-        beats: tell every 0.25 s of a command that this process runs, to whoever cannot ask its machine.
+        dialled: somebody else has started this process. It tells every 0.25 s of a command that it runs, as the caller
+            cannot ask its machine, and ends with exit code 1 where it kills its group otherwise.
     """
-    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
+    end = functools.partial(os._exit, 1) if dialled else _end
+    threading.Thread(target=_end_with_caller, args=(connection.fileno(), end), daemon=True).start()
     try:
-        _serve(Channel(connection), beats)
+        _serve(Channel(connection), dialled)
     except (EOFError, OSError):  # of the socket alone: what commands raise is answered
-        _end()
+        end()
 
 
 def _serve(channel: Channel, beats: bool) -> None:
@@ -230,12 +233,12 @@ def _portable(error: BaseException) -> BaseException | None:
     return error
 
 
-def _end_with_parent(fileno: int) -> None:
+def _end_with_caller(fileno: int, end: Callable[[], None]) -> None:
     """Wait until the other end of the socket is closed, whatever the main thread does; then end at once."""
     poller = select.poll()
     poller.register(fileno, select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP)
     poller.poll()
-    _end()
+    end()
 
 
 def _end() -> None:

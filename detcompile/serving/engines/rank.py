@@ -54,7 +54,7 @@ def main() -> None:
             )
         store, rank, size = next(dist.rendezvous("env://"))
         if rank:
-            obey(_to_rank_0(store, rank, secret), beats=True)
+            obey(_to_rank_0(store, rank, secret), dialled=True)
         nodes = _met(store, place, secret)
     except DetcompileError as error:
         sys.exit(f"rank: {error}")

@@ -142,10 +142,11 @@ def place_of_torchrun() -> Place:
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
-        *numbers, port = [int(os.environ[name]) for name in names]
-        return Place(*numbers, host=os.environ["MASTER_ADDR"], port=port)
+        rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
+        return Place(rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], port)
     except (KeyError, ValueError) as error:
-        raise InvalidInput(f"{error}: torchrun sets {', '.join(names)}: start this process with it") from error
+        told = ", ".join((*names, "MASTER_ADDR"))
+        raise InvalidInput(f"{error}: torchrun tells a process {told}: start this one with torchrun") from error
 
 
 def visible_gpus(first: int, count: int) -> str:

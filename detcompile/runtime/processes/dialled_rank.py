@@ -26,7 +26,7 @@ class DialledRank:
     def __init__(self, connection: socket.socket, id: int) -> None:
         self.id = id
         self.silence_seconds = math.inf
-        self._where = connection.getpeername()[0]
+        self._where = connection.getpeername()[0].removeprefix("::ffff:")
         self.channel = _Beaten(connection)
 
     @property

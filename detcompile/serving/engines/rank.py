@@ -48,13 +48,15 @@ def main() -> None:
     end_with_parent()
     try:
         secret, place = engine_secret(), place_of_torchrun()
+        if sys.argv[1:2] != ["--dial"] or len(sys.argv) != 3:
+            raise InvalidInput("give --dial HOST:PORT, where `detcompile serve --dial-in HOST:PORT` listens")
         if len(secret) < SECRET_BYTES:
             raise InvalidInput(
-                f"set DETCOMPILE_ENGINE_SECRET to {SECRET_BYTES} bytes at least, the same on every node and of the front"
+                f"set DETCOMPILE_ENGINE_SECRET to {SECRET_BYTES} bytes at least, the front's, on every node"
             )
-        store, rank, size = next(dist.rendezvous("env://"))
-        if rank:
-            obey(_to_rank_0(store, rank, secret), dialled=True)
+        store, _rank, _size = next(dist.rendezvous("env://"))
+        if place.rank:
+            obey(_to_rank_0(store, place.rank, secret), dialled=True)
         nodes = _met(store, place, secret)
     except DetcompileError as error:
         sys.exit(f"rank: {error}")
@@ -104,8 +106,9 @@ def _met(store: dist.Store, place: Place, secret: bytes) -> Nodes:
     host = _own_address(place)
     found: dict[int, DialledRank] = {}
     end = time.monotonic() + MEETING_SECONDS
-    wildcard, family = ("::", socket.AF_INET6) if ":" in host else ("", socket.AF_INET)
-    with socket.create_server((wildcard, 0), family=family) as listener:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
         store.set(KEY, f"{host} {listener.getsockname()[1]}")
         while missing := set(range(1, place.size)) - set(found):
             listener.settimeout(max(0.01, end - time.monotonic()))
@@ -150,14 +153,14 @@ def _to_rank_0(store: dist.Store, rank: int, secret: bytes) -> socket.socket:
         host, port = store.get(KEY).decode().split()
         try:
             connection = connected(host, int(port), secret)
+            connection.sendall(GREETING.pack(rank, os.getpid()))
+            _keep_alive(connection)
         except OSError as error:
             if time.monotonic() > end:
                 raise WorkerError(f"rank 0 is not to be reached at {host}:{port}: {error}") from error
             time.sleep(0.5)
-            continue
-        connection.sendall(GREETING.pack(rank, os.getpid()))
-        _keep_alive(connection)
-        return connection
+        else:
+            return connection
 
 
 def _own_address(place: Place) -> str:

@@ -148,13 +148,14 @@ def without_their_torchrun(nodes: list[subprocess.Popen[bytes]]) -> None:
 
 LOSSES = [
     (2, 1, killed_on_the_second_node, 5.0),
-    pytest.param(1, 2, killed_on_the_second_node, 5.0, marks=EXHAUSTIVE),
-    pytest.param(2, 1, stopped_on_the_second_node, 15.0, marks=EXHAUSTIVE),
-    pytest.param(2, 1, killed_on_the_first_node, 5.0, marks=EXHAUSTIVE),
-    pytest.param(2, 1, without_their_torchrun, 5.0, marks=EXHAUSTIVE),
+    (1, 2, killed_on_the_second_node, 5.0),
+    (2, 1, stopped_on_the_second_node, 15.0),
+    (2, 1, killed_on_the_first_node, 5.0),
+    (2, 1, without_their_torchrun, 5.0),
 ]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(("tp", "pp", "lose", "seconds"), LOSSES)
 def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
     tp: int, pp: int, lose: Callable, seconds: float, spec: EngineSpec
@@ -189,6 +190,23 @@ def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
                 assert await asyncio.to_thread(nodes[0].wait, 20) == 1
             finally:
                 await asyncio.gather(over_nodes.stop(), alone.stop())
+                await dial.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+
+
+def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
+    async def scenario() -> None:
+        dial = DialIn("127.0.0.1", 0, SECRET)
+        _, port = await dial.address()
+        link = EngineLink(launcher=dial)
+        with torchruns(port) as nodes:
+            try:
+                with pytest.raises(InvalidInput, match="asks for tp=4 and pp=1, which is 4 ranks, .* started 2"):
+                    await opened(link, EngineSpec(model="tiny", tp=4))
+                assert [await asyncio.to_thread(node.wait, 20) for node in nodes] == [1, 1]
+            finally:
+                await link.stop()
                 await dial.close()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))

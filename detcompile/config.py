@@ -121,9 +121,9 @@ class Place(NamedTuple):
     """What torchrun tells a process that it has started.
 
     Attributes:
-        rank: its number among all processes. size: how many they are.
-        local_rank: its number on its machine. local_size: how many are there.
-        host: address of the store where they meet. port: its port.
+        rank: number of the process among all. size: how many they are.
+        local_rank: number of the process on this machine. local_size: how many are here.
+        host: address of the store where they meet. port: where the store listens.
     """
 
     rank: int

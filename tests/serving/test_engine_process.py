@@ -81,12 +81,12 @@ def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatc
         ("always", SpeculationConfig(switch="always")),
     ],
 )
-def test_speculation_is_the_engines(asked: Any, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_is_the_engines(asked: Any, given: Any) -> None:
     class Model:
         def engine(self, config: Any, *, speculation: Any) -> None:
             assert speculation == given
             raise InvalidInput("seen")
 
-    monkeypatch.setattr(engine_process.ModelSpec, "compile_any", lambda spec, tp, pp: Model())
+    spec = EngineSpec(model="tiny", speculation=asked)
     with pytest.raises(InvalidInput, match="seen"):
-        engine_process._start(EngineSpec(model="tiny", speculation=asked), Wire(socket.socket()))
+        engine_process._start(spec, Wire(socket.socket()), lambda loaded, tp, pp: Model())

@@ -202,7 +202,7 @@ def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
         link = EngineLink(launcher=dial)
         with torchruns(port) as nodes:
             try:
-                with pytest.raises(InvalidInput, match="asks for tp=4 and pp=1, which is 4 ranks, .* started 2"):
+                with pytest.raises(InvalidInput, match=r"asks for tp=4 and pp=1, which is 4 ranks, .* started 2"):
                     await opened(link, EngineSpec(model="tiny", tp=4))
                 assert [await asyncio.to_thread(node.wait, 20) for node in nodes] == [1, 1]
             finally:

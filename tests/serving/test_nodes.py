@@ -52,9 +52,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def torchruns(front: int, *, max_restarts: int = 0) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two nodes of one rank each, on their way to a front."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+def torchruns(front: int, *, per_node: int = 1, max_restarts: int = 0) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two nodes of some ranks each, on their way to a front."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_node)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", str(max_restarts)]
     program = ["-m", "detcompile.serving.engines.rank", "--dial", f"127.0.0.1:{front}"]
     environment = os.environ | {"DETCOMPILE_ENGINE_SECRET": SECRET.decode()}
@@ -78,7 +78,7 @@ def torchruns(front: int, *, max_restarts: int = 0) -> Iterator[list[subprocess.
 def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
     folder = tmp_path_factory.mktemp("nodes")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
-    random_model("llama", torch.float32, num_hidden_layers=1, **sizes).save_pretrained(folder)
+    random_model("llama", torch.float32, num_hidden_layers=2, **sizes).save_pretrained(folder)
     return EngineSpec(model=str(folder), device="cpu", config={"num_blocks": 64}, generation_config="vllm")
 
 
@@ -149,6 +149,7 @@ def without_their_torchrun(nodes: list[subprocess.Popen[bytes]]) -> None:
 LOSSES = [
     (2, 1, killed_on_the_second_node, 5.0),
     (1, 2, killed_on_the_second_node, 5.0),
+    (2, 2, killed_on_the_second_node, 5.0),
     (2, 1, stopped_on_the_second_node, 15.0),
     (2, 1, killed_on_the_first_node, 5.0),
     (2, 1, without_their_torchrun, 5.0),
@@ -166,7 +167,7 @@ def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
         dial, alone = DialIn("127.0.0.1", 0, SECRET), EngineLink(launcher=LocalProcess())
         _, port = await dial.address()
         over_nodes = EngineLink(on_lost=lambda _link, answers: lost.extend(answers), launcher=dial)
-        with torchruns(port) as nodes:
+        with torchruns(port, per_node=tp * pp // 2) as nodes:
             try:
                 hello = await opened(alone, spec)
                 expected = bits(await drawn(alone))

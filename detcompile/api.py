@@ -25,7 +25,7 @@ from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_mod
 from detcompile.passes.modules.positions import position_tables
 from detcompile.progress import shown
 
-__all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model"]
+__all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model", "require_declared"]
 
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
@@ -84,8 +84,7 @@ def compile(
         WorkerError: a worker process could not start.
     """
     numerics = numerics or Numerics()
-    if tp not in numerics.tp_sizes:
-        raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
+    require_declared(tp, numerics)
     if pp < 1:
         raise InvalidInput(f"pp={pp}: a pipeline has at least one stage")
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
@@ -133,6 +132,12 @@ def compile_here(
     if ranks is not None:
         ranks.require_equal(compiled.fingerprint_parts)
     return compiled
+
+
+def require_declared(tp: int, numerics: Numerics) -> None:
+    """Raise NumericsError unless this many ranks may share a model."""
+    if tp not in numerics.tp_sizes:
+        raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
 
 
 def _kind(model: PreTrainedModel) -> type[Compiled]:

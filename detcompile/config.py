@@ -18,8 +18,9 @@ import importlib.util
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from detcompile.errors import StorageError
+from detcompile.errors import InvalidInput, StorageError
 
 __all__ = [
     "c_compiler",
@@ -114,6 +115,38 @@ def peer_memory_allowed() -> bool:
 def engine_secret() -> bytes:
     """What an engine of another machine proves to have to its front, and what the front asks for; empty: not set."""
     return os.environ.get("DETCOMPILE_ENGINE_SECRET", "").encode()
+
+
+class Place(NamedTuple):
+    """What torchrun tells a process that it has started.
+
+    Attributes:
+        rank: number of the process among all. size: how many they are.
+        local_rank: number of the process on this machine. local_size: how many are here.
+        host: address of the store where they meet. port: where the store listens.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+
+
+def place_of_torchrun() -> Place:
+    """The place that torchrun gives to this process.
+
+    Raises:
+        InvalidInput: torchrun has not started it.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    try:
+        rank, size, local_rank, local_size, port = (int(os.environ[name]) for name in names)
+        return Place(rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], port)
+    except (KeyError, ValueError) as error:
+        told = ", ".join((*names, "MASTER_ADDR"))
+        raise InvalidInput(f"{error}: torchrun tells a process {told}: start this one with torchrun") from error
 
 
 def visible_gpus(first: int, count: int) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile_here
-from detcompile.config import gpus_shared, settle_symmetric_memory
+from detcompile.config import gpus_shared, place_of_torchrun, settle_symmetric_memory
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.ranks import RankPlan
@@ -66,6 +66,7 @@ class RankServer:
         self._is_last = self._stage.index == plan.pp - 1
         self._answers = rank == plan.num_ranks - plan.tp
         self.note = note
+        self._host = plan.host or "127.0.0.1"
         self._store: dist.TCPStore | None = None
         self._made: dict[int, _Served | Runner] = {}
         self._room = Room(0)  # of the engine that is made next
@@ -74,7 +75,7 @@ class RankServer:
         """Rank 0 opens the place where the ranks meet, on a port that the system picks; returns the port."""
         if self.rank:
             return 0
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
     def start(self, port: int) -> ModelDescription | None:
@@ -82,7 +83,7 @@ class RankServer:
         plan = self.plan
         transformers_logging.disable_progress_bar()  # the parent shows one for all ranks
         torch.set_num_threads(plan.num_threads)
-        device = rank_device(plan.device_type, self.rank)
+        device = rank_device(plan.device_type, self.rank if plan.host is None else place_of_torchrun().local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with listening(StageNotes(self.note) if self.rank == 0 else None):
@@ -218,7 +219,7 @@ class RankServer:
         """Meet the other ranks; returns the group of those of this stage, None if these are all."""
         plan = self.plan
         settle_symmetric_memory()
-        store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = self._store or dist.TCPStore(self._host, port, is_master=False)
         backend = backend_of_ranks(device.type)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=plan.num_ranks)
         if plan.pp == 1 or plan.tp == 1:

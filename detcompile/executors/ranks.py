@@ -1,6 +1,6 @@
 """The start of worker processes that share a model: what each rank is told, and the processes that were told."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,32 @@ from detcompile.executors.remote import START_SECONDS, RemoteExecutor
 from detcompile.executors.stages import joined_description
 from detcompile.orders.numerics import Numerics
 from detcompile.progress import aside, stage
+from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.group import WorkerGroup
 from detcompile.runtime.processes.start_progress import StartProgress
 
-__all__ = ["RankPlan", "start_ranks"]
+__all__ = ["Nodes", "RankPlan", "start_ranks"]
 
 STEP_SECONDS = {"cuda": 300.0, "cpu": 3600.0}  # a step may compile GPU kernels on its way; CPUs take their time
+
+
+class Nodes(NamedTuple):
+    """Ranks that torchrun has started, on one machine or several; those of a machine stand together.
+
+    Attributes:
+        host: address at which the ranks reach rank 0's machine, which is this one.
+        num_here: how many are on this machine.
+        dialled: all but rank 0, which is started here.
+    """
+
+    host: str
+    num_here: int
+    dialled: Sequence[DialledRank]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on all machines."""
+        return 1 + len(self.dialled)
 
 
 class RankPlan(NamedTuple):
@@ -34,6 +54,7 @@ class RankPlan(NamedTuple):
     archive: str | None = None  # that export wrote, which each rank loads instead
     max_context: int | None = None
     pp: int = 1
+    host: str | None = None  # address of rank 0's machine, where torchrun has started the ranks; None: all are on it
 
     @property
     def num_ranks(self) -> int:
@@ -41,24 +62,26 @@ class RankPlan(NamedTuple):
         return self.pp * self.tp
 
 
-def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExecutor:
+def start_ranks(plan: RankPlan, step_seconds: float | None = None, nodes: Nodes | None = None) -> RemoteExecutor:
     """Start the plan's processes, and wait until each of them has its share of the model.
 
     Args:
         step_seconds: time after which a step counts as hung; None takes STEP_SECONDS.
+        nodes: processes that were started; None starts all of them here.
 
     Raises:
         WorkerError: a rank could not start.
         InvalidInput: too few GPUs.
         Also what compile() and load() raise in the ranks.
     """
-    _require_gpus(plan)
+    _require_gpus(plan, plan.num_ranks if nodes is None else nodes.num_here)
     group = WorkerGroup(
         plan.num_ranks,
         "detcompile.workers:RankServer",
         (plan,),
         step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
         files=() if plan.file is None else (plan.file,),
+        dialled=() if nodes is None else nodes.dialled,
     )
     with aside(), StartProgress(plan.num_ranks) as progress:
         group.on_note = progress.on_note
@@ -75,8 +98,8 @@ def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExec
     return RemoteExecutor(group, description, plan.pp)
 
 
-def _require_gpus(plan: RankPlan) -> None:
-    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else plan.num_ranks
+def _require_gpus(plan: RankPlan, num_here: int) -> None:
+    found, needed = torch.cuda.device_count(), 1 if gpus_shared() else num_here
     if plan.device_type == "cuda" and found < needed:
         instead = "take fewer ranks, or a module on the CPU" if plan.archive is None else "export it with a smaller tp"
         shared = "; DETCOMPILE_SHARED_GPUS=1 lets ranks share GPUs, to compare bits and not for speed" if found else ""

@@ -35,7 +35,8 @@ class LoadOptions(TypedDict, total=False):
 
 
 class Load(NamedTuple):
-    """What to load, and how. It can be sent to other processes, which read the same files.
+    """What to load, and how. It can be sent to other processes, which read the same files, or on another machine
+    those of the same commit on the Hub.
 
     Args:
         device: where the model shall be.
@@ -60,6 +61,9 @@ class Load(NamedTuple):
             UnsupportedModel: quantised in a way that is not read.
         """
         folder, name, commit = self.checkpoint
+        if commit is not None and not folder.exists():  # another machine
+            found = find_checkpoint(name, revision=commit, weights=not self.random, code=self.trust_remote_code)
+            return self._replace(checkpoint=found).on(device)
         title = self.checkpoint.title
         with stage(f"load {title}") as loading:
             if self.random:

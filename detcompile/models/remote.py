@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import init_hf_modules
 
 from detcompile.errors import InvalidInput
-from detcompile.executors.ranks import RankPlan, start_ranks
+from detcompile.executors.ranks import Nodes, RankPlan, start_ranks
 from detcompile.executors.remote import RemoteExecutor
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load
@@ -73,6 +73,7 @@ def compile_in_workers(
     max_context: int | None = None,
     step_seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
+    nodes: Nodes | None = None,
 ) -> RemoteModel:
     """Start ``pp * tp`` processes, one a rank, that load and compile ``model``.
 
@@ -83,6 +84,8 @@ def compile_in_workers(
         step_seconds: time after which a step counts as hung; None takes that of executors.ranks.
             ``group.step_seconds`` of the result can be set at any time.
         options: further arguments of compile(), handed on as they are.
+        nodes: ``pp * tp`` processes that torchrun has started, perhaps on several machines; ``model`` is a checkpoint
+            then, and each rank takes the GPU of its number on its machine.
 
     Raises:
         WorkerError: a rank could not start.
@@ -102,14 +105,15 @@ def compile_in_workers(
             pp=pp,
             numerics=numerics,
             device_type=device_type,
-            num_threads=_threads_of_rank(pp * tp),
+            num_threads=_threads_of_rank(pp * tp) if nodes is None else torch.get_num_threads(),  # as torchrun has them
             options=dict(options or {}),
             load=model.on if isinstance(model, Load) else None,
             file=None if saved is None else saved.fileno(),
             build=None if isinstance(model, (Load, nn.Module)) else model,
             max_context=max_context,
+            host=None if nodes is None else nodes.host,
         )
-        return RemoteModel(start_ranks(plan, step_seconds))
+        return RemoteModel(start_ranks(plan, step_seconds, nodes))
 
 
 def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -> RemoteModel:

@@ -18,7 +18,7 @@ import detcompile
 from detcompile import InvalidInput
 from detcompile.models import hub, remote
 from detcompile.models.hub import TINY_FOLDER, find_checkpoint, is_hub_id
-from detcompile.models.loading import tokenizer_of
+from detcompile.models.loading import find, tokenizer_of
 from detcompile.weights import named_weights, weight_digests
 from detcompile.workers import load_for_rank
 from tests.model_cases import random_model
@@ -273,6 +273,17 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(
     assert type(model).__name__ == "OwnForCausalLM"
     put_snapshot(cache, "org/plain", small)
     assert digests(model) == digests(detcompile.load_model("org/plain", device="cpu"))
+
+
+def test_what_was_found_on_another_machine_is_found_again_by_its_commit(cache: Path, small: dict[str, bytes]) -> None:
+    put_snapshot(cache, NAME, small)
+    found = find(NAME, device="cpu")
+    assert found.checkpoint.commit is not None
+    elsewhere = found._replace(checkpoint=found.checkpoint._replace(folder=Path("/no/such/cache")))
+    assert digests(elsewhere.on(torch.device("cpu"))) == digests(found.on(torch.device("cpu")))
+    lone = elsewhere._replace(checkpoint=elsewhere.checkpoint._replace(commit=None))
+    with pytest.raises(InvalidInput, match="/no/such/cache"):
+        lone.on(torch.device("cpu"))
 
 
 def test_options_of_loading_are_refused_with_a_module_and_bad_ones_by_name() -> None:

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
 from detcompile.errors import DetcompileError, WorkerError
+from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.process import DONE, NOTE, Channel, encode
 from detcompile.runtime.processes.rank_process import RankProcess, end_processes
 
@@ -59,6 +60,7 @@ class WorkerGroup:
         step_seconds: longest that a command may take once its turn has come, where nothing else is said.
         start_seconds: longest that building the target may take.
         files: descriptors that the processes inherit, under the same numbers.
+        dialled: processes of the last ranks, which somebody else has started; the others are started here.
 
     Raises:
         WorkerError: from every call after a failure, with the rank and its traceback; no process is left then.
@@ -73,6 +75,7 @@ class WorkerGroup:
         step_seconds: float = 300.0,
         start_seconds: float = 3600.0,
         files: Sequence[int] = (),
+        dialled: Sequence[DialledRank] = (),
     ) -> None:
         self.num_ranks = num_ranks
         self.step_seconds = step_seconds
@@ -84,14 +87,15 @@ class WorkerGroup:
         self._last_answer = [time.monotonic()] * num_ranks
         self._stopped_since: dict[int, float] = {}
         self._failure: WorkerError | None = None
-        self._processes: list[RankProcess] = []
+        self._processes: list[RankProcess | DialledRank] = []
         self._channels: list[Channel] = []  # theirs
         self._ended = weakref.finalize(self, end_processes, self._processes, os.getpid())
         self._poller = select.poll()
         self._rank_of: dict[int, int] = {}
         with self._ending_on_interrupt():
             for rank in range(num_ranks):
-                process = RankProcess(files)
+                place = rank - num_ranks + len(dialled)
+                process = RankProcess(files) if place < 0 else dialled[place]
                 self._processes.append(process)
                 self._channels.append(process.channel)
                 self._rank_of[process.channel.fileno()] = rank
@@ -242,6 +246,8 @@ class WorkerGroup:
         now = time.monotonic()
         for rank, answered in enumerate(self._last_answer):
             pending = next((pending for pending in self._pending.values() if rank in pending.missing), None)
+            if pending is not None and self._processes[rank].is_silent(pending.since):
+                self._fail(_Fault(0, rank, "nothing is heard of it: its process is stopped, or its machine is gone"))
             if pending is not None and now - max(pending.since, answered) > pending.seconds:
                 silent = sorted(pending.missing)
                 others = f", like ranks {silent[1:]}," if len(silent) > 1 else ""

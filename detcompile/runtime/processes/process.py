@@ -8,6 +8,7 @@ A command is (ticket, name, arguments): the target's method of that name is call
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -18,14 +19,16 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Channel", "DONE", "NOTE", "RAISED", "encode"]
+__all__ = ["BEAT", "Channel", "DONE", "NOTE", "RAISED", "encode", "serve"]
 
-DONE, RAISED, NOTE = "done", "raised", "note"  # kinds of answers
+DONE, RAISED, NOTE, BEAT = "done", "raised", "note", "beat"  # kinds of answers
+BEAT_SECONDS = 0.25
 HEADER = struct.Struct("<QQ")  # number of parts; bytes of their lengths and of the parts together
 ALIGNMENT = 16  # bytes; each part of a frame begins at a multiple
 LEAST_BESIDE = 1 << 14  # bytes; smaller buffers travel inside the pickle
@@ -52,7 +55,13 @@ def encode(message: Any) -> list[memoryview]:
 
 
 class Channel:
-    """Frames over a stream socket; no call but ``receive`` and ``send`` ever waits."""
+    """Frames over a stream socket; no call but ``receive`` and ``send`` ever waits.
+
+    Attributes:
+        moved: when bytes went last, either way, by time.monotonic.
+    """
+
+    moved = 0.0
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -82,6 +91,7 @@ class Channel:
                 sent = self._socket.sendmsg([self._unsent[i] for i in range(min(MOST_PARTS, len(self._unsent)))])
             except BlockingIOError:
                 return False
+            self.moved = time.monotonic()
             while sent:
                 piece = self._unsent.popleft()
                 if sent < piece.nbytes:
@@ -102,12 +112,13 @@ class Channel:
                 got = self._socket.recv_into(memoryview(target)[self._filled :])
             except BlockingIOError:
                 return messages
-            except ConnectionResetError:
+            except OSError:  # reset, or of a machine that is gone
                 got = 0
             if not got:
                 if messages:
                     return messages
                 raise EOFError
+            self.moved = time.monotonic()
             self._filled += got
             if self._filled == len(target):
                 self._filled = 0
@@ -149,19 +160,31 @@ def main() -> None:
     os.set_inheritable(given["socket"], False)
     connection = socket.socket(fileno=given["socket"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C; it then ends this process
-    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     if given["die_with_thread"] and sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    serve(connection)
+
+
+def serve(connection: socket.socket, *, dialled: bool = False) -> None:
+    """Obey the commands of a connection. Never returns: the end of the connection is this process's.
+
+    Args:
+        dialled: somebody else has started this process. It tells every 0.25 s of a command that it runs, as the caller
+            cannot ask its machine, and ends with exit code 1 where it kills its group otherwise.
+    """
+    end = functools.partial(os._exit, 1) if dialled else _end
+    threading.Thread(target=_end_with_caller, args=(connection.fileno(), end), daemon=True).start()
     try:
-        _serve(Channel(connection))
+        _serve(Channel(connection), dialled)
     except (EOFError, OSError):  # of the socket alone: what commands raise is answered
-        _end()
+        end()
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, beats: bool) -> None:
     """The first command builds the target, each later one is a method of it. Commands without a ticket are answered
     only where they fail."""
     sending = threading.Lock()
+    busy = threading.Event()
 
     def send(frame: list[memoryview]) -> None:
         with sending:
@@ -170,10 +193,19 @@ def _serve(channel: Channel) -> None:
     def note(text: str) -> None:
         send(encode((None, NOTE, text)))
 
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the other thread ends the process
+            while busy.wait():
+                send(encode((None, BEAT, None)))
+                time.sleep(BEAT_SECONDS)
+
+    if beats:
+        threading.Thread(target=beat, daemon=True).start()
     target: Any = None
     while True:
         for ticket, name, arguments in channel.receive():
             frame: list[memoryview] = []
+            busy.set()
             try:
                 if target is None:
                     target, value = _build(name, arguments, note), None
@@ -183,6 +215,7 @@ def _serve(channel: Channel) -> None:
                     frame = encode((ticket, DONE, value))
             except BaseException as error:
                 frame = encode((ticket, RAISED, (_portable(error), traceback.format_exc())))
+            busy.clear()
             send(frame)
 
 
@@ -200,12 +233,12 @@ def _portable(error: BaseException) -> BaseException | None:
     return error
 
 
-def _end_with_parent(fileno: int) -> None:
+def _end_with_caller(fileno: int, end: Callable[[], None]) -> None:
     """Wait until the other end of the socket is closed, whatever the main thread does; then end at once."""
     poller = select.poll()
     poller.register(fileno, select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP)
     poller.poll()
-    _end()
+    end()
 
 
 def _end() -> None:

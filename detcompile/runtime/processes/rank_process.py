@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from detcompile.runtime.processes import process as worker_process
+from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.process import Channel
 
 __all__ = ["ENDING_SECONDS", "RankProcess", "end_processes"]
@@ -70,6 +71,10 @@ class RankProcess:
             return False
         return stat.rpartition(")")[2].split()[:1] == ["T"]
 
+    def is_silent(self, since: float) -> bool:
+        """Never, as ``is_stopped`` knows."""
+        return False
+
     def death(self) -> str:
         """How a process whose connection is closed has ended, in words; its end may take a moment."""
         deadline = time.monotonic() + ENDING_SECONDS
@@ -92,7 +97,7 @@ class RankProcess:
         self._process.wait()
 
 
-def end_processes(processes: list[RankProcess], owner: int) -> None:
+def end_processes(processes: list[RankProcess | DialledRank], owner: int) -> None:
     """Let the processes end, kill those that do not, with all that they have started.
 
     Args:

@@ -16,9 +16,14 @@ HEARTBEAT_SECONDS = 0.25
 
 
 class Wire:
-    """The engine's end of the socket. ``send`` may be called from any thread."""
+    """The engine's end of the socket. ``send`` may be called from any thread.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        end_code: exit code of this process where the front is gone.
+    """
+
+    def __init__(self, connection: socket.socket, end_code: int = 0) -> None:
+        self.end_code = end_code
         self._reader = connection.makefile("rb")
         self._connection = connection
         self._sending = threading.Lock()
@@ -30,7 +35,7 @@ class Wire:
             with self._sending:
                 self._connection.sendall(data)
         except OSError:
-            os._exit(0)
+            os._exit(self.end_code)
 
     def receive(self) -> Any:
         """The next command; None once the front is gone."""
@@ -83,7 +88,7 @@ class CommandLoop(ABC):
         return Heartbeat(self.statistics)
 
     def _read(self) -> None:
-        code = 0
+        code = self.wire.end_code
         try:
             while (command := self.wire.receive()) is not None:
                 self.take(command)

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
@@ -55,6 +55,7 @@ from detcompile.serving.plain_tokenizer import plain_tokenizer
 
 __all__ = ["EngineServer", "hello_of", "main", "serve"]
 
+Compile = Callable[[ModelSpec, int, int], Compiled]
 MOST_STEPS = 160  # that a heartbeat tells of
 COUNTS = [name for name in Statistics.__struct_fields__ if name != "busy_seconds"]  # of EngineStats
 
@@ -222,7 +223,7 @@ def _token(entry: Logprobs) -> Token:
     return Token(entry.token_id, entry.logprob, list(entry.top.items()))
 
 
-def _start(spec: EngineSpec, wire: Wire) -> tuple[Hello, CommandLoop]:
+def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, CommandLoop]:
     if spec.version != VERSION:
         raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
     config = EngineConfig(**spec.config)  # refused before the model takes its time
@@ -239,7 +240,7 @@ def _start(spec: EngineSpec, wire: Wire) -> tuple[Hello, CommandLoop]:
         spec.trust_remote_code,
         spec.task,
     )
-    model = loaded.compile_any(spec.tp, spec.pp)
+    model = compile(loaded, spec.tp, spec.pp)
     if isinstance(model, (CompiledClassifier, CompiledEmbedder)):
         return hello_of(model, config, 0, spec.model, {}), PoolingServer(model, wire)
     speculation = None if spec.speculation == "off" else SpeculationConfig(switch=spec.speculation)
@@ -254,17 +255,22 @@ def main() -> None:
     serve(front_of(sys.argv[1:], engine_secret()))
 
 
-def serve(front: socket.socket) -> None:
-    """Serve a front until it is gone; exits 1 where the model cannot be served, or the engine failed."""
-    wire = Wire(front)
+def serve(front: socket.socket, compile: Compile = ModelSpec.compile_any, end_code: int = 0) -> None:
+    """Serve a front until it is gone; exits 1 where the model cannot be served, or the engine failed.
+
+    Args:
+        compile: makes the model of what is to be loaded, tp and pp.
+        end_code: exit code where the front is gone.
+    """
+    wire = Wire(front, end_code)
     threading.Thread(target=cpu_facts, daemon=True).start()  # a spare process has the time
     spec = wire.receive()
     if not isinstance(spec, EngineSpec):
-        return
+        sys.exit(end_code)
     if spec.visible_devices is not None:
         show_gpus(spec.visible_devices)
     try:
-        hello, loop = _start(spec, wire)
+        hello, loop = _start(spec, wire, compile)
         wire.send(hello)
         loop.serve()
     except DetcompileError as error:

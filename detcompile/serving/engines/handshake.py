@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-__all__ = ["NONCE_BYTES", "SECRET_BYTES", "connected", "front_of", "new_nonce", "proof_of"]
+__all__ = ["NONCE_BYTES", "SECRET_BYTES", "connected", "front_of", "new_nonce", "proof_of", "proven", "read_exactly"]
 
 NONCE_BYTES = 32
 SECRET_BYTES = 16  # at least
@@ -29,14 +29,34 @@ def connected(host: str, port: int, secret: bytes) -> socket.socket:
         OSError: nobody listens there, or hangs up.
     """
     found = socket.create_connection((host, port))
-    nonce = b""
-    while len(nonce) < NONCE_BYTES:
-        part = found.recv(NONCE_BYTES - len(nonce))
-        if not part:
-            raise OSError("the front hung up")
-        nonce += part
-    found.sendall(_proof(secret, nonce))
+    found.sendall(_proof(secret, read_exactly(found, NONCE_BYTES)))
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
+
+
+def proven(connection: socket.socket, secret: bytes) -> bool:
+    """Whether who has connected to us has the secret; waits for the proof.
+
+    Raises:
+        OSError: it hung up.
+    """
+    nonce = new_nonce()
+    connection.sendall(nonce)
+    return proof_of(secret, nonce, read_exactly(connection, NONCE_BYTES))
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """So many bytes of a connection.
+
+    Raises:
+        OSError: the other side hung up.
+    """
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise OSError("the other side hung up")
+        found += part
     return found
 
 

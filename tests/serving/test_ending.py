@@ -26,7 +26,7 @@ from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.launchers import Connection, DialIn, LocalProcess
 from detcompile.serving.engines.notices import News
-from detcompile.serving.engines.spares import Spares
+from detcompile.serving.engines.placement.spares import Spares
 from detcompile.serving.grammar_check import GrammarCheck
 from tests.serving.scripted_service import ENGINE, SPEC, scripted
 

@@ -16,8 +16,8 @@ from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
 from detcompile.serving.engines.placement.quarantine import Quarantine
 from detcompile.serving.engines.placement.router import Router
+from detcompile.serving.engines.placement.spares import Spares
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
-from detcompile.serving.engines.spares import Spares
 
 __all__ = ["Fleet", "Loss"]
 

@@ -84,7 +84,7 @@ def test_what_else_is_packed_does_not_matter(name, dtype):
     given = drawn(dtype)
     rows = [split(rows, LENGTHS) for rows in given]
     expected = [split(rows, LENGTHS) for rows in forward_and_backward(*given, LENGTHS, RULES[name]) if len(rows)]
-    for mine in ([0], [1, 0]) if INTERPRETED else itertools.chain(*list(packings(len(LENGTHS)).values())[1:]):
+    for mine in ([1, 0],) if INTERPRETED else itertools.chain(*list(packings(len(LENGTHS)).values())[1:]):
         lengths = [LENGTHS[number] for number in mine]
         found = forward_and_backward(*(torch.cat([of[n] for n in mine]) for of in rows), lengths, RULES[name])
         for ours, whole in zip([split(part, lengths) for part in found if len(part)], expected):

@@ -1,19 +1,17 @@
 """The start of worker processes that share a model: what each rank is told, and the processes that were told."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
-from detcompile.executors.remote import START_SECONDS, RemoteExecutor
-from detcompile.executors.stages import joined_description
+from detcompile.executors.remote import RemoteExecutor
+from detcompile.executors.started_ranks import StartedRanks
 from detcompile.orders.numerics import Numerics
-from detcompile.progress import aside, stage
 from detcompile.runtime.processes.group import WorkerGroup
-from detcompile.runtime.processes.start_progress import StartProgress
 
 __all__ = ["RankPlan", "start_ranks"]
 
@@ -41,11 +39,12 @@ class RankPlan(NamedTuple):
         return self.pp * self.tp
 
 
-def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExecutor:
+def start_ranks(plan: RankPlan, step_seconds: float | None = None, saved: IO[bytes] | None = None) -> RemoteExecutor:
     """Start the plan's processes, and wait until each of them has its share of the model.
 
     Args:
         step_seconds: time after which a step counts as hung; None takes STEP_SECONDS.
+        saved: the open file of ``plan.file``, which belongs to the result.
 
     Raises:
         WorkerError: a rank could not start.
@@ -53,26 +52,13 @@ def start_ranks(plan: RankPlan, step_seconds: float | None = None) -> RemoteExec
         Also what compile() and load() raise in the ranks.
     """
     _require_gpus(plan)
-    group = WorkerGroup(
-        plan.num_ranks,
-        "detcompile.workers:RankServer",
-        (plan,),
-        step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
-        files=() if plan.file is None else (plan.file,),
-    )
-    with aside(), StartProgress(plan.num_ranks) as progress:
-        group.on_note = progress.on_note
-        try:
-            with stage(f"start {plan.num_ranks} worker processes"):
-                group.result(group.started)
-            port = group.call("open_store")[0]
-            told = group.call("start", port, seconds=START_SECONDS)
-            description = joined_description([part for part in told if part is not None])
-        except BaseException:
-            group.close()
-            raise
-    group.on_note = lambda rank, text: None
-    return RemoteExecutor(group, description, plan.pp)
+    seconds = STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds
+
+    def begin(files: Sequence[int]) -> WorkerGroup:
+        server = "detcompile.workers:RankServer"
+        return WorkerGroup(plan.num_ranks, server, (plan,), step_seconds=seconds, files=files)
+
+    return RemoteExecutor(StartedRanks(begin, saved), plan.pp)
 
 
 def _require_gpus(plan: RankPlan) -> None:

@@ -163,6 +163,17 @@ class Scheduler:
         self._cut, self._calm = budget, 0
         return stateful
 
+    def start_over(self) -> list[Sequence]:
+        """Nothing is left of the KV cache: all sequences wait, with their tokens alone. Those that ran are returned."""
+        ran = list(self.running)
+        for sequence in ran:
+            self._queues.preempt(sequence)
+            self.blocks.release(sequence)
+        self.blocks.pool.clear()
+        for sequence in self.waiting:
+            sequence.num_pending = 0
+        return ran
+
     def _next_step(self) -> NextStep:
         return NextStep(self._queues, self.blocks, self.config, self._cut, self._num_stages, self.pace)
 

@@ -109,7 +109,7 @@ class Tally:
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self.num_preemptions,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
             num_queried_tokens=found.num_queried_tokens,

@@ -189,7 +189,7 @@ class Pipeline:
         host_seconds = time.perf_counter() - started
         if self._speculator is not None and drafting and self._worker.num_stages == 1:
             self._speculator.draft_ahead()
-        return _InFlight(step, launched, time.monotonic(), host_seconds, len(self._scheduler.waiting))
+        return _InFlight(step, launched, time.monotonic(), host_seconds, self._scheduler.num_waiting)
 
     def _try(self, work: StepWork) -> "LaunchedStep | _OutOfMemory":
         """Launch it, or find that a worker which can do without the step had no memory for it."""
@@ -205,8 +205,10 @@ class Pipeline:
     def _start_over(self, lost: WorkerError) -> None:
         """The KV cache is gone, and steps in flight with it: every sequence begins again from its tokens."""
         self._in_flight.clear()
-        for sequence in self._scheduler.start_over():
+        ran = self._scheduler.start_over()
+        for sequence in ran:
             self._planner.lost_seat(sequence)
+        self._book.on_loss(ran)
         self._restarts.restart(self._worker, lost)
         self._clock.start_over()
 
@@ -290,12 +292,6 @@ class Pipeline:
             self._speculator.timed(step.load, seconds, drafting=step.drafting)
 
     def _record(self, due: _InFlight, num_tokens: int, finish_seconds: float) -> None:
-        record = StepRecord(
-            launched=due.started,
-            finished=time.monotonic(),
-            host_seconds=due.host_seconds + finish_seconds,
-            num_prefill_tokens=due.step.load.num_prefill_tokens,
-            num_decodes=due.step.load.num_decodes,
-            num_waiting=due.num_waiting,
-        )
-        self.tally.add(record, num_tokens)
+        load, host_seconds = due.step.load, due.host_seconds + finish_seconds
+        counts = load.num_prefill_tokens, load.num_decodes, due.num_waiting
+        self.tally.add(StepRecord(due.started, time.monotonic(), host_seconds, *counts), num_tokens)

@@ -38,7 +38,7 @@ REQUESTS = list(
             SamplingParams(temperature=1.2, seed=2, max_tokens=25, n=2, stop=["ab", "q"]),
             SamplingParams(temperature=1.0, seed=3, max_tokens=30, repetition_penalty=1.3, presence_penalty=0.5),
             SamplingParams(temperature=1.0, seed=4, max_tokens=30, grammar=Grammar.regex("(ab|ba|[a-c]){9,40}")),
-            SamplingParams(temperature=0.0, seed=5, max_tokens=30, bad_words_ids=[[index, index] for index in range(150)]),
+            SamplingParams(temperature=0.0, seed=5, max_tokens=30, bad_words_ids=[[word, word] for word in range(150)]),
         ],
     )
 )

@@ -17,8 +17,17 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.processes.restarts import WINDOW_SECONDS, Restarts
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
-from detcompile.runtime.step.worker import Worker
-from tests.runtime.engine_cases import LETTERS, config_of, engine_configs, prompt_of, run, sampling_params, tiny_model
+from detcompile.runtime.step.worker import StepWork, Worker
+from tests.runtime.engine_cases import (
+    LETTERS,
+    MARK,
+    config_of,
+    engine_configs,
+    prompt_of,
+    run,
+    sampling_params,
+    tiny_model,
+)
 from tests.runtime.grammar_cases import small_tokenizer
 from tests.runtime.speculation.test_speculator import Oracle
 
@@ -33,6 +42,9 @@ class MortalWorker:
         make: makes the worker.
         losses: whether each call of ``launch`` and ``collect`` finds it lost.
         vain: whether each restart does.
+
+    Attributes:
+        kills: whether it is lost by a step.
     """
 
     accepts_rejection = is_alone = False
@@ -44,6 +56,7 @@ class MortalWorker:
         self._make, self._losses, self._vain = make, losses, vain
         self.num_stages = num_stages
         self.num_lost = 0
+        self.kills: Callable[[StepWork], bool] = lambda work: False
         self._begin()
 
     def _begin(self) -> None:
@@ -51,16 +64,16 @@ class MortalWorker:
         self._worker = self._make()
         self._worker.runner.fill_caches(float("nan"))  # whoever reads what was lost finds no number
 
-    def _live(self) -> Worker:
+    def _live(self, lost: bool = False) -> Worker:
         assert self.alive, "nothing is asked of what is lost but to restart"
-        if next(self._losses, False):
+        if next(self._losses, False) or lost:
             self.alive = False
             self.num_lost += 1
             raise WorkerError("worker of rank 1 of 2 failed: it was lost", 1)
         return self._worker
 
     def launch(self, work: Any) -> Any:
-        return self._live().launch(work)
+        return self._live(self.kills(work)).launch(work)
 
     def collect(self, launched: Any) -> Any:
         return self._live().collect(launched)
@@ -230,3 +243,63 @@ def test_what_a_restart_refuses_ends_the_engine():
     with pytest.raises(EngineError, match="and with them weights"):
         run(engine)
     assert engine.failed
+
+
+def reads_mark(work: StepWork) -> bool:
+    return MARK in work.arrays.input_ids.tolist()
+
+
+def draws_late(work: StepWork) -> bool:
+    """A row of the request of seed 13, five tokens into its answer."""
+    return any(row.params.seed == 13 and row.num_generated >= 5 for row in work.rows)
+
+
+@pytest.mark.parametrize("kills", [reads_mark, draws_late])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
+    """Twice among others and twice alone: the others have their bits, whatever they wait for meanwhile."""
+    config = config_of(overlap=num_stages == 1)
+    own = {"temperature": 1.0, "max_tokens": 16, "logprobs": 1}
+    asked = [SamplingParams(seed=10 + row, n=1 + row % 2, **own) for row in range(5)]
+    requests = [(prompt_of(9 + 20 * row, row), own) for row, own in enumerate(asked)]
+    expected = answers(mortal_engine(config, NEVER, num_stages=num_stages)[0], requests)
+    requests[3][0][4] = MARK if kills is reads_mark else requests[3][0][4]
+    engine, worker = mortal_engine(config, NEVER, num_stages=num_stages)
+    worker.kills = kills
+    found = answers(engine, requests)
+    assert isinstance(found[3][2], EngineError) and "ended 2 times while they served it alone" in str(found[3][2])
+    assert [own for row, own in enumerate(found) if row != 3] == [own for row, own in enumerate(expected) if row != 3]
+    assert engine.stats.num_restarts == 4
+    worker.kills = lambda work: False
+    requests[3] = (prompt_of(69, 3), asked[3])
+    assert answers(engine, requests) == expected
+
+
+def test_what_comes_while_others_are_tried_waits_and_is_served():
+    """Suspects that are cancelled before or during their trial keep nobody waiting."""
+    engine, worker = mortal_engine(config_of(), some_losses([6, 4]))
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(4)]
+    names = [engine.add_request(prompt_of(30, seed), params[seed]) for seed in range(3)]
+    outputs = {}
+
+    def step() -> None:
+        outputs.update((output.request_id, output.outputs[0]) for output in engine.step())
+        engine.check()
+
+    while worker.num_lost < 2:
+        step()
+    step()
+    assert len(engine._scheduler.running) == 1 and engine.stats.num_waiting == 2
+    trial = next(iter(engine._scheduler.running)).seed
+    engine.cancel(names[trial])
+    engine.cancel(names[(trial + 1) % 3])
+    names.append(engine.add_request(prompt_of(30, 3), params[3]))
+    step()
+    assert [sequence.seed for sequence in engine._scheduler.running] == [(trial + 2) % 3]
+    while engine.has_unfinished_requests:
+        step()
+    last = (trial + 2) % 3
+    requests = [(prompt_of(30, seed), params[seed]) for seed in (last, 3)]
+    expected = [own[0][0][0] for own in answers(mortal_engine(config_of(), NEVER)[0], requests)]
+    assert [outputs[names[seed]].token_ids for seed in (last, 3)] == expected
+    assert [outputs[names[seed]].finish_reason for seed in (trial, (trial + 1) % 3)] == ["abort", "abort"]

@@ -29,7 +29,8 @@ class _Sample:
 class Request:
     """One prompt and its n samples, or those of them that are resumed.
 
-    ``output`` is one object from the first token to the last, updated in place.
+    ``output`` is one object from the first token to the last, updated in place. ``deaths`` and ``deaths_alone`` are
+    a Quarantine's.
 
     Args:
         prompt: the prompt as text, if it was given as text.
@@ -65,6 +66,7 @@ class Request:
         resume: Mapping[int, list[int]] | None = None,
     ) -> None:
         self.params = params.seeded()
+        self.deaths = self.deaths_alone = 0
         self._stream_text = stream_text
         self._samples: dict[int, _Sample] = {}
         for index, drawn in ({key: [] for key in range(params.n)} if resume is None else resume).items():
@@ -150,6 +152,16 @@ class Request:
         output.finished = True
         if output.metrics is not None:
             output.metrics.finished = time.monotonic()
+
+    @property
+    def finished(self) -> bool:
+        """Whether no token comes any more."""
+        return self.output.finished
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, over all samples."""
+        return sum(len(sample.output.token_ids) for sample in self._samples.values())
 
     @property
     def _metrics(self) -> RequestMetrics:

@@ -225,7 +225,7 @@ def _token(entry: Logprobs) -> Token:
 def _start(spec: EngineSpec, wire: Wire) -> tuple[Hello, CommandLoop]:
     if spec.version != VERSION:
         raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
-    config = EngineConfig(**spec.config, restarts=0)  # the front goes on elsewhere; refused before the model takes its time
+    config = EngineConfig(**spec.config, restarts=0)  # the front goes on elsewhere; checked before the model takes time
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     loaded = ModelSpec(

@@ -1,6 +1,7 @@
 """RemoteWeights: the weights that worker processes share, and what others in their place would have to be given."""
 
 import tempfile
+import weakref
 from collections.abc import Mapping
 from typing import IO, NamedTuple
 
@@ -37,6 +38,7 @@ class RemoteWeights:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._updates: list[_Update] = []  # oldest first
+        weakref.finalize(self, _drop, self._updates).atexit = False
         self._identity = _identity(group)  # program and weights, as they were given
         self._version = self._known = 0  # of the contents now, and of those that start and updates make
         self._before = 0  # versions counted before the processes began
@@ -70,7 +72,8 @@ class RemoteWeights:
             named.flush()
             told = self._group.call("update_weights", named.name, seconds=START_SECONDS)
             new = _Update(frozenset(source), open(named.name, "rb"))  # noqa: SIM115 - kept without its name
-        self._updates = [update for update in self._updates if not update.names <= new.names] + [new]
+        _drop(self._updates, new.names)
+        self._updates.append(new)
         self._version = self._known = self._before + max(told)
         self._identity = _identity(self._group)
         return self._version
@@ -104,9 +107,14 @@ class RemoteWeights:
 
     def close(self) -> None:
         """Keep nothing for other processes."""
-        for update in self._updates:
-            update.file.close()
-        self._updates = []
+        _drop(self._updates)
+
+
+def _drop(updates: list[_Update], names: frozenset[str] | None = None) -> None:
+    """Close and forget the updates of which all is in ``names``; None: all."""
+    for update in [each for each in updates if names is None or each.names <= names]:
+        update.file.close()
+        updates.remove(update)
 
 
 def _identity(group: WorkerGroup) -> str:

@@ -1,6 +1,7 @@
 """StartedRanks: the worker processes that share a model, and others in their place where they are lost."""
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -34,6 +35,8 @@ class StartedRanks:
     def __init__(self, begin: Callable[[Sequence[int]], WorkerGroup], saved: IO[bytes] | None = None) -> None:
         self._begin = begin
         self._saved = saved
+        if saved is not None:
+            weakref.finalize(self, saved.close).atexit = False
         self._renewing = threading.Lock()
         self._closed = False
         self.group = begin(self._files([]))

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from detcompile import LLM, EngineConfig, EngineError, Numerics, SamplingParams
-from detcompile.errors import WorkerError
 from detcompile.executors import ranks
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
@@ -96,25 +95,9 @@ def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
     assert two.fingerprint == before and two.weights_version == 0
 
 
-def test_an_engine_that_may_not_restart_ends_with_the_error(two: RemoteModel) -> None:
-    engine = engine_of(two, EngineConfig(num_blocks=40, restarts=0))
-    engine.add_request(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
-    engine.step()
-    pids = two.group.process_ids
-    os.kill(pids[0], signal.SIGKILL)
-    with pytest.raises(EngineError, match="rank 0 of 2 failed: its process was ended by SIGKILL") as caught:
-        while engine.has_unfinished_requests:
-            engine.step()
-    assert isinstance(caught.value.__cause__, WorkerError) and caught.value.__cause__.rank == 0
-    assert_gone(pids)
-    for use in (lambda: two(torch.tensor([PROMPTS[0]])), lambda: engine_of(two, EngineConfig(restarts=0))):
-        with pytest.raises(WorkerError, match="rank 0 of 2"):
-            use()
-
-
 @EXHAUSTIVE
 def test_a_rank_that_is_stopped_costs_no_bit(two: RemoteModel) -> None:
-    expected = answers(engine_of(two), REQUESTS)  # which also starts what the test before has ended
+    expected = answers(engine_of(two), REQUESTS)
     found, engine = disturbed(two, 0, signal.SIGSTOP)
     assert found == expected and engine.stats.num_restarts == 1
 
@@ -138,6 +121,14 @@ def test_a_rank_that_is_killed_while_it_starts_is_started_once_more(
     found, engine = disturbed(two, 0, signal.SIGKILL)
     assert found == expected and engine.stats.num_restarts == len(started) == 2
     assert_gone(started[0])
+
+
+@EXHAUSTIVE
+def test_a_stage_that_is_killed_costs_no_bit() -> None:
+    with compile_in_workers(module, tp=1, pp=2, numerics=Numerics(), max_context=300) as model:
+        expected = answers(engine_of(model), REQUESTS)
+        found, engine = disturbed(model, 0, signal.SIGKILL)
+        assert found == expected and engine.stats.num_restarts == 1
 
 
 def scaled(model: CompiledModel, factor: float) -> None:

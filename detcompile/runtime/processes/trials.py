@@ -30,7 +30,7 @@ class Trials:
             self._quarantine.died_with(request)
 
     def judge(self) -> None:
-        """Before a step is planned: end the trial that is over, and begin the next, or let all be served."""
+        """End the trial that is over and begin the next, or let all be served; asked before a step is planned."""
         known = self._quarantine
         if known.trial is not None and not known.acquits(known.trial):
             return

@@ -49,6 +49,8 @@ class Request:
         InvalidInput: a sample to resume has ended with a stop string or its grammar, or its tokens break that.
     """
 
+    deaths = deaths_alone = 0
+
     def __init__(
         self,
         request_id: str,
@@ -66,7 +68,6 @@ class Request:
         resume: Mapping[int, list[int]] | None = None,
     ) -> None:
         self.params = params.seeded()
-        self.deaths = self.deaths_alone = 0
         self._stream_text = stream_text
         self._samples: dict[int, _Sample] = {}
         for index, drawn in ({key: [] for key in range(params.n)} if resume is None else resume).items():

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from detcompile import LLM, EngineConfig, EngineError, Numerics, SamplingParams
 from detcompile.executors import ranks
+from detcompile.executors.remote_weights import RemoteWeights
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
 from detcompile.passes import lowering
@@ -129,6 +131,28 @@ def test_a_stage_that_is_killed_costs_no_bit() -> None:
         expected = answers(engine_of(model), REQUESTS)
         found, engine = disturbed(model, 0, signal.SIGKILL)
         assert found == expected and engine.stats.num_restarts == 1
+
+
+def test_of_several_updates_others_get_those_that_count() -> None:
+    """In their order, and no more files than that are kept."""
+    given: list[list[str]] = []
+
+    def call(command: str, *args: Any, **_: Any) -> list[Any]:
+        if command == "update_weights":
+            given.append(list(torch.load(args[0])))
+        return ["same"] if command == "identity" else [len(given)]
+
+    group: Any = SimpleNamespace(call=call)
+    weights, (one, two) = RemoteWeights(group), (torch.ones(1), torch.zeros(2))
+    for own in ({"a": one}, {"b": two}, {"a": one, "b": two}, {"b": two}, {"c": one}, {"b": two}):
+        weights.update(own)
+    given.clear()
+    weights.restore(group)
+    assert given == [["a", "b"], ["c"], ["b"]] and len(weights.files) == 3
+    assert weights.version() == 6
+    assert weights.update({"a": one, "b": two, "c": one}) == 7 and len(weights.files) == 1
+    weights.close()
+    assert not weights.files
 
 
 def scaled(model: CompiledModel, factor: float) -> None:

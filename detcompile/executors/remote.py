@@ -56,6 +56,16 @@ class RemoteExecutor:
         """The processes; others once an engine had them started in the place of lost ones."""
         return self._started.group
 
+    def revive(self) -> None:
+        """Have others in the place of processes that are found lost.
+
+        Raises:
+            WorkerError: a rank could not start, or the workers were closed.
+            EngineError: the weights are not to be had again.
+        """
+        if self.group.failure is not None:
+            self._started.renewed(self.group)
+
     def close(self) -> None:
         """End the processes."""
         self._started.close()
@@ -73,8 +83,8 @@ class RemoteExecutor:
         facts = self.description.facts
         if self.pp > 1:
             config = self._of_stages(config, speculation)
-        if config.restarts and self.group.failure is not None:
-            self._started.renewed(self.group)
+        if config.restarts:
+            self.revive()
         num_blocks, drafts = config.num_blocks, speculation is not None
         if num_blocks is None:
             num_blocks = self._affordable_blocks(self.group, config, drafts)

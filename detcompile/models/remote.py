@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import init_hf_modules
 from detcompile.errors import InvalidInput
 from detcompile.executors.ranks import RankPlan, start_ranks
 from detcompile.executors.remote import RemoteExecutor
+from detcompile.models.certified import WeightSource
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load
 from detcompile.orders.numerics import Numerics
@@ -57,6 +58,11 @@ class RemoteModel(CompiledModel):
             InvalidInput: the function is of the main script, which the workers do not have.
         """
         return self._workers.apply(function, *args, seconds=seconds)
+
+    def update_weights(self, source: WeightSource) -> int:
+        """As of any compiled model; ranks that were lost while nothing ran are started again for it."""
+        self._workers.revive()
+        return super().update_weights(source)
 
     def close(self) -> None:
         """End the workers now. They also end with this object, its engines, and this process."""

@@ -1,5 +1,6 @@
 """Ranks that are killed or stopped cost an engine time and no bit; what cannot go on says so, and nothing is left."""
 
+import functools
 import os
 import signal
 import threading
@@ -46,10 +47,10 @@ REQUESTS = list(
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
 
 
-def module() -> PreTrainedModel:
+def module(num_layers: int = 2) -> PreTrainedModel:
     """Two KV groups, one with a window. Inductor, which has its own tests, would be most of the time of a start."""
     lowering.compile_fx_inner = run_plainly
-    return random_model("granite_swa", torch.float32, num_hidden_layers=2)
+    return random_model("granite_swa", torch.float32, num_hidden_layers=num_layers)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,8 @@ def test_a_rank_that_is_killed_while_it_starts_is_started_once_more(
 
 @EXHAUSTIVE
 def test_a_stage_that_is_killed_costs_no_bit() -> None:
-    with compile_in_workers(module, tp=1, pp=2, numerics=Numerics(), max_context=300) as model:
+    build = functools.partial(module, num_layers=6)
+    with compile_in_workers(build, tp=1, pp=2, numerics=Numerics(), max_context=300) as model:
         expected = answers(engine_of(model), REQUESTS)
         found, engine = disturbed(model, 0, signal.SIGKILL)
         assert found == expected and engine.stats.num_restarts == 1
@@ -166,7 +168,10 @@ def test_new_weights_are_there_again_and_others_are_not_taken_for_them(two: Remo
     expected, before = answers(engine_of(two), REQUESTS), two.fingerprint
     found, engine = disturbed(two, 1, signal.SIGKILL)
     assert found == expected and two.fingerprint == before and two.weights_version == version
-    assert two.update_weights(module().state_dict()) == version + 1
+    pids = two.group.process_ids
+    os.kill(pids[0], signal.SIGKILL)  # while nothing runs
+    assert_gone(pids[:1])
+    assert two.update_weights(module().state_dict()) == version + 1 and two.group.process_ids != pids
     assert answers(engine, REQUESTS) != expected
     two.apply(scaled, 2.0)
     engine.add_request(PROMPTS[0], GREEDY)

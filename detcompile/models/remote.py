@@ -60,7 +60,7 @@ class RemoteModel(CompiledModel):
         return self._workers.apply(function, *args, seconds=seconds)
 
     def update_weights(self, source: WeightSource) -> int:
-        """Give weights new contents, as CompiledModel does; ranks that were lost while nothing ran are started for it."""
+        """Give weights new contents, as CompiledModel does; ranks that were lost meanwhile are started again."""
         self._workers.revive()
         return super().update_weights(source)
 

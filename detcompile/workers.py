@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from detcompile.api import compile_here
 from detcompile.config import gpus_shared, place_of_torchrun, settle_symmetric_memory
+from detcompile.digests import fingerprint, weights_digest
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.ranks import RankPlan
@@ -26,13 +27,11 @@ from detcompile.passes.sharding.shard import moves_after_sharding
 from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import Forwards, Room, affordable_blocks, new_worker, room_for_cache
+from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
-    PackedTensor,
     PackedWork,
     RankStep,
     WorkReader,
-    pack_tensor,
-    unpack_tensor,
 )
 from detcompile.runtime.processes.start_progress import StageNotes, reading
 from detcompile.runtime.step.builder import StepArrays
@@ -124,6 +123,13 @@ class RankServer:
         """Parts of the model's fingerprint, from rank 0; every rank takes part where the ranks share the work."""
         parts = self.model.fingerprint_parts
         return parts if self.rank == 0 else None
+
+    def identity(self) -> str | None:
+        """What this process was given, from rank 0: the fingerprint, of weights that nobody has changed in place."""
+        if self.rank:
+            return None
+        weights = weights_digest(self._executor.weights.given())
+        return fingerprint({"weights": weights, **self._executor.origin.fixed_parts})
 
     def weights_version(self) -> int:
         """Counts the contents that the weights here have had."""

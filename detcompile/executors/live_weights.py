@@ -74,6 +74,10 @@ class LiveWeights:
             )
         return dict(self._whole)
 
+    def given(self) -> dict[str, str]:
+        """Digests of the whole weights as they were loaded, or given to ``update``; a share reads nothing for it."""
+        return self.digests() if self._share is None else dict(self._whole)
+
     def version(self, *, look: bool = False) -> int:
         """Counts the contents that the weights have had.
 

@@ -1,20 +1,18 @@
 """The start of worker processes that share a model: what each rank is told, and the processes that were told."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from detcompile.config import gpus_shared
 from detcompile.errors import InvalidInput
-from detcompile.executors.remote import START_SECONDS, RemoteExecutor
-from detcompile.executors.stages import joined_description
+from detcompile.executors.remote import RemoteExecutor
+from detcompile.executors.started_ranks import StartedRanks
 from detcompile.orders.numerics import Numerics
-from detcompile.progress import aside, stage
 from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.group import WorkerGroup
-from detcompile.runtime.processes.start_progress import StartProgress
 
 __all__ = ["Nodes", "RankPlan", "start_ranks"]
 
@@ -62,12 +60,15 @@ class RankPlan(NamedTuple):
         return self.pp * self.tp
 
 
-def start_ranks(plan: RankPlan, step_seconds: float | None = None, nodes: Nodes | None = None) -> RemoteExecutor:
+def start_ranks(
+    plan: RankPlan, step_seconds: float | None = None, saved: IO[bytes] | None = None, nodes: Nodes | None = None
+) -> RemoteExecutor:
     """Start the plan's processes, and wait until each of them has its share of the model.
 
     Args:
         step_seconds: time after which a step counts as hung; None takes STEP_SECONDS.
-        nodes: processes that were started; None starts all of them here.
+        saved: the open file of ``plan.file``, which belongs to the result.
+        nodes: processes that were started, and that no others take the place of; None starts all of them here.
 
     Raises:
         WorkerError: a rank could not start.
@@ -75,27 +76,14 @@ def start_ranks(plan: RankPlan, step_seconds: float | None = None, nodes: Nodes 
         Also what compile() and load() raise in the ranks.
     """
     _require_gpus(plan, plan.num_ranks if nodes is None else nodes.num_here)
-    group = WorkerGroup(
-        plan.num_ranks,
-        "detcompile.workers:RankServer",
-        (plan,),
-        step_seconds=STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds,
-        files=() if plan.file is None else (plan.file,),
-        dialled=() if nodes is None else nodes.dialled,
-    )
-    with aside(), StartProgress(plan.num_ranks) as progress:
-        group.on_note = progress.on_note
-        try:
-            with stage(f"start {plan.num_ranks} worker processes"):
-                group.result(group.started)
-            port = group.call("open_store")[0]
-            told = group.call("start", port, seconds=START_SECONDS)
-            description = joined_description([part for part in told if part is not None])
-        except BaseException:
-            group.close()
-            raise
-    group.on_note = lambda rank, text: None
-    return RemoteExecutor(group, description, plan.pp)
+    seconds = STEP_SECONDS[plan.device_type] if step_seconds is None else step_seconds
+    dialled = () if nodes is None else nodes.dialled
+
+    def begin(files: Sequence[int]) -> WorkerGroup:
+        server = "detcompile.workers:RankServer"
+        return WorkerGroup(plan.num_ranks, server, (plan,), step_seconds=seconds, files=files, dialled=dialled)
+
+    return RemoteExecutor(StartedRanks(begin, saved, again=nodes is None), plan.pp)
 
 
 def _require_gpus(plan: RankPlan, num_here: int) -> None:

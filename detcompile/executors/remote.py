@@ -4,94 +4,71 @@ This process keeps what decides: requests, scheduler, prefix cache, block tables
 weights, KV caches, samplers. So a step sends its arrays, and gets its tokens back.
 """
 
-import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
-from detcompile.executors.description import ModelDescription
+from detcompile.executors.remote_weights import START_SECONDS
+from detcompile.executors.started_ranks import StartedRanks
 from detcompile.parallel import TensorParallel, rank_device
 from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.engine_setup import EngineModel, engine_over
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
-    PackedTensor,
     RemoteRunner,
     RemoteWorker,
     answer,
     free_abandoned,
-    pack_tensor,
-    unpack_tensor,
 )
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 
-__all__ = ["RemoteExecutor", "RemoteWeights", "START_SECONDS"]
-
-START_SECONDS = 3600.0  # loading, compiling, and capturing CUDA graphs
-
-
-class RemoteWeights:
-    """The weights that the workers share.
-
-    Args:
-        group: processes whose target serves ``weight_digests``, ``weights_version`` and ``update_weights``.
-    """
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-        self._version = 0
-
-    def digests(self) -> dict[str, str]:
-        """The digest of every weight as it is now, whole; every worker looks at its share."""
-        digests: dict[str, str] = self._group.call("weight_digests", seconds=START_SECONDS)[0]
-        return digests
-
-    def version(self, *, look: bool = False) -> int:
-        """Counts the contents that the weights have had, as far as ``ask`` has heard of them."""
-        return self._version
-
-    def ask(self) -> None:
-        """Have the workers look whether their weights were changed."""
-        self._version = max(self._group.call("weights_version"))
-
-    def update(self, source: Mapping[str, Tensor]) -> int:
-        """Have every worker take its share of new weights, which travel in a temporary file that all of them map.
-
-        Raises:
-            InvalidInput: they are not all of the model's parameters, or do not fit; or the model takes no new ones.
-        """
-        with tempfile.NamedTemporaryFile() as file:
-            torch.save({name: tensor.detach().cpu() for name, tensor in source.items()}, file)
-            file.flush()
-            self._version = max(self._group.call("update_weights", file.name, seconds=START_SECONDS))
-        return self._version
+__all__ = ["RemoteExecutor"]
 
 
 class RemoteExecutor:
     """An Executor whose steps run in worker processes. A worker that fails ends all of them.
 
     Args:
-        group: processes of workers.RankServer, started.
-        description: what the ranks say of the model.
+        ranks: the processes.
         pp: stages that they are; the ranks of a stage stand together.
     """
 
-    def __init__(self, group: WorkerGroup, description: ModelDescription, pp: int = 1) -> None:
-        self.group = group
+    def __init__(self, ranks: StartedRanks, pp: int = 1) -> None:
         self.pp = pp
-        self.description = description
+        self.description = ranks.description
         self.ranks: TensorParallel | None = None  # this process is none of them
-        self.weights = RemoteWeights(group)
+        self.weights = ranks.weights
+        self._started = ranks
         self._abandoned: deque[int] = deque()
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The processes; others once an engine had them started in the place of lost ones."""
+        return self._started.group
+
+    def revive(self) -> None:
+        """Have others in the place of processes that are found lost.
+
+        Raises:
+            WorkerError: a rank could not start, or the workers were closed.
+            EngineError: the weights are not to be had again.
+        """
+        if self.group.failure is not None:
+            self._started.renewed(self.group)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._started.close()
 
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name; the same as of a model in this process."""
@@ -106,14 +83,17 @@ class RemoteExecutor:
         facts = self.description.facts
         if self.pp > 1:
             config = self._of_stages(config, speculation)
-        num_blocks = config.num_blocks
+        if config.restarts:
+            self.revive()
+        num_blocks, drafts = config.num_blocks, speculation is not None
         if num_blocks is None:
-            num_blocks = self._affordable_blocks(config, drafts=speculation is not None)
+            num_blocks = self._affordable_blocks(self.group, config, drafts)
         with_states = speculation is not None and speculation.reads_states
         if speculation is not None and with_states:
             require_fitting(speculation.drafter, facts.num_logits, facts.hidden_size, None)
-        given = (config, num_blocks, with_states)
-        worker = RemoteWorker(self.group, self._abandoned, given, START_SECONDS, facts.device, num_stages=self.pp)
+        make = partial(self._make_worker, self.group, config, num_blocks, with_states, drafts)
+        given = (self._abandoned, make, self._started.renewed, facts.device)
+        worker = RemoteWorker(self.group, *given, num_stages=self.pp)
         model = EngineModel(
             facts=facts,
             eos_token_ids=stop_tokens(self.description.module),
@@ -158,11 +138,25 @@ class RemoteExecutor:
             )
         return replace(config, overlap=False)
 
-    def _affordable_blocks(self, config: EngineConfig, *, drafts: bool) -> int:
-        ranks = self.group.num_ranks
-        devices = {rank_device(self.description.facts.device.type, rank) for rank in range(ranks)}
-        sharers = -(-ranks // len(devices))
-        found: list[int] = self.group.call("affordable_blocks", config, sharers, drafts, seconds=START_SECONDS)
+    def _make_worker(
+        self,
+        first: WorkerGroup,
+        config: EngineConfig,
+        num_blocks: int,
+        with_states: bool,
+        drafts: bool,
+        group: WorkerGroup,
+        name: int,
+    ) -> None:
+        """Have processes make an engine's worker; where they are not the ``first``, they measure their steps again."""
+        if group is not first and config.num_blocks is None:
+            self._affordable_blocks(group, config, drafts)
+        group.call("new_worker", name, config, num_blocks, with_states, seconds=START_SECONDS)
+
+    def _affordable_blocks(self, group: WorkerGroup, config: EngineConfig, drafts: bool) -> int:
+        devices = {rank_device(self.description.facts.device.type, rank) for rank in range(group.num_ranks)}
+        sharers = -(-group.num_ranks // len(devices))
+        found: list[int] = group.call("affordable_blocks", config, sharers, drafts, seconds=START_SECONDS)
         return min(found)
 
 

@@ -4,7 +4,7 @@ load() where that was exported."""
 import contextlib
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,9 +16,11 @@ from transformers.dynamic_module_utils import init_hf_modules
 from detcompile.errors import InvalidInput
 from detcompile.executors.ranks import Nodes, RankPlan, start_ranks
 from detcompile.executors.remote import RemoteExecutor
+from detcompile.models.certified import WeightSource
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load
 from detcompile.orders.numerics import Numerics
+from detcompile.runtime.processes.group import WorkerGroup
 
 __all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
 
@@ -26,18 +28,22 @@ __all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
 class RemoteModel(CompiledModel):
     """A certified causal LM in worker processes. It is called, generates and serves like one in this process.
 
-    A worker that fails ends all of them, and every call then raises its WorkerError. Logits come back to ``device``.
+    A worker that fails ends all of them. An engine has others started in their place and goes on; until one has, every
+    call of the model raises the WorkerError. Logits come back to ``device``.
 
     Attributes:
-        group: the worker processes.
-        stages: stages of the pipeline that they are.
+        stages: stages of the pipeline that the worker processes are.
     """
 
     def __init__(self, executor: RemoteExecutor) -> None:
         super().__init__(executor)
-        self.group = executor.group
         self.stages = executor.pp
         self._workers = executor
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The worker processes."""
+        return self._workers.group
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
         """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order.
@@ -53,9 +59,14 @@ class RemoteModel(CompiledModel):
         """
         return self._workers.apply(function, *args, seconds=seconds)
 
+    def update_weights(self, source: WeightSource) -> int:
+        """Give weights new contents, as CompiledModel does; ranks that were lost meanwhile are started again."""
+        self._workers.revive()
+        return super().update_weights(source)
+
     def close(self) -> None:
         """End the workers now. They also end with this object, its engines, and this process."""
-        self.group.close()
+        self._workers.close()
 
     def __enter__(self) -> "RemoteModel":
         return self
@@ -79,8 +90,9 @@ def compile_in_workers(
 
     Args:
         model: a checkpoint that was found, which each rank reads by itself, or a module, which is saved once to an
-            unlinked temporary file that all ranks map; or a function, found by its module and name, which each rank
-            calls to make the same module on its current device. Ranks on GPUs take cuda:0, cuda:1, ….
+            unlinked temporary file that all ranks map, kept for those in the place of lost ones; or a function, found
+            by its module and name, which each rank calls to make the same module on its current device. Ranks on GPUs
+            take cuda:0, cuda:1, ….
         step_seconds: time after which a step counts as hung; None takes that of executors.ranks.
             ``group.step_seconds`` of the result can be set at any time.
         options: further arguments of compile(), handed on as they are.
@@ -113,7 +125,9 @@ def compile_in_workers(
             max_context=max_context,
             host=None if nodes is None else nodes.host,
         )
-        return RemoteModel(start_ranks(plan, step_seconds, nodes))
+        executor = start_ranks(plan, step_seconds, saved, nodes)
+        files.pop_all()  # the executor may need the file again
+    return RemoteModel(executor)
 
 
 def load_in_workers(path: Path, tp: int, numerics: Numerics, device_type: str) -> RemoteModel:
@@ -145,8 +159,7 @@ def _device_type(model: PreTrainedModel | Load | Callable[[], PreTrainedModel]) 
     return device_type
 
 
-@contextlib.contextmanager
-def _saved(model: PreTrainedModel) -> Iterator[IO[bytes]]:
+def _saved(model: PreTrainedModel) -> IO[bytes]:
     """The module in a file without a name, so that nothing is left of it whatever happens."""
     own = {type(module) for module in model.modules() if type(module).__module__ == "__main__"}
     if own:
@@ -154,7 +167,8 @@ def _saved(model: PreTrainedModel) -> Iterator[IO[bytes]]:
             f"{', '.join(sorted(kind.__name__ for kind in own))} is defined in the main script, which workers do not"
             " read: move it to a module that can be imported"
         )
-    with tempfile.TemporaryFile() as file:
+    with contextlib.ExitStack() as files:
+        file = files.enter_context(tempfile.TemporaryFile())
         try:
             torch.save(model, file)
         except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
@@ -162,4 +176,5 @@ def _saved(model: PreTrainedModel) -> Iterator[IO[bytes]]:
                 f"{type(model).__name__} cannot be sent to the workers ({error}): give compile() its folder instead"
             ) from error
         file.flush()
-        yield file
+        files.pop_all()
+    return file

@@ -89,7 +89,7 @@ class Stepper:
         """The runner that is kept, if nobody else uses it and it has room; or else a new one."""
         with self._lock:
             kept, self._kept = self._kept, None
-        if kept is not None and kept.cuda_graphs == cuda_graphs:
+        if kept is not None and kept.cuda_graphs == cuda_graphs and not kept.runner.is_lost:
             if kept.num_blocks >= num_blocks and kept.num_states >= num_states:
                 return kept
         kept = None  # frees the old cache first

@@ -37,6 +37,8 @@ class EngineConfig:
         tbt_slo: milliseconds that should pass between two tokens of an answer at most, in 99 of 100 steps. Steps that
             decode take no more prompt tokens than fit, by what steps have taken so far; None: the budget alone bounds
             them. For "stall_free" alone.
+        restarts: how often in a minute worker processes that are lost are started again, where ranks run in such; 0
+            lets the first loss end the engine.
 
     Raises:
         InvalidInput: a value that cannot be.
@@ -54,6 +56,7 @@ class EngineConfig:
     overlap: bool | None = None
     aging: int = 1000
     tbt_slo: float | None = None
+    restarts: int = 5
 
     @property
     def whole_prompts(self) -> bool:
@@ -64,7 +67,7 @@ class EngineConfig:
         check_block_size(self.block_size)
         for name, known in (("scheduler", get_args(SchedulerName)), ("allocation", get_args(AllocationName))):
             _require(getattr(self, name) in known, name, self, f"one of {', '.join(known)}")
-        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("aging", 1)):
+        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("aging", 1), ("restarts", 0)):
             _require(getattr(self, name) >= least, name, self, f"at least {least}")
         _require(self.max_num_seqs <= MOST_SEQUENCES, "max_num_seqs", self, f"at most {MOST_SEQUENCES}")
         _require(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", self, "None, or at least 2")

@@ -47,6 +47,7 @@ class EngineStats:
         token_bound: tokens that the last step with decodes and a prompt could have had for its tbt_slo; 0 without one.
         num_late_steps: steps with decodes that took longer than tbt_slo.
         cost_error_seconds: absolute differences of what steps took and what was predicted, added up, with a tbt_slo.
+        num_restarts: times that lost worker processes were started again.
     """
 
     num_steps: int
@@ -67,6 +68,7 @@ class EngineStats:
     token_bound: int = 0
     num_late_steps: int = 0
     cost_error_seconds: float = 0.0
+    num_restarts: int = 0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -92,7 +94,12 @@ class Tally:
         self._records.append(record)
 
     def stats(
-        self, scheduler: Scheduler, blocks: KVBlocks, num_held_blocks: Mapping[str, int], idle_share: float
+        self,
+        scheduler: Scheduler,
+        blocks: KVBlocks,
+        num_held_blocks: Mapping[str, int],
+        idle_share: float,
+        num_restarts: int,
     ) -> EngineStats:
         """The counts, and the state of the engine's parts now."""
         found, pool, pace = blocks.statistics, blocks.pool, scheduler.pace
@@ -102,7 +109,7 @@ class Tally:
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self.num_preemptions,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
             num_queried_tokens=found.num_queried_tokens,
@@ -115,4 +122,5 @@ class Tally:
             token_bound=0 if pace is None else pace.bound,
             num_late_steps=0 if pace is None else pace.num_late,
             cost_error_seconds=0.0 if pace is None else pace.error_seconds,
+            num_restarts=num_restarts,
         )

@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from detcompile.errors import EngineError
+from detcompile.errors import EngineError, WorkerError
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
+from detcompile.runtime.pacing.step_clock import StepClock
+from detcompile.runtime.processes.restarts import Restarts
 from detcompile.runtime.request_book import RequestBook
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
@@ -83,9 +85,8 @@ class Pipeline:
         self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
         self._in_flight: deque[_InFlight] = deque()  # at most one, or one a stage
-        self._clock = clock
-        self._settled: float | None = None  # when the step before ended, if it left sequences that run
-        self._resumed = self._seconds = 0.0  # since when the clock runs, and what it counted before; from step to step
+        self._clock = StepClock(clock)
+        self._restarts = Restarts(scheduler.config.restarts)
 
     @property
     def busy(self) -> bool:
@@ -102,13 +103,17 @@ class Pipeline:
     def step(self) -> None:
         """Plan, draft, build and launch a step; collect and settle it, or one that was launched before it.
 
-        As far as there is anything to do.
+        As far as there is anything to do. Where the worker's processes are lost, others take their place.
         """
         self.mid_step = True
-        self._resumed = self._clock()
-        moved = self._step_in_stages() if self._worker.num_stages > 1 else self._step_alone()
+        self._clock.resume()
+        try:
+            moved = self._step_in_stages() if self._worker.num_stages > 1 else self._step_alone()
+        except WorkerError as lost:
+            self._start_over(lost)
+            moved = True
         assert moved or not self._scheduler.num_unfinished, "sequences are left and none can run"
-        self._seconds += self._clock() - self._resumed
+        self._clock.pause()
         self.mid_step = False
 
     def _step_in_stages(self) -> bool:
@@ -154,7 +159,8 @@ class Pipeline:
         Args:
             num_held_blocks: blocks that each request has, by its id.
         """
-        return self.tally.stats(self._scheduler, self._scheduler.blocks, num_held_blocks, self._worker.idle_share)
+        counts = self._worker.idle_share, self._restarts.count
+        return self.tally.stats(self._scheduler, self._scheduler.blocks, num_held_blocks, *counts)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""
@@ -183,7 +189,7 @@ class Pipeline:
         host_seconds = time.perf_counter() - started
         if self._speculator is not None and drafting and self._worker.num_stages == 1:
             self._speculator.draft_ahead()
-        return _InFlight(step, launched, time.monotonic(), host_seconds, len(self._scheduler.waiting))
+        return _InFlight(step, launched, time.monotonic(), host_seconds, self._scheduler.num_waiting)
 
     def _try(self, work: StepWork) -> "LaunchedStep | _OutOfMemory":
         """Launch it, or find that a worker which can do without the step had no memory for it."""
@@ -196,9 +202,20 @@ class Pipeline:
         self._worker.recover()  # out of the except clause, as the error holds the step's tensors
         return _OutOfMemory(message)
 
+    def _start_over(self, lost: WorkerError) -> None:
+        """The KV cache is gone, and steps in flight with it: every sequence begins again from its tokens."""
+        self._in_flight.clear()
+        ran = self._scheduler.start_over()
+        for sequence in ran:
+            self._planner.lost_seat(sequence)
+        self._book.on_loss(ran)
+        self._restarts.restart(self._worker, lost)
+        self._clock.start_over()
+
     def _settle(self, due: _InFlight) -> None:
         """Collect a step, and hand what it drew to the requests; what ended is forgotten."""
         result, step = self._worker.collect(due.launched), due.step
+        self._restarts.progressed()
         started = time.perf_counter()
         for entry, found in zip(step.prompts, result.prompt_logprobs, strict=True):
             if self._book.is_open(entry.sequence):
@@ -269,22 +286,12 @@ class Pipeline:
 
         The pace counts the caller's time in between, too: those who wait for their tokens wait for it.
         """
-        now = self._clock()
-        seconds = self._seconds + now - self._resumed
-        self._resumed, self._seconds = now, 0.0
-        since = seconds if self._settled is None else now - self._settled
-        self._settled = now if self._scheduler.running else None
+        seconds, since = self._clock.lap(goes_on=bool(self._scheduler.running))
         self._scheduler.observe(step.plan, len(step.work.arrays.input_ids), since)
         if self._speculator is not None:
             self._speculator.timed(step.load, seconds, drafting=step.drafting)
 
     def _record(self, due: _InFlight, num_tokens: int, finish_seconds: float) -> None:
-        record = StepRecord(
-            launched=due.started,
-            finished=time.monotonic(),
-            host_seconds=due.host_seconds + finish_seconds,
-            num_prefill_tokens=due.step.load.num_prefill_tokens,
-            num_decodes=due.step.load.num_decodes,
-            num_waiting=due.num_waiting,
-        )
-        self.tally.add(record, num_tokens)
+        load, host_seconds = due.step.load, due.host_seconds + finish_seconds
+        counts = load.num_prefill_tokens, load.num_decodes, due.num_waiting
+        self.tally.add(StepRecord(due.started, time.monotonic(), host_seconds, *counts), num_tokens)

@@ -12,8 +12,10 @@ from itertools import count
 
 from detcompile.errors import EngineError, GenerationError, InvalidInput
 from detcompile.runtime.kv.block_pool import NULL_BLOCK
+from detcompile.runtime.processes.trials import Trials
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.quarantine import ALONE_DEATHS
 from detcompile.runtime.requests.request import Request, undrawable
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
@@ -21,6 +23,7 @@ from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["RequestBook"]
 
+LOST = f"its workers ended {ALONE_DEATHS} times while they served it alone"
 CHANGED = "the weights were changed in place while it ran: change them by update_weights(), when nothing runs"
 
 
@@ -61,6 +64,7 @@ class RequestBook:
         self._owner: dict[Sequence, Request] = {}
         self._touched: dict[Request, None] = {}  # moved on since they were last delivered
         self._broken: list[Request] = []  # failed, and still scheduled
+        self._trials = Trials(scheduler.serve_alone, lambda request: self._break(request, LOST))
 
     @property
     def is_empty(self) -> bool:
@@ -107,6 +111,7 @@ class RequestBook:
             self._inbox.popleft()
         self._let_go()
         self.follow_weights()
+        self._trials.judge()
 
     def deliver(self) -> None:
         """Finish a step: bring text that streams up to date, and hand on the outputs that got longer or ended."""
@@ -153,6 +158,10 @@ class RequestBook:
         metrics = self._metrics_of(sequence)
         if metrics is not None:
             metrics.num_preemptions += 1
+
+    def on_loss(self, ran: list[Sequence]) -> None:
+        """The workers are lost that ran these."""
+        self._trials.died_with(dict.fromkeys(self._owner[sequence] for sequence in ran if sequence in self._owner))
 
     def on_token(self, sequence: Sequence, token: int | None, logprobs: Logprobs | None) -> bool:
         """A sequence has its next token, or None where its logits are not numbers; returns whether it goes on."""
@@ -249,6 +258,7 @@ class RequestBook:
 
     def _forget(self, request: Request) -> None:
         """Free the name of a request; another one may have it by now."""
+        self._trials.forget(request)
         name = request.output.request_id
         with self._admitting:
             if self._requests.get(name) is request:

@@ -41,7 +41,7 @@ class Scheduler:
 
     Attributes:
         running: sequences that run, in the order of their admission; never changed from outside.
-        waiting: sequences that wait, in any order; never changed from outside.
+        waiting: sequences that wait and may be planned, in any order; never changed from outside.
         pace: what bounds prompt tokens beside decodes, and learns from ``observe``; None without a tbt_slo.
     """
 
@@ -56,7 +56,7 @@ class Scheduler:
         self._policy = new_policy(config.scheduler)
         self._cut: int | None = None  # tokens of a step, for a while after memory ran out
         self._calm = 0  # steps planned since
-        self._preempted: tuple[Sequence, ...] = ()  # by plans that failed
+        self._preempted: tuple[Sequence, ...] = ()  # by plans that failed, and for those that are served alone
 
     @property
     def budget(self) -> int:
@@ -65,8 +65,13 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that run or wait."""
+        """Sequences that run, or wait and may be planned."""
         return len(self.running) + len(self.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait."""
+        return len(self.waiting) + len(self._queues.aside)
 
     def most_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence can come to hold: what the pool must have, or it could never finish."""
@@ -104,7 +109,7 @@ class Scheduler:
 
     def forget_prefixes(self, version: int) -> None:
         """Let no prefix be found that was cached before; nothing runs."""
-        for sequence in self.waiting:
+        for sequence in self._queues:
             sequence.block_digests = []
         self.blocks.forget_prefixes(b"weights %d" % version)
 
@@ -162,6 +167,26 @@ class Scheduler:
             self.blocks.release(sequence)
         self._cut, self._calm = budget, 0
         return stateful
+
+    def start_over(self) -> list[Sequence]:
+        """Nothing is left of the KV cache: all sequences wait, with their tokens alone. Those that ran are returned."""
+        ran = list(self.running)
+        for sequence in ran:
+            self._queues.preempt(sequence)
+            self.blocks.release(sequence)
+        self.blocks.pool.clear()
+        for sequence in self._queues:
+            sequence.num_pending = 0
+        return ran
+
+    def serve_alone(self, sequences: frozenset[Sequence] | None) -> None:
+        """Plan these and no others, whose blocks are taken, until this is called again; None plans all."""
+        others = () if sequences is None else tuple(own for own in self.running if own not in sequences)
+        for sequence in others:
+            self._queues.preempt(sequence)
+            self.blocks.release(sequence)
+        self._preempted = (*self._preempted, *others)
+        self._queues.leave_alone(sequences)
 
     def _next_step(self) -> NextStep:
         return NextStep(self._queues, self.blocks, self.config, self._cut, self._num_stages, self.pace)

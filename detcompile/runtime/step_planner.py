@@ -107,10 +107,17 @@ class StepPlanner:
                 self._speculator.discard(draw.verification)
         num_tokens = len(step.work.arrays.input_ids)
         for sequence in self._scheduler.take_back(step.plan, max(1, num_tokens // 2)):
-            self._lost_seat(sequence)
+            self.lost_seat(sequence)
         logger.warning("a step of %d tokens ran out of memory and is tried in parts: %s", num_tokens, error)
         if num_tokens == 1:
             self._book.on_error(step.plan.entries[0].sequence, error)
+
+    def lost_seat(self, sequence: Sequence) -> None:
+        """A preempted sequence starts over from its tokens, also in the sampler."""
+        self._tables.leave(sequence)
+        self._worker.sampler.forget(sequence)
+        self._tally.num_preemptions += 1
+        self._book.on_preemption(sequence)
 
     def _plan(self) -> StepPlan:
         try:
@@ -118,7 +125,7 @@ class StepPlanner:
         except Exception as error:
             raise self._faulty(self._scheduler.faulty()) from error
         for sequence in plan.preempted:
-            self._lost_seat(sequence)
+            self.lost_seat(sequence)
         for entry in plan.entries[len(plan.entries) - len(plan.admitted) :]:  # what was admitted stands last
             self._book.on_admission(entry)
         if plan.entries:
@@ -175,10 +182,3 @@ class StepPlanner:
         if any(self._book.is_open(sequence) for sequence in found):
             return _Faulty(found)
         return EngineError("a step could not be planned, and no request is to blame")
-
-    def _lost_seat(self, sequence: Sequence) -> None:
-        """A preempted sequence starts over from its tokens, also in the sampler."""
-        self._tables.leave(sequence)
-        self._worker.sampler.forget(sequence)
-        self._tally.num_preemptions += 1
-        self._book.on_preemption(sequence)

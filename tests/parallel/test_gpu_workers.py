@@ -88,7 +88,7 @@ def test_drafts_move_no_bit(
 
 def test_a_rank_that_dies_is_named_within_two_seconds(workers: RemoteModel) -> None:
     """The other ranks wait for it inside a kernel."""
-    engine = workers.engine(EngineConfig(num_blocks=400, block_size=16))
+    engine = workers.engine(EngineConfig(num_blocks=400, block_size=16, restarts=0))
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=1000, ignore_eos=True))
     engine.step()
     os.kill(workers.group.process_ids[1], signal.SIGKILL)

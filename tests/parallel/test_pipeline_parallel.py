@@ -138,7 +138,7 @@ def test_what_stages_do_not_serve_is_refused_by_name(stages: RemoteModel, tmp_pa
 
 
 def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
-    engine = stages.engine(EngineConfig(num_blocks=60))
+    engine = stages.engine(EngineConfig(num_blocks=60, restarts=0))
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
     engine.step()
     os.kill(stages.group.process_ids[-1], signal.SIGKILL)

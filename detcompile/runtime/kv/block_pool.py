@@ -146,6 +146,14 @@ class BlockPool:
             assert self._keys[block] in (None, key), f"block {block} has another key: it was written after that"
             self._keys[block] = key
 
+    def clear(self) -> None:
+        """Forget what all blocks hold, and whose they were: each is free, and empty."""
+        self._references = [0] * self.num_blocks
+        self._keys = [None] * self.num_blocks
+        self._block_of.clear()
+        self._empty = list(reversed(range(1, self.num_blocks)))
+        self._cached.clear()
+
     def lookup(self, key: Hashable) -> int | None:
         """The block published under ``key``, free or in use; ``share`` it before the next ``allocate``."""
         return self._block_of.get(key)

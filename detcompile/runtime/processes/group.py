@@ -146,6 +146,14 @@ class WorkerGroup:
             self._ended()
 
     @property
+    def failure(self) -> WorkerError | None:
+        """Why every call raises from here on; also where a process has ended and no call has noticed."""
+        with contextlib.suppress(WorkerError), self._lock:
+            self._check()
+            self._check_processes()
+        return self._failure
+
+    @property
     def process_ids(self) -> list[int]:
         """Process ids, one a rank."""
         return [process.id for process in self._processes]

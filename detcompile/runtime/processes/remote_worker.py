@@ -5,7 +5,7 @@ A sequence's parameters and tokens go over once, with its first row; later rows 
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from detcompile.runtime.grammars.matcher import Mask
 from detcompile.runtime.kv.prefixes import LayerBlocks
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.stage_clock import StageClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import SampleRow
@@ -24,7 +25,6 @@ from detcompile.runtime.step.builder import StepArrays
 from detcompile.runtime.step.worker import StepResult, StepWork
 
 __all__ = [
-    "PackedTensor",
     "PackedWork",
     "RankStep",
     "RemoteRunner",
@@ -32,8 +32,6 @@ __all__ = [
     "WorkReader",
     "answer",
     "free_abandoned",
-    "pack_tensor",
-    "unpack_tensor",
 ]
 
 NO_TOKENS: tuple[int, ...] = ()
@@ -55,7 +53,7 @@ class RankStep(NamedTuple):
     """What the first rank of a stage says of a step."""
 
     result: StepResult | None  # of the last stage
-    hidden: "PackedTensor | None"
+    hidden: PackedTensor | None
     busy_seconds: float  # that it did not wait for another stage's rows
 
 
@@ -128,11 +126,10 @@ class RemoteWorker(_Remote):
     """Runs steps and draws tokens in the workers, in the order of the launches.
 
     Args:
-        group: processes whose target serves ``new_worker``, ``launch``, ``collect``, ``read_blocks``, ``write_blocks``
-            and ``free``.
+        group: processes whose target serves ``launch``, ``collect``, ``read_blocks``, ``write_blocks`` and ``free``.
         abandoned: names to be freed, shared by all that belongs to the group.
-        args: what ``new_worker`` is given behind the name.
-        seconds: longest that making it may take.
+        make: makes the worker of a name in the processes of a group.
+        renewed: returns the group in the place of one that was lost.
         device: device that hidden states are handed out on.
         num_stages: stages of the pipeline that the workers are.
     """
@@ -144,23 +141,33 @@ class RemoteWorker(_Remote):
         self,
         group: WorkerGroup,
         abandoned: "deque[int]",
-        args: Sequence[Any],
-        seconds: float,
+        make: Callable[[WorkerGroup, int], None],
+        renewed: Callable[[WorkerGroup], WorkerGroup],
         device: torch.device,
         *,
         num_stages: int = 1,
     ) -> None:
         super().__init__(group, abandoned)
+        self._make, self._renewed = make, renewed
         self._device = device
         self.num_stages = num_stages
         self.head_shares = group.num_ranks if num_stages == 1 else 0
         self._stages = StageClock(num_stages)
-        self._newest: RemoteStep | None = None
-        self._tell_abandoned()
-        self._numbers: dict[Hashable, int] = {}
         self._next_number = count()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._newest: RemoteStep | None = None
+        self._numbers: dict[Hashable, int] = {}
         self._forgotten: list[int] = []
-        group.call("new_worker", self.name, *args, seconds=seconds)
+        self._tell_abandoned()
+        self._make(self._group, self.name)
+
+    def restart(self) -> None:
+        """Go on in the processes that take the place of those that were lost, where nothing is in the KV cache."""
+        self._group = self._renewed(self._group)
+        self._stages.interrupted()
+        self._begin()
 
     def launch(self, work: StepWork) -> RemoteStep:
         """Start a step; nothing waits for it.
@@ -250,13 +257,16 @@ class RemoteRunner(_Remote):
         device: device that logits are handed out on.
     """
 
-    def __init__(
-        self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], device: torch.device
-    ) -> None:
+    def __init__(self, group: WorkerGroup, abandoned: "deque[int]", args: Sequence[Any], device: torch.device) -> None:
         super().__init__(group, abandoned)
         self.device = device
         self._tell_abandoned()
         group.call("new_runner", self.name, *args)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its processes have ended."""
+        return self._group.failure is not None
 
     def run(self, arrays: StepArrays) -> Tensor:
         """Run a step in the workers, as ``Runner.run`` does; return its logits [R, V] on ``device``."""
@@ -265,22 +275,3 @@ class RemoteRunner(_Remote):
     def fill_caches(self, value: float) -> None:
         """Write ``value`` into every slot of the workers' KV caches and every state."""
         self._group.post("fill_caches", self.name, value)
-
-
-class PackedTensor(NamedTuple):
-    """A tensor as bytes, which also holds what numpy has no dtype for."""
-
-    memory: NDArray[np.uint8]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def pack_tensor(tensor: Tensor) -> PackedTensor:
-    """Copy a tensor to the host, as bytes."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return PackedTensor(flat.numpy(), tensor.dtype, tuple(tensor.shape))
-
-
-def unpack_tensor(packed: PackedTensor) -> Tensor:
-    """The tensor on the CPU; it shares the memory."""
-    return torch.from_numpy(packed.memory).view(packed.dtype).view(packed.shape)

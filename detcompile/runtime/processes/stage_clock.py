@@ -31,6 +31,10 @@ class StageClock:
             self._since = self._clock()
         self._num_steps += 1
 
+    def interrupted(self) -> None:
+        """What was under way has no end."""
+        self._num_steps = 0
+
     def ended(self, busy_seconds: Iterable[float]) -> None:
         """A step has ended, for which each stage was busy for so long."""
         now = self._clock()

@@ -5,6 +5,8 @@ every other one becomes the most urgent in time, since nothing that arrives late
 each priority between them.
 """
 
+from collections.abc import Iterator
+
 from detcompile.runtime.requests.sequence import Sequence
 
 __all__ = ["Queues"]
@@ -18,16 +20,22 @@ class Queues:
 
     Attributes:
         running: sequences that run, in the order of their admission.
-        waiting: sequences that wait, in any order.
+        waiting: sequences that wait and may be planned, in any order.
+        aside: sequences that wait while others are served alone.
         step: steps planned so far.
     """
 
     def __init__(self, aging: int) -> None:
         self.running: dict[Sequence, None] = {}
         self.waiting: list[Sequence] = []
+        self.aside: list[Sequence] = []
         self.step = 0
         self._aging = aging
         self._waiting_since: dict[Sequence, int] = {}
+        self._alone: frozenset[Sequence] | None = None
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting_since)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._waiting_since
@@ -40,12 +48,20 @@ class Queues:
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait that has just arrived."""
         self._waiting_since.setdefault(sequence, self.step)
-        self.waiting.append(sequence)
+        self._wait(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Let a running sequence wait again."""
         del self.running[sequence]
-        self.waiting.append(sequence)
+        self._wait(sequence)
+
+    def leave_alone(self, sequences: frozenset[Sequence] | None) -> None:
+        """Set all others that wait aside, and those that come, until this is called again; None sets none aside."""
+        self._alone = sequences
+        waiting = [*self.waiting, *self.aside]
+        self.waiting[:], self.aside[:] = [], []
+        for sequence in waiting:
+            self._wait(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a finished or cancelled sequence; returns whether it was running."""
@@ -53,5 +69,8 @@ class Queues:
         if sequence in self.running:
             del self.running[sequence]
             return True
-        self.waiting.remove(sequence)
+        (self.waiting if sequence in self.waiting else self.aside).remove(sequence)
         return False
+
+    def _wait(self, sequence: Sequence) -> None:
+        (self.waiting if self._alone is None or sequence in self._alone else self.aside).append(sequence)

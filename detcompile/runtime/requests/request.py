@@ -29,7 +29,8 @@ class _Sample:
 class Request:
     """One prompt and its n samples, or those of them that are resumed.
 
-    ``output`` is one object from the first token to the last, updated in place.
+    ``output`` is one object from the first token to the last, updated in place. ``deaths`` and ``deaths_alone`` are
+    a Quarantine's.
 
     Args:
         prompt: the prompt as text, if it was given as text.
@@ -47,6 +48,8 @@ class Request:
     Raises:
         InvalidInput: a sample to resume has ended with a stop string or its grammar, or its tokens break that.
     """
+
+    deaths = deaths_alone = 0
 
     def __init__(
         self,
@@ -150,6 +153,16 @@ class Request:
         output.finished = True
         if output.metrics is not None:
             output.metrics.finished = time.monotonic()
+
+    @property
+    def finished(self) -> bool:
+        """Whether no token comes any more."""
+        return self.output.finished
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, over all samples."""
+        return sum(len(sample.output.token_ids) for sample in self._samples.values())
 
     @property
     def _metrics(self) -> RequestMetrics:

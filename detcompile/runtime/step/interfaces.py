@@ -47,12 +47,24 @@ class StepWorker(BlockReader, Protocol):
     def collect(self, launched: Any) -> StepResult:
         """Wait for the oldest step that was not collected, and read what it drew."""
 
+    def restart(self) -> None:
+        """Have other processes in the place of those that were lost, with nothing in the KV cache; asked only then.
+
+        Raises:
+            WorkerError: these are lost, too.
+            EngineError: they would have other weights.
+        """
+
     def recover(self) -> None:
         """Settle what a launch that ran out of memory has left; asked only of a worker that is alone."""
 
 
 class StepRunner(Protocol):
     """Runs steps over a KV cache of its own. Runner and RemoteRunner do."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether what runs the steps has ended, so that every call raises."""
 
     def run(self, arrays: StepArrays) -> Tensor:
         """The logits [R, V] of a step."""

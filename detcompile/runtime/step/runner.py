@@ -61,6 +61,8 @@ class Runner:
         InvalidInput: CUDA graphs without a CUDA device.
     """
 
+    is_lost = False  # it runs in the caller's process
+
     def __init__(self, forward: Forward, kv_cache: KVCache, cuda_graphs: bool) -> None:
         if cuda_graphs and kv_cache.device.type != "cuda":
             raise InvalidInput(f"CUDA graphs need a GPU, the KV cache is on {kv_cache.device}: turn them off")

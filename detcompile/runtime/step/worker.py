@@ -116,6 +116,10 @@ class Worker:
         """Write blocks of the KV cache."""
         self.runner.kv_cache.write_blocks(tables, layers)
 
+    def restart(self) -> None:
+        """Never asked for: this runs in the caller's process."""
+        raise AssertionError("no process of its own")
+
     def recover(self) -> None:
         """Settle what a launch that ran out of memory has left: wait for it, and give back what is kept for later."""
         if self.device.type == "cuda":

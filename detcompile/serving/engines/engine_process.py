@@ -226,7 +226,7 @@ def _token(entry: Logprobs) -> Token:
 def _start(spec: EngineSpec, wire: Wire, compile: Compile) -> tuple[Hello, CommandLoop]:
     if spec.version != VERSION:
         raise InvalidInput(f"the front speaks version {spec.version} of the protocol, this engine {VERSION}")
-    config = EngineConfig(**spec.config)  # refused before the model takes its time
+    config = EngineConfig(**spec.config, restarts=0)  # the front goes on elsewhere; checked before the model takes time
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     loaded = ModelSpec(

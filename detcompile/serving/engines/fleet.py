@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from detcompile.config import visible_gpus
-from detcompile.errors import DetcompileError, WorkerError
+from detcompile.errors import DetcompileError, EngineError, WorkerError
+from detcompile.runtime.requests.quarantine import ALONE_DEATHS, Quarantine
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
-from detcompile.serving.engines.placement.quarantine import Quarantine
 from detcompile.serving.engines.placement.router import Router
 from detcompile.serving.engines.placement.spares import Spares
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
@@ -85,7 +85,7 @@ class Fleet:
         self._spares = Spares(self._new_link, keeps=spare, most_lost=most_restarts)
         self._waiting: list[Answer] = []
         self._router = Router()
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(_condemn)
         self._court: EngineLink | None = None  # serves one suspect, and nothing else
         self._rolling: EngineLink | None = None  # gets nothing new
         self._restarts: list[float] = []
@@ -287,3 +287,7 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _condemn(answer: Answer) -> None:
+    answer.fail(EngineError(f"{ALONE_DEATHS} engines ended while they served this request alone"))

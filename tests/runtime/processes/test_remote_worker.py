@@ -13,12 +13,14 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.rows import SampleRow
 from detcompile.runtime.step.worker import StepResult, StepWork, idle_arrays
 
+NEVER_LOST = (lambda _group, _name: None, lambda group: group)  # what makes a worker in it, and its successor
+
 
 def test_rows_arrive_as_they_were() -> None:
     sent = []
     post = lambda command, name, packed: sent.append(packed)  # noqa: E731
     group = SimpleNamespace(num_ranks=1, call=lambda *_, **__: [None], post=post)
-    worker = RemoteWorker(group, deque(), (), 1.0, torch.device("cpu"))
+    worker = RemoteWorker(group, deque(), *NEVER_LOST, torch.device("cpu"))
     reader = WorkReader()
     penalised = SamplingParams(repetition_penalty=1.5, seed=3, bad_words_ids=[[1, 2]])
     allowed = SamplingParams(allowed_token_ids=[4, 5], seed=4)
@@ -63,7 +65,7 @@ def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected:
         submit=submit,
         result=lambda ticket: [RankStep(None, None, 0.5), RankStep(result._replace(tokens=[ticket]), None, 0.5)],
     )
-    worker = RemoteWorker(group, deque(), (), 1.0, torch.device(device), num_stages=2)
+    worker = RemoteWorker(group, deque(), *NEVER_LOST, torch.device(device), num_stages=2)
     first, second = (worker.launch(StepWork(idle_arrays(1, 1, 1), (), ())) for _ in range(2))
     assert worker.collect(first).tokens == [0]
     third = worker.launch(StepWork(idle_arrays(1, 1, 1), (), ()))

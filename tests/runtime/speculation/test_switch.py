@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.pacing.step_clock import StepClock
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.speculation import switch as speculation_switch
 from detcompile.runtime.speculation.draft_tree import DraftTree
@@ -212,7 +213,7 @@ def test_switched_off_steps_overlap_again():
         return now
 
     clock.seen = 0
-    pipeline._clock = clock
+    pipeline._clock = StepClock(clock)
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=120, seed=1))
     busy = []
     while engine.has_unfinished_requests:

@@ -1,35 +1,64 @@
-"""Quarantine: answers that engines have died with, served one at a time until it is known whether they are to blame."""
+"""Quarantine: what engines have died with, served one at a time until it is known whether it is to blame.
 
-from detcompile.errors import EngineError
-from detcompile.serving.engines.answers import Answer
+A server's front judges its answers by it, and an engine over worker processes its requests.
+"""
 
-__all__ = ["Quarantine"]
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from detcompile.runtime.requests.sampling_params import SamplingParams
+
+__all__ = ["ALONE_DEATHS", "Quarantine"]
 
 CROWD_DEATHS = 2  # engines that may die with an answer among others before it is served alone
 ALONE_DEATHS = 2  # engines that may die with it alone before it is given up
 TRIAL_TOKENS = 4  # tokens of a sample that are drawn alone: the steps in flight when an engine died are among them
 
 
-class Quarantine:
+class Suspect(Protocol):
+    """An answer in the making.
+
+    Attributes:
+        params: what was asked.
+        deaths: engines that ended while they had it among others, since it was last served alone.
+        deaths_alone: engines that ended while they had nothing else.
+    """
+
+    params: SamplingParams
+    deaths: int
+    deaths_alone: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether no token comes any more."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, over all samples."""
+
+
+Answer = TypeVar("Answer", bound=Suspect)
+
+
+class Quarantine(Generic[Answer]):
     """Says which of the answers that an engine died with have to be served alone, and which of them is.
 
     What kills an engine does so again: a sample is drawn from the same tokens with the same bits. An answer that has
     drawn some tokens past those at which an engine died is acquitted.
+
+    Args:
+        condemn: ends an answer that ALONE_DEATHS engines died with while they had nothing else.
 
     Attributes:
         suspects: answers that wait to be served alone.
         trial: the answer that is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, condemn: Callable[[Answer], None]) -> None:
         self.suspects: list[Answer] = []
         self.trial: Answer | None = None
+        self._condemn = condemn
         self._goal = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether an engine has to be kept free of others."""
-        return self.trial is not None or bool(self.suspects)
 
     def died_with(self, answer: Answer) -> bool:
         """An engine died with an answer; whether it may go on among others."""
@@ -37,7 +66,7 @@ class Quarantine:
             self.trial = None
             answer.deaths_alone += 1
             if answer.deaths_alone >= ALONE_DEATHS:
-                answer.fail(EngineError(f"{ALONE_DEATHS} engines ended while they served this request alone"))
+                self._condemn(answer)
                 return False
         else:
             answer.deaths += 1

@@ -1,0 +1,235 @@
+"""Ranks that are killed or stopped cost an engine time and no bit; what cannot go on says so, and nothing is left."""
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from detcompile import LLM, EngineConfig, EngineError, Numerics, SamplingParams
+from detcompile.executors import ranks
+from detcompile.executors.remote_weights import RemoteWeights
+from detcompile.models.compiled import CompiledModel
+from detcompile.models.remote import RemoteModel, compile_in_workers
+from detcompile.passes import lowering
+from detcompile.passes.programs.plain import run_plainly
+from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.runtime.processes.group import WorkerGroup
+from tests.exhaustive import EXHAUSTIVE
+from tests.model_cases import random_model
+from tests.runtime.grammar_cases import small_tokenizer
+from tests.runtime.processes.test_group import assert_gone
+from tests.runtime.test_engine_restarts import answers
+from tests.runtime.test_threads import together
+
+CONFIG = EngineConfig(num_blocks=80, block_size=16, max_num_batched_tokens=40)
+PROMPTS = [[(11 * row + 7 * place) % 150 for place in range(length)] for row, length in enumerate((5, 40, 90, 20, 7))]
+REQUESTS = list(
+    zip(
+        PROMPTS,
+        [
+            SamplingParams(temperature=0.9, seed=1, max_tokens=30, logprobs=3, prompt_logprobs=2),
+            SamplingParams(temperature=1.2, seed=2, max_tokens=25, n=2, stop=["ab", "q"]),
+            SamplingParams(temperature=1.0, seed=3, max_tokens=30, repetition_penalty=1.3, presence_penalty=0.5),
+            SamplingParams(temperature=1.0, seed=4, max_tokens=30, grammar=Grammar.regex("(ab|ba|[a-c]){9,40}")),
+            SamplingParams(temperature=0.0, seed=5, max_tokens=30, bad_words_ids=[[word, word] for word in range(150)]),
+        ],
+    )
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
+
+
+def module(num_layers: int = 2) -> PreTrainedModel:
+    """Two KV groups, one with a window. Inductor, which has its own tests, would be most of the time of a start."""
+    lowering.compile_fx_inner = run_plainly
+    return random_model("granite_swa", torch.float32, num_hidden_layers=num_layers)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
+    folder, shared = tmp_path_factory.mktemp("temporary"), set(Path("/dev/shm").iterdir())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(folder))
+        with compile_in_workers(module, tp=2, numerics=Numerics(), max_context=300) as model:
+            yield model
+            pids = model.group.process_ids
+        assert_gone(pids)
+        assert not list(folder.iterdir()) and set(Path("/dev/shm").iterdir()) <= shared
+
+
+def engine_of(model: RemoteModel, config: EngineConfig = CONFIG) -> Any:
+    return model.engine(config, tokenizer=small_tokenizer())
+
+
+def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[list[Any], Any]:
+    """The answers of an engine one of whose ranks gets a signal after some steps; and the engine."""
+    engine, step, pids = engine_of(model), None, model.group.process_ids
+    step, count = engine.step, iter(range(10**6))
+
+    def signalling() -> Any:
+        if next(count) == at:
+            assert len(engine._scheduler.running) >= 4
+            os.kill(pids[rank], number)
+        return step()
+
+    engine.step = signalling
+    found = answers(engine, REQUESTS)
+    assert_gone(pids)
+    return found, engine
+
+
+def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
+    """Of any request; the model answers in the new processes, and other engines go on there."""
+    other, before = engine_of(two), two.fingerprint
+    expected = answers(other, REQUESTS)
+    assert all(error is None for _, _, error, _ in expected)
+    found, engine = disturbed(two, 1, signal.SIGKILL)
+    assert found == expected and engine.stats.num_restarts == 1
+    pids = two.group.process_ids
+    assert answers(other, REQUESTS) == expected and two.group.process_ids == pids
+    assert two.fingerprint == before and two.weights_version == 0
+
+
+@EXHAUSTIVE
+def test_a_rank_that_is_stopped_costs_no_bit(two: RemoteModel) -> None:
+    expected = answers(engine_of(two), REQUESTS)
+    found, engine = disturbed(two, 0, signal.SIGSTOP)
+    assert found == expected and engine.stats.num_restarts == 1
+
+
+@EXHAUSTIVE
+def test_a_rank_that_is_killed_while_it_starts_is_started_once_more(
+    two: RemoteModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, started = answers(engine_of(two), REQUESTS), []
+
+    class Killed(WorkerGroup):
+        """The first of these groups loses a rank while it starts."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self.process_ids)
+            if len(started) == 1:
+                threading.Timer(1.0, os.kill, (self.process_ids[1], signal.SIGKILL)).start()
+
+    monkeypatch.setattr(ranks, "WorkerGroup", Killed)
+    found, engine = disturbed(two, 0, signal.SIGKILL)
+    assert found == expected and engine.stats.num_restarts == len(started) == 2
+    assert_gone(started[0])
+
+
+@EXHAUSTIVE
+def test_a_stage_that_is_killed_costs_no_bit() -> None:
+    build = functools.partial(module, num_layers=6)
+    with compile_in_workers(build, tp=1, pp=2, numerics=Numerics(), max_context=300) as model:
+        expected = answers(engine_of(model), REQUESTS)
+        found, engine = disturbed(model, 0, signal.SIGKILL)
+        assert found == expected and engine.stats.num_restarts == 1
+
+
+def test_of_several_updates_others_get_those_that_count() -> None:
+    """In their order, and no more files than that are kept."""
+    given: list[list[str]] = []
+
+    def call(command: str, *args: Any, **_: Any) -> list[Any]:
+        if command == "update_weights":
+            given.append(list(torch.load(args[0])))
+        return ["same"] if command == "identity" else [len(given)]
+
+    group: Any = SimpleNamespace(call=call)
+    weights, (one, two) = RemoteWeights(group), (torch.ones(1), torch.zeros(2))
+    for own in ({"a": one}, {"b": two}, {"a": one, "b": two}, {"b": two}, {"c": one}, {"b": two}):
+        weights.update(own)
+    given.clear()
+    weights.restore(group)
+    assert given == [["a", "b"], ["c"], ["b"]] and len(weights.files) == 3
+    assert weights.version() == 6
+    assert weights.update({"a": one, "b": two, "c": one}) == 7 and len(weights.files) == 1
+    weights.close()
+    assert not weights.files
+
+
+def scaled(model: CompiledModel, factor: float) -> None:
+    model.model.model.norm.weight.data.mul_(factor)
+
+
+@EXHAUSTIVE
+def test_new_weights_are_there_again_and_others_are_not_taken_for_them(two: RemoteModel) -> None:
+    given = {name: tensor * 1.25 for name, tensor in module().state_dict().items()}
+    version = two.update_weights(given)
+    expected, before = answers(engine_of(two), REQUESTS), two.fingerprint
+    found, engine = disturbed(two, 1, signal.SIGKILL)
+    assert found == expected and two.fingerprint == before and two.weights_version == version
+    pids = two.group.process_ids
+    os.kill(pids[0], signal.SIGKILL)  # while nothing runs
+    assert_gone(pids[:1])
+    assert two.update_weights(module().state_dict()) == version + 1 and two.group.process_ids != pids
+    assert answers(engine, REQUESTS) != expected
+    two.apply(scaled, 2.0)
+    engine.add_request(PROMPTS[0], GREEDY)
+    os.kill(two.group.process_ids[1], signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"weights that were changed in place \(apply\)"):
+        while engine.has_unfinished_requests:
+            engine.step()
+
+
+@EXHAUSTIVE
+def test_files_that_changed_meanwhile_are_not_served(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    torch.save(module().state_dict(), weights)
+    os.environ["TEST_LOST_RANKS"] = str(weights)
+    with compile_in_workers(module_of_file, tp=2, numerics=Numerics(), max_context=300) as model:
+        engine = engine_of(model)
+        engine.add_request(PROMPTS[0], GREEDY)
+        torch.save({name: tensor * 2 for name, tensor in module().state_dict().items()}, weights)
+        os.kill(model.group.process_ids[1], signal.SIGKILL)
+        with pytest.raises(EngineError, match="the model's files or this machine's packages have changed since"):
+            while engine.has_unfinished_requests:
+                engine.step()
+        pids = model.group.process_ids
+    assert_gone(pids)
+
+
+def module_of_file() -> PreTrainedModel:
+    made = module()
+    made.load_state_dict(torch.load(os.environ["TEST_LOST_RANKS"]))
+    return made
+
+
+@EXHAUSTIVE
+def test_whoever_calls_goes_on(tmp_path: Path) -> None:
+    """Engines of two threads, LLM, generate() and one that is streamed column by column, over ranks that die thrice."""
+    ids = torch.tensor([PROMPTS[1]])
+    with compile_in_workers(module, tp=2, numerics=Numerics(), max_context=300) as model:
+        llm = LLM(model, num_gpu_blocks_override=60, block_size=16, tokenizer=small_tokenizer())
+        engine = engine_of(model)
+        asked = SamplingParams(temperature=0.8, max_tokens=20, seed=1)
+        calls = (
+            lambda: llm.generate([{"prompt_token_ids": own} for own in PROMPTS], asked)[3].outputs[0].token_ids,
+            lambda: model.generate(ids, max_new_tokens=20, do_sample=True, seed=3).tolist(),
+            lambda: engine.generate(PROMPTS, asked, progress=False)[2].outputs,
+            lambda: model.generate(ids, max_new_tokens=5, output_scores=True, return_dict_in_generate=True).sequences,
+        )
+        expected = [call() for call in calls]
+        for rank in (0, 1):
+            timer = threading.Timer(0.2 * rank, os.kill, (model.group.process_ids[rank], signal.SIGKILL))
+            timer.start()
+            assert together(*calls[:3]) == expected[:3]
+            timer.join()
+            assert torch.equal(calls[3](), expected[3])
+        os.kill(model.group.process_ids[0], signal.SIGKILL)
+        time.sleep(0.5)
+        llm.close()
+        fresh = LLM(model, num_gpu_blocks_override=60, block_size=16, tokenizer=small_tokenizer())
+        assert fresh.generate([{"prompt_token_ids": PROMPTS[3]}], asked)[0].outputs[0].token_ids == expected[0]
+        model.close()
+        with pytest.raises(EngineError, match="were closed"):
+            engine.generate(PROMPTS, asked, progress=False)

@@ -93,10 +93,10 @@ class WorkerGroup:
         self._poller = select.poll()
         self._rank_of: dict[int, int] = {}
         with self._ending_on_interrupt():
-            for rank in range(num_ranks):
-                place = rank - num_ranks + len(dialled)
-                process = RankProcess(files) if place < 0 else dialled[place]
-                self._processes.append(process)
+            for _ in range(num_ranks - len(dialled)):
+                self._processes.append(RankProcess(files))
+            self._processes += dialled
+            for rank, process in enumerate(self._processes):
                 self._channels.append(process.channel)
                 self._rank_of[process.channel.fileno()] = rank
                 self._poller.register(process.channel.fileno(), select.POLLIN)
@@ -260,9 +260,8 @@ class WorkerGroup:
                 silent = sorted(pending.missing)
                 others = f", like ranks {silent[1:]}," if len(silent) > 1 else ""
                 refused = "".join(f"; rank {other} refused it: {error}" for other, error in pending.refusals.items())
-                self._fail(
-                    _Fault(2, rank, f"it{others} has not answered {pending.name!r} for {pending.seconds:g} s{refused}")
-                )
+                text = f"it{others} has not answered {pending.name!r} for {pending.seconds:g} s{refused}"
+                self._fail(_Fault(2, rank, text))
 
     def _death_of(self, rank: int) -> _Fault:
         return _Fault(0, rank, self._processes[rank].death())
@@ -271,13 +270,9 @@ class WorkerGroup:
         """End the group and raise what explains it best."""
         if self._failure is None:
             self._failure = WorkerError("the workers failed")  # for whoever comes while others are looked at
-            faults = [fault, *(self._settle() if fault.severity == 1 else [])]
-            worst = min(faults)
-            self._failure = WorkerError(
-                f"worker of rank {worst.rank} of {self.num_ranks} failed: {worst.text}\n"
-                "All workers were ended: compile the model again",
-                worst.rank,
-            )
+            worst = min([fault, *(self._settle() if fault.severity == 1 else [])])
+            text = f"worker of rank {worst.rank} of {self.num_ranks} failed: {worst.text}"
+            self._failure = WorkerError(f"{text}\nAll workers were ended: compile the model again", worst.rank)
             self._ended()
         raise self._failure
 
@@ -285,8 +280,7 @@ class WorkerGroup:
         """Ranks that die within a moment."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
-            dead = [rank for rank, process in enumerate(self._processes) if process.ending is not None]
-            if dead:
+            if dead := [rank for rank, process in enumerate(self._processes) if process.ending is not None]:
                 return [self._death_of(rank) for rank in dead]
             time.sleep(0.01)
         return []

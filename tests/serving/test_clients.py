@@ -170,7 +170,7 @@ def brief(folder: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason=MISSING)
-@pytest.mark.parametrize("count", [5, pytest.param(300, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("count", [3, pytest.param(300, marks=EXHAUSTIVE)])
 def test_schemathesis_finds_no_fault_of_the_server(count: int, brief: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{brief.url}/openapi.json", "--seed"]
     command += [str(seed_of_run() % (1 << 31)), "--max-examples", str(count), "--checks", "not_a_server_error"]

@@ -1,7 +1,7 @@
 """Files come from the disk into the kernel's page cache while Python does something else.
 
-Weights are mapped, so who is first to read a page of them waits for the disk. A thread here reads the files whole, and
-faster than that: the kernel hands them on to nobody, so that nothing is copied, in calls that hold no lock of Python's.
+Weights are mapped, so who is first to read a page of them waits for the disk. A thread here has the kernel read the
+files whole: it copies nothing, and holds no lock of Python's while the disk is slow.
 """
 
 import logging
@@ -14,15 +14,16 @@ __all__ = ["THREAD", "read_ahead"]
 
 logger = logging.getLogger(__name__)
 THREAD = "detcompile reading ahead"
-PIECE = 1 << 28  # bytes a call
 MEMORY = Path("/proc/meminfo")
+DEVICES = Path("/sys/class/bdi")
+LEAST_PIECE = 1 << 17  # bytes; what Linux reads ahead of a device unless it was told otherwise
 
 
 def read_ahead(files: Sequence[Path]) -> None:
     """Start to read files, in their order, and return at once.
 
     What cannot be read is left to who opens it and says what is wrong. Nothing is read where the files are larger than
-    the memory that is available, since they would push each other out, or where the system cannot read so.
+    the memory that is available, since they would push each other out, or where the system takes no advice on files.
     """
     if files:
         threading.Thread(target=_read, args=(files,), name=THREAD, daemon=True).start()
@@ -33,13 +34,13 @@ def _read(files: Sequence[Path]) -> None:
         regular = [file for file in files if file.is_file()]
         if sum(file.stat().st_size for file in regular) > _available():
             return
-        with open(os.devnull, "wb") as nowhere:
-            for file in regular:
-                with file.open("rb") as stream:
-                    at = 0
-                    while count := os.sendfile(nowhere.fileno(), stream.fileno(), at, PIECE):
-                        at += count
-    except (OSError, ValueError) as error:  # ValueError: a path that holds a NUL
+        for file in regular:
+            with file.open("rb") as stream:
+                found = os.fstat(stream.fileno())
+                piece = _piece(found.st_dev)
+                for at in range(0, found.st_size, piece):
+                    os.posix_fadvise(stream.fileno(), at, piece, os.POSIX_FADV_WILLNEED)
+    except (OSError, ValueError, AttributeError) as error:  # ValueError: a path that holds a NUL
         logger.debug("not read ahead: %s", error)
 
 
@@ -50,3 +51,12 @@ def _available() -> int:
         return int(lines["MemAvailable"].split()[0]) << 10
     except (OSError, ValueError, LookupError):
         return 0
+
+
+def _piece(device: int) -> int:
+    """Bytes that Linux reads of a device when it is advised; it leaves out what one call asks for beyond them."""
+    try:
+        name = f"{os.major(device)}:{os.minor(device)}"
+        return max(LEAST_PIECE, int((DEVICES / name / "read_ahead_kb").read_text()) << 10)
+    except (OSError, ValueError):
+        return LEAST_PIECE

@@ -4,13 +4,15 @@ import contextlib
 import json
 from pathlib import Path
 
+import huggingface_hub
+
 __all__ = ["WEIGHTS", "files_at_hand", "parts_of", "weight_files"]
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index each, of files that hold a part; in this order
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those of a folder; none where it has none, or no sound index, of which the loader says what is wrong."""
+    """The weights of a folder; none where it has none, or no sound index, of which the loader says what is wrong."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             return [folder / name]
@@ -29,7 +31,7 @@ def parts_of(folder: Path, name: str) -> list[str]:
 
 
 def files_at_hand(name: str) -> list[Path]:
-    """Those of a local folder, or of the main branch that the Hub's cache has of an id; none of any other text.
+    """The weights of a local folder, or of the main branch that the Hub's cache has of an id; none of any other text.
 
     Neither torch nor transformers is imported for it.
     """
@@ -37,8 +39,6 @@ def files_at_hand(name: str) -> list[Path]:
         if Path(name).is_dir():
             return weight_files(Path(name))
         if name.count("/") == 1 and not Path(name).exists():
-            from huggingface_hub import try_to_load_from_cache
-
-            config = try_to_load_from_cache(name, "config.json")
+            config = huggingface_hub.try_to_load_from_cache(name, "config.json")
             return weight_files(Path(config).parent) if isinstance(config, str) else []
     return []

@@ -43,6 +43,7 @@ LAYERS = [
         "detcompile.orders",
         "detcompile.parallel",
         "detcompile.progress",
+        "detcompile.read_ahead",
         "detcompile.sources",
         "detcompile.step",
         "detcompile.storage",

@@ -17,6 +17,8 @@ from typer.main import get_command
 
 from detcompile import __version__
 from detcompile.errors import DetcompileError
+from detcompile.models.weight_files import files_at_hand
+from detcompile.read_ahead import read_ahead
 
 __all__ = ["COMMANDS", "app", "main", "module_of"]
 
@@ -51,8 +53,9 @@ FOLDERS = {"replay": "receipts", "audit": "receipts", "keygen": "receipts"}  # o
 class _Command(TyperCommand):
     """A command by its name and help, which becomes the real one when its arguments are read."""
 
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        return _loaded(self.name or "").make_context(*args, **kwargs)
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **kwargs: Any) -> Any:
+        _read_weights_ahead(args)
+        return _loaded(self.name or "").make_context(info_name, args, *rest, **kwargs)
 
 
 class _Commands(TyperGroup):
@@ -67,6 +70,13 @@ def module_of(name: str) -> str:
     """The module of a command."""
     folder = f"{FOLDERS[name]}." if name in FOLDERS else ""
     return f"detcompile.commands.{folder}{name.replace('-', '_')}"
+
+
+def _read_weights_ahead(args: list[str]) -> None:
+    """Have the weights of a model that is an argument come from the disk while the command's modules are imported."""
+    if not any(argument.startswith(("--random", "--revision")) for argument in args):
+        for name in args:
+            read_ahead(files_at_hand(name))
 
 
 def _loaded(name: str) -> Any:

@@ -21,14 +21,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from detcompile.errors import DetcompileError, InvalidInput, UnsupportedModel
+from detcompile.models.weight_files import WEIGHTS
 from detcompile.passes.modules.quantized_checkpoints import load_quantized, quantization_of
 
-__all__ = ["TASKS", "WEIGHTS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
+__all__ = ["TASKS", "load_checkpoint", "load_tokenizer", "require_json", "require_trust", "task_of"]
 
 SETTINGS = ("config.json", "generation_config.json")  # transformers goes on without a corrupted second
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "merges.txt", "vocab.txt")
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or an index each, of files that hold a part; in this order
 LFS_POINTER = b"version https://git-lfs"
 AGAIN = "fetch the checkpoint again"
 MOST_NAMED = 8

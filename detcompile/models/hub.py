@@ -4,7 +4,6 @@ Files of the Hub lie in its own cache (HF_HUB_CACHE or HF_HOME), shared with tra
 """
 
 import glob
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
 from detcompile.errors import DetcompileError, InvalidInput
-from detcompile.models.checkpoints import WEIGHTS
+from detcompile.models.weight_files import WEIGHTS, parts_of
 from detcompile.progress import aside, stage
 from detcompile.storage import disk_failure
 
@@ -184,20 +183,11 @@ def _download(wanted: _Request, patterns: list[str], **options: Any) -> Path:
 def _download_weights(wanted: _Request, folder: Path) -> None:
     """The weights that transformers will read, in its order, and no others beside them."""
     for name in WEIGHTS:
-        for files in ([name], _parts(folder, name)):
+        for files in ([name], parts_of(folder, name)):
             if files:
                 _download(wanted, [glob.escape(file) for file in files])
             if files and all((folder / file).is_file() for file in files):
                 return
-
-
-def _parts(folder: Path, name: str) -> list[str]:
-    """The files that an index names; none without a sound index, of which the loader says what is wrong."""
-    try:
-        places = json.loads((folder / f"{name}.index.json").read_bytes())["weight_map"]
-        return sorted({str(part) for part in places.values()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
 
 
 def _missing(folder: Path, weights: bool) -> list[str]:
@@ -205,7 +195,7 @@ def _missing(folder: Path, weights: bool) -> list[str]:
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not weights or any((folder / name).is_file() for name in WEIGHTS):
         return missing
-    parts = next((parts for name in WEIGHTS if (parts := _parts(folder, name))), list(WEIGHTS[:1]))
+    parts = next((parts for name in WEIGHTS if (parts := parts_of(folder, name))), list(WEIGHTS[:1]))
     return missing + [part for part in parts if not (folder / part).is_file()]
 
 

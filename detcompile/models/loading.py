@@ -16,8 +16,10 @@ from detcompile.models.checkpoints import (
     task_of,
 )
 from detcompile.models.hub import Checkpoint, cached_snapshot, find_checkpoint
+from detcompile.models.weight_files import weight_files
 from detcompile.passes.modules.low_rank import take_adapters
 from detcompile.progress import stage
+from detcompile.read_ahead import read_ahead
 from detcompile.weights import named_weights
 
 __all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]
@@ -108,6 +110,8 @@ def find(
 ) -> Load:
     """What to load for a name; what the Hub's cache lacks of it is fetched. ``api.load_model`` has the arguments.
 
+    From here on the weights come from the disk, while worker processes start, say.
+
     Raises:
         InvalidInput: no such model, device, dtype or task.
     """
@@ -115,6 +119,8 @@ def find(
         raise InvalidInput(f"task={task!r}: take {', '.join(map(repr, TASKS))}, or None for the checkpoint's own")
     place, chosen = _device(device), _dtype(dtype)
     found = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
+    if not random:
+        read_ahead(weight_files(found.folder))
     return Load(found, place, chosen, random, trust_remote_code, task)
 
 

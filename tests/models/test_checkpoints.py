@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import detcompile
 from detcompile import DetcompileError, InvalidInput
 from detcompile.models.checkpoints import load_checkpoint, load_tokenizer
 from detcompile.models.hub import TINY_FOLDER
+from detcompile.weights import named_weights, weight_digests
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import ARCHITECTURES, STATEFUL, random_model
 
@@ -65,6 +66,20 @@ def test_a_whole_checkpoint_is_loaded(tmp_path: Path, name: str, tied: bool) -> 
     loaded = load_checkpoint(tmp_path, None)
     for key, weight in model.state_dict().items():
         assert_bitwise_equal(loaded.state_dict()[key], weight, key)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_several_files_give_the_weights_and_buffers_of_from_pretrained(tmp_path: Path, name: str, tied: bool) -> None:
+    made = random_model(name, torch.bfloat16, num_hidden_layers=2, tie_word_embeddings=tied)
+    made.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    plain = named_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), every_name=True)
+    loaded = named_weights(detcompile.load_model(tmp_path, device="cpu"), every_name=True)
+    assert loaded.keys() == plain.keys()
+    for key, weight in plain.items():
+        assert_bitwise_equal(loaded[key], weight, key)
+    assert weight_digests(loaded) == weight_digests(plain)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

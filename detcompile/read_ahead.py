@@ -1,0 +1,62 @@
+"""Files come from the disk into the kernel's page cache while Python does something else.
+
+Weights are mapped, so who is first to read a page of them waits for the disk. A thread here has the kernel read the
+files whole: it copies nothing, and holds no lock of Python's while the disk is slow.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["THREAD", "read_ahead"]
+
+logger = logging.getLogger(__name__)
+THREAD = "detcompile reading ahead"
+MEMORY = Path("/proc/meminfo")
+DEVICES = Path("/sys/class/bdi")
+LEAST_PIECE = 1 << 17  # bytes; what Linux reads ahead of a device unless it was told otherwise
+
+
+def read_ahead(files: Sequence[Path]) -> None:
+    """Start to read files, in their order, and return at once.
+
+    What cannot be read is left to who opens it and says what is wrong. Nothing is read where the files are larger than
+    the memory that is available, since they would push each other out, or where the system takes no advice on files.
+    """
+    if files:
+        threading.Thread(target=_read, args=(files,), name=THREAD, daemon=True).start()
+
+
+def _read(files: Sequence[Path]) -> None:
+    try:
+        regular = [file for file in files if file.is_file()]
+        if sum(file.stat().st_size for file in regular) > _available():
+            return
+        for file in regular:
+            with file.open("rb") as stream:
+                found = os.fstat(stream.fileno())
+                piece = _piece(found.st_dev)
+                for at in range(0, found.st_size, piece):
+                    os.posix_fadvise(stream.fileno(), at, piece, os.POSIX_FADV_WILLNEED)
+    except (OSError, ValueError, AttributeError) as error:  # ValueError: a path that holds a NUL
+        logger.debug("not read ahead: %s", error)
+
+
+def _available() -> int:
+    """Bytes of memory that the page cache may take; 0 where the system does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, ValueError, LookupError):
+        return 0
+
+
+def _piece(device: int) -> int:
+    """Bytes that Linux reads of a device when it is advised; it leaves out what one call asks for beyond them."""
+    try:
+        name = f"{os.major(device)}:{os.minor(device)}"
+        return max(LEAST_PIECE, int((DEVICES / name / "read_ahead_kb").read_text()) << 10)
+    except (OSError, ValueError):
+        return LEAST_PIECE

@@ -133,7 +133,7 @@ def some_losses(numbers: list[int]) -> Iterator[bool]:
 LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=4)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     params=st.lists(sampling_params(), min_size=1, max_size=4),
     config=engine_configs(161, 61),

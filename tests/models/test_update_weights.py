@@ -9,6 +9,7 @@ from torch import Tensor
 import detcompile
 from detcompile import CompiledModel, EngineConfig, EngineError, InvalidInput, SamplingParams
 from detcompile.runtime.engine import Engine
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import certified, random_model
 
 PROMPT = [(7 * i) % 150 for i in range(70)]
@@ -165,6 +166,7 @@ def test_requests_that_run_refuse_an_update_and_end_by_a_change(model):
     model.update_weights(noise(model, 4))
 
 
+@EXHAUSTIVE
 def test_an_archive_takes_new_weights_too(tmp_path):
     model = detcompile.compile(random_model("llama", torch.float32, num_hidden_layers=1), max_context=256)
     loaded = detcompile.load(detcompile.export(model, tmp_path / "model.pt2"))

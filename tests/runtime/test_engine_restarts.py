@@ -130,10 +130,10 @@ def some_losses(numbers: list[int]) -> Iterator[bool]:
     return chain.from_iterable([*repeat(False, number), True] for number in numbers)
 
 
-LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=4)
+LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=3)  # four might condemn a request, as they should
 
 
-@settings(max_examples=5)
+@settings(max_examples=6)
 @given(
     params=st.lists(sampling_params(), min_size=1, max_size=4),
     config=engine_configs(161, 61),

@@ -73,19 +73,20 @@ class ModelSpec:
         """The same of any model."""
         if self.name.endswith(ARCHIVE_SUFFIX):
             return self._load(pp * tp)
+        model = load_model(self.name, **self.options)
+        return compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How to load it, as ``load_model`` takes it beside the name.
+
+        Raises:
+            InvalidInput: a dtype that models have none of.
+        """
         if self.dtype and self.dtype not in DTYPES:
             raise InvalidInput(f"{self.dtype} is no dtype of a model here: take {', '.join(DTYPES)}")
-        model = load_model(
-            self.name,
-            random=self.random,
-            dtype=self.dtype,
-            device=self.device,
-            revision=self.revision,
-            token=self.token,
-            trust_remote_code=self.trust_remote_code,
-            task=self.task,
-        )
-        return compile(model, tp=tp, pp=pp, numerics=Numerics(tp_sizes=tuple(self.tp_sizes)))
+        names = ("random", "dtype", "device", "revision", "token", "trust_remote_code", "task")
+        return {name: getattr(self, name) for name in names}
 
     def pinned(self, model: CompiledModel) -> "ModelSpec":
         """The same, of the commit on the Hub that ``model`` is of."""

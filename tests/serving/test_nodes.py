@@ -271,12 +271,14 @@ def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: Engin
         ({}, InvalidInput, "1 ranks, and torchrun has started 3"),
         ({"tp": 3}, NumericsError, "tp=3 is not one of"),
         ({"tp": 3, "name": "model.pt2"}, InvalidInput, "model.pt2: .* load no archive"),
+        ({"pp": 3, "dtype": "float64"}, InvalidInput, "float64 is no dtype of a model here"),
     ],
 )
 def test_what_these_ranks_cannot_share_is_refused(asked: dict[str, Any], error: type[Exception], text: str) -> None:
-    given = {"tp": 1, "pp": 1, "name": "tiny"} | asked
+    given = {"tp": 1, "pp": 1, "name": "tiny", "dtype": None} | asked
     with pytest.raises(error, match=text):
-        rank._compiled(Nodes("127.0.0.1", 3, (None, None)), ModelSpec(given["name"]), given["tp"], given["pp"])
+        spec = ModelSpec(given["name"], dtype=given["dtype"])
+        rank._compiled(Nodes("127.0.0.1", 3, (None, None)), spec, given["tp"], given["pp"])
 
 
 class Meeting:

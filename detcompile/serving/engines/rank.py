@@ -81,16 +81,7 @@ def _compiled(nodes: Nodes, spec: ModelSpec, tp: int, pp: int) -> RemoteModel:
         raise InvalidInput(f"{spec.name}: ranks that torchrun has started compile a checkpoint, and load no archive")
     numerics = Numerics(tp_sizes=spec.tp_sizes)
     require_declared(tp, numerics)
-    found = find(
-        spec.name,
-        random=spec.random,
-        dtype=spec.dtype,
-        device=spec.device,
-        revision=spec.revision,
-        token=spec.token,
-        trust_remote_code=spec.trust_remote_code,
-        task=spec.task,
-    )
+    found = find(spec.name, **spec.options)
     model = compile_in_workers(found, tp=tp, pp=pp, numerics=numerics, nodes=nodes)
     for dialled in nodes.dialled:  # before, a rank may be in an import or a driver that lets no thread of it run
         dialled.silence_seconds = SILENCE_SECONDS

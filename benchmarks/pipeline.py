@@ -170,9 +170,10 @@ def measure(device: str, devices: int, layers: int, arrangement: Arrangement, by
     command += ["--layers", str(layers), "--devices", str(devices)]
     command += ["--bytes-only", "--number"] if bytes_only else ["--number"]
     processes = []
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))).split(",")
     try:
         for number in range(arrangement.replicas):
-            seen = ",".join(str(number * size + rank) for rank in range(size))
+            seen = ",".join(visible[number * size : (number + 1) * size])
             processes.append(
                 subprocess.Popen(
                     [*command, str(number)],

@@ -1,11 +1,11 @@
 """A training step on one GPU beside torch.compile's: layers of Qwen3-8B's shape, float32 masters, bfloat16 forward.
 
-    python -m benchmarks.training_step --commit $(git rev-parse --short HEAD) [--layers 8] [--tokens 16384]
+    python -m benchmarks.training_step --commit $(git rev-parse --short HEAD) [--layers 8] [--tokens 16384] [--served-layers 36]
 
 Both sides read the same sequences and take a step of AdamW after clipping. The peer is Hugging Face's model compiled by
 torch.compile's default, under autocast to bfloat16, with SDPA and the fused AdamW; its loss and ours are the mean of
 minus the log-probabilities. "Digests" are of all weights after one step from equal weights, over splits of the batch.
-Also seconds of update_weights into a compiled model of the same shape. Writes
+Also seconds of update_weights into a compiled model of ``--served-layers`` layers. Writes
 benchmarks/results/training-step-<device>-<commit>.json after each part. A ratio is the peer's time over ours: above 1
 we are faster.
 """
@@ -89,7 +89,7 @@ def ours(layers: int, ids: Tensor, keep: Callable[[str, object], None]) -> float
 
 
 def weights_of(layers: int, keep: Callable[[str, object], None]) -> None:
-    """Seconds of update_weights of a compiled model of the same shape, and their gigabytes."""
+    """Seconds of update_weights of a compiled model of that depth, and its gigabytes."""
     model = detcompile.compile(build(layers), numerics=Numerics(tp_sizes=(1,)))
     given = {name: torch.randn_like(p) for name, p in build(layers).named_parameters()}
     found = seconds(lambda: model.update_weights(given.items()))
@@ -118,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--served-layers", type=int, default=36, help="of the model that update_weights changes")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -148,7 +149,7 @@ def main() -> None:
     keep("ratio", beside["seconds"] / found)
     gc.collect()
     torch.cuda.empty_cache()
-    weights_of(arguments.layers, keep)
+    weights_of(arguments.served_layers, keep)
 
 
 if __name__ == "__main__":

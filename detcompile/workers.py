@@ -26,7 +26,14 @@ from detcompile.parallel import PipelineStage, backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
 from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import Forwards, Room, affordable_blocks, new_worker, room_for_cache
+from detcompile.runtime.engine_setup import (
+    Forwards,
+    Room,
+    affordable_blocks,
+    new_worker,
+    rehearse_steps,
+    room_for_cache,
+)
 from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
     PackedWork,
@@ -148,6 +155,7 @@ class RankServer:
     def affordable_blocks(self, config: EngineConfig, num_sharers: int, drafts: bool) -> int:
         """KV blocks that this rank has room for, beside as many of the others on its device."""
         facts, forward = self.model.facts, self._executor.forwards.plain
+        rehearse_steps(facts, forward, config, self.plan.num_ranks)
         self._room = room_for_cache(facts, forward, config, drafts=drafts, num_sharers=num_sharers)
         return affordable_blocks(facts, config, self._room, num_sharers)
 
@@ -159,6 +167,8 @@ class RankServer:
             assert forwards.with_states is not None
             forward = forwards.with_states()
         step = self._room.step if config.num_blocks is None else None
+        if config.num_blocks is not None or with_states:
+            rehearse_steps(self.model.facts, forward, config, self.plan.num_ranks)
         worker = new_worker(self.model.facts, forward, config, num_blocks, step=step)
         self._made[name] = _Served(worker, WorkReader(), deque())
 

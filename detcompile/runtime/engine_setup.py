@@ -37,6 +37,7 @@ __all__ = [
     "engine_over",
     "new_engine",
     "new_worker",
+    "rehearse_steps",
     "room_for_cache",
 ]
 
@@ -85,11 +86,8 @@ def new_engine(
         InvalidInput: the cache would not hold one block, or the drafter is not for this model.
     """
     facts, forward = model.facts, _forward(model.facts, forwards, tokenizer, speculation)
-    if facts.device.type == "cuda" and ranks is None:  # ranks would have to meet in every step
-        cache = new_cache(facts, 2, config.block_size)
-        rehearse(lambda: Runner(forward, cache, False), rehearsed_steps(*_step_sizes(facts, config)))
-    sized = config.num_blocks is None
-    room = Room(0)
+    rehearse_steps(facts, forward, config)
+    sized, room = config.num_blocks is None, Room(0)
     if sized or facts.state_shapes:
         room = room_for_cache(facts, forward, config, drafts=speculation is not None)
     num_states = affordable_states(facts, config, room)
@@ -108,6 +106,13 @@ def new_engine(
         worker.memory.refill()
     worker.is_alone, worker.head_shares = ranks is None, int(ranks is None)
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
+
+
+def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, num_sharers: int = 1) -> None:
+    """Compile and gate the kernels of an engine's steps, if this is a GPU that ``num_sharers`` ranks' machine has."""
+    if facts.device.type == "cuda":
+        cache = new_cache(facts, 2, config.block_size)
+        rehearse(forward, cache, rehearsed_steps(*_step_sizes(facts, config)), num_sharers)
 
 
 def _forward(
@@ -216,8 +221,7 @@ def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> in
     """
     if not facts.state_shapes:
         return 0
-    per_state = KVCache.bytes_per_state(facts.state_shapes, facts.dtype)
-    share = room.cache // STATE_SHARE
+    per_state, share = KVCache.bytes_per_state(facts.state_shapes, facts.dtype), room.cache // STATE_SHARE
     if share < per_state:
         raise InvalidInput(
             f"memory_fraction={config.memory_fraction} leaves {max(0, share) / 2**30:.2f} GiB for states, of which a"
@@ -289,8 +293,7 @@ def _longest(facts: ModelFacts, config: EngineConfig) -> int:
 def _step_sizes(facts: ModelFacts, config: EngineConfig) -> tuple[list[tuple[int, int, int]], int, int, int]:
     """Layouts of the CUDA graphs, and tokens, sequences and table width of the largest step."""
     largest = config.max_num_seqs, config.max_num_batched_tokens, _longest(facts, config)
-    graphs = graph_layouts(*largest, config.block_size) if _has_graphs(facts, config) else []
-    return graphs, *largest
+    return (graph_layouts(*largest, config.block_size) if _has_graphs(facts, config) else []), *largest
 
 
 def _has_graphs(facts: ModelFacts, config: EngineConfig) -> bool:

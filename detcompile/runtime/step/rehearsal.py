@@ -1,7 +1,6 @@
 """The kernels of all sizes of steps, compiled and gated several at a time before an engine serves."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -9,8 +8,10 @@ import torch
 
 from detcompile.progress import stage
 from detcompile.runtime.device_memory import ran_out_of_memory
+from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.step.layout import MIXED_BUCKETS
-from detcompile.runtime.step.runner import Runner
+from detcompile.runtime.step.runner import Forward, Runner
+from detcompile.runtime.step.stage_forward import StageForward
 from detcompile.runtime.step.worker import idle_arrays
 
 __all__ = ["Rehearsed", "rehearse", "rehearsed_steps"]
@@ -51,25 +52,27 @@ def rehearsed_steps(
     return sorted(steps, reverse=True)
 
 
-def rehearse(new_runner: Callable[[], Runner], steps: list[Rehearsed]) -> None:
+def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_sharers: int = 1) -> None:
     """Run idle steps in threads, each with a runner of its own, over one cache of which they write nothing.
 
     A step that finds no memory beside the others is left out: its kernels are compiled when they are first launched.
+
+    Args:
+        num_sharers: processes that share the machine's cores.
     """
     failed: list[Exception] = []
 
     def run(step: Rehearsed) -> None:
-        runner = new_runner()
-        device, groups = runner.kv_cache.device, len(runner.kv_cache.groups)
         try:
-            with torch.cuda.device(device):
-                arrays = idle_arrays(step.tokens, step.sequences, groups, step.width)
-                runner.rehearse(arrays, as_graph=step.as_graph)
+            with torch.cuda.device(cache.device):
+                own = forward.unconnected() if isinstance(forward, StageForward) else forward
+                arrays = idle_arrays(step.tokens, step.sequences, len(cache.groups), step.width)
+                Runner(own, cache, False).rehearse(arrays, as_graph=step.as_graph)
         except Exception as error:
             if not ran_out_of_memory(error):
                 failed.append(error)
 
-    num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+    num_threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // num_sharers))
     with stage("compile kernels") as under_way, ThreadPoolExecutor(num_threads) as threads:
         for count, _ in enumerate(threads.map(run, steps), 1):
             under_way.becomes(f"compile kernels of {count}/{len(steps)} sizes of steps")

@@ -119,10 +119,15 @@ class Runner:
         return logits[:num_rows]
 
     def rehearse(self, arrays: StepArrays, *, as_graph: bool) -> None:
-        """Run a step for its kernels alone, as a capture would launch them or as a step without a graph does."""
+        """Run a step for its kernels alone, as a capture would launch them or as a step without a graph does.
+
+        Other ranks and stages take no part.
+        """
         buffers = self._buffers(StepLayout.of(arrays))
         self._start_upload((arrays,), buffers).record()
-        with rehearsal(), for_graph() if as_graph else contextlib.nullcontext():
+        if self._stage is not None:
+            self._stage.receive(len(arrays.input_ids), self.kv_cache.device)
+        with rehearsal(alone=True), for_graph() if as_graph else contextlib.nullcontext():
             self._drawing(buffers.steps[0].tensors())
 
     def keep(self, drawn: Tensor) -> None:

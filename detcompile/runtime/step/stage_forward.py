@@ -44,7 +44,7 @@ class StageForward:
         hosts: dist.ProcessGroup | None = None,
     ) -> None:
         assert (rows is None) == (before is None), "the first stage alone takes token ids"
-        self._program = program
+        self._program, self._rows = program, rows
         self._before, self._after, self._hosts = before, after, hosts
         self._connected = False
         self._static: Tensor | None = None  # what CUDA graphs read
@@ -59,6 +59,10 @@ class StageForward:
     def gives_logits(self) -> bool:
         """Whether this is the last stage."""
         return self._after is None
+
+    def unconnected(self) -> "StageForward":
+        """Another forward of the same program, whose steps are nobody's but those of the thread that asks."""
+        return StageForward(self._program, self._rows, self._before, self._after, self._hosts)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

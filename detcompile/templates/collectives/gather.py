@@ -19,6 +19,7 @@ from detcompile.errors import InvalidInput
 from detcompile.parallel import process_group
 from detcompile.templates.collectives.gather_gpu import columns_over_peers, rows_over_peers
 from detcompile.templates.collectives.peer_memory import peer_memory
+from detcompile.templates.device.cuda_graphs import is_alone
 
 __all__ = ["all_gather_columns", "gather", "sharded_embedding"]
 
@@ -50,6 +51,8 @@ def all_gather_columns(x: Tensor, group: str, columns: int, peers: bool = True) 
     held = process_group(group).size() * x.shape[1]
     if columns > held:
         raise InvalidInput(f"detcompile::all_gather_columns: the ranks have {held} columns together, not {columns}")
+    if is_alone():
+        return x.new_zeros((x.shape[0], columns))
     x = x.contiguous()
     memory = peer_memory(group, x.device) if peers and x.is_cuda else None
     out = None if memory is None else columns_over_peers(memory, x, columns)
@@ -70,6 +73,8 @@ def sharded_embedding(weight: Tensor, ids: Tensor, first: int, group: str, peers
             f"detcompile::sharded_embedding: rank {rank} with {weight.shape[0]} rows begins at row"
             f" {rank * weight.shape[0]}, not {first}: give every rank equally many rows, in the order of the ranks"
         )
+    if is_alone():
+        return weight.new_zeros((*ids.shape, weight.shape[1]))
     memory = peer_memory(group, weight.device) if peers and weight.is_cuda else None
     out = None if memory is None else rows_over_peers(memory, weight, ids)
     if out is not None:

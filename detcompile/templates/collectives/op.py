@@ -31,7 +31,7 @@ from detcompile.templates.collectives.gpu import LEVELS, MOST_ELEMENTS, Reductio
 from detcompile.templates.collectives.overlapped import LEAST_TOKENS, MOST_FEATURES, reduce_overlapped
 from detcompile.templates.collectives.peer_memory import Landing, PeerMemory, landing_of, peer_memory
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.device.cuda_graphs import is_for_graph
+from detcompile.templates.device.cuda_graphs import is_alone, is_for_graph
 from detcompile.templates.matmul.gpu import matmul_cuda
 from detcompile.templates.matmul.launch import sum_partials_cuda
 from detcompile.templates.matmul.op import matmul_cpu
@@ -94,6 +94,9 @@ def matmul_all_reduce(
     """
     _require_tree(radices_above, group)
     M, N = x.shape[0], w.shape[0]
+    if is_alone():
+        partial_product(x, w, radices)
+        return x.new_zeros((M, N), dtype=out_dtype)
     memory = peer_memory(group, x.device) if x.is_cuda else None
     place = None if memory is None else _landing_for(memory, group, M, N, radices_above, overlapped)
     if memory is None or place is None:
@@ -157,6 +160,8 @@ def tree_all_reduce(
             f"detcompile::tree_all_reduce: partial {tuple(partial.shape)} of {partial.dtype} must be float32 [..., N]"
         )
     shape = partial.shape
+    if is_alone():
+        return partial.new_zeros(shape, dtype=out_dtype)
     partial = partial.flatten(0, -2).contiguous()
     residual = None if residual is None else residual.flatten(0, -2)
     memory = peer_memory(group, partial.device) if peers and partial.is_cuda else None

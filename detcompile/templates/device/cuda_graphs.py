@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "capturing", "for_graph", "graph_seconds", "is_for_graph", "is_rehearsal", "rehearsal"]
+__all__ = [
+    "capture",
+    "capturing",
+    "for_graph",
+    "graph_seconds",
+    "is_alone",
+    "is_for_graph",
+    "is_rehearsal",
+    "rehearsal",
+]
 
 # Ambient, since between a capture and the templates that ask stands a compiled program, whose operators have no
 # argument for it: a graph's signature may not depend on how it will be launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
 _REHEARSAL = contextvars.ContextVar("rehearsal", default=False)
+_ALONE = contextvars.ContextVar("alone", default=False)
 
 
 def capturing() -> bool:
@@ -37,19 +47,29 @@ def is_for_graph() -> bool:
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
+def rehearsal(*, alone: bool = False) -> Iterator[None]:
     """What runs here is run for its kernels alone, so that they are compiled, gated and loaded: nobody reads the
-    results, and of layers that run the same code one is enough."""
-    token = _REHEARSAL.set(True)
+    results, and of layers that run the same code one is enough.
+
+    Args:
+        alone: other ranks do not run it too, so that collectives give zeros and meet nobody.
+    """
+    tokens = _REHEARSAL.set(True), _ALONE.set(alone)
     try:
         yield
     finally:
-        _REHEARSAL.reset(token)
+        _REHEARSAL.reset(tokens[0])
+        _ALONE.reset(tokens[1])
 
 
 def is_rehearsal() -> bool:
     """Whether this is inside ``rehearsal``."""
     return _REHEARSAL.get()
+
+
+def is_alone() -> bool:
+    """Whether this is inside ``rehearsal(alone=True)``."""
+    return _ALONE.get()
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Weights that travel while a model is compiled: the same bits as of weights that were there before, or an exception."""
+"""Weights that travel while a model is compiled: the same bits as of weights that were there before."""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from detcompile import CompiledModel
 from detcompile.api import compile_here
 from detcompile.models.loading import find
 from detcompile.orders.numerics import Numerics
+from detcompile.passes import lowering
 from detcompile.passes.programs import travelling_weights as module
 from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, wait_for_weights
+from detcompile.passes.warm.kept_program import take_program
 from tests.model_cases import random_model
 
 TOKENS = torch.tensor([[3, 5, 7, 11]])
@@ -46,7 +49,9 @@ def facts(model: CompiledModel) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[Any, ...]:
-    return facts(compiled(folder, beside=False))
+    """Of weights that were there before; its program is kept."""
+    with mock.patch.dict("os.environ", {"DETCOMPILE_KEEP_PROGRAMS": "1"}):
+        return facts(compiled(folder, beside=False))
 
 
 class Gate:
@@ -77,29 +82,33 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def no_program(*_: object, **__: object) -> None:
-    """As if none had been kept."""
-
-
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_weights_that_come_last_give_the_same_bits(
     folder: Path, expected: tuple[Any, ...], gate: Gate, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
-    from detcompile.passes import lowering
+    taken: list[bool] = []
 
-    taken = []
-    take = lowering.take_program if is_kept else no_program
-    monkeypatch.setattr(lowering, "take_program", lambda *given: taken.append(take(*given)) or taken[-1])
+    def noted(*given: Any) -> Any:
+        found = take_program(*given)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(lowering, "take_program", noted)
+    monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "1" if is_kept else "0")
     assert facts(compiled(folder, beside=True)) == expected
     assert expected[-1] and gate.num_copied > 4 and gate.num_waits > 1
-    assert [found is not None for found in taken] == [is_kept]  # its key is the one of weights that were there
+    assert taken == [True] * is_kept  # its key is the one of weights that were there
 
 
-def test_what_the_copy_fails_with_comes_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_the_copy_fails_with_comes_out(
+    folder: Path, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
     def failing(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(TravellingWeights, "_copy", failing)
+    monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "1" if is_kept else "0")
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         compiled(folder, beside=True)
     wait_for_weights()  # nothing is left under way

@@ -36,6 +36,9 @@ class TravellingWeights:
 
     Args:
         model: a model on the CPU, whose parameters get their place on the device here.
+
+    Attributes:
+        failure: what the copy failed with; None as long as it did not.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -52,7 +55,7 @@ class TravellingWeights:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # the zeros are written there
         self._done, self._total = 0, sum(target.nbytes for target, _ in self._pairs)
         self._given_up = threading.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="detcompile copying weights", daemon=True)
         self._thread.start()
 
@@ -63,8 +66,8 @@ class TravellingWeights:
                 while self._thread.is_alive():
                     self._thread.join(LOOK)
                     copying.becomes(self._text())
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def give_up(self) -> None:
         """Copy no further weight; returns when the thread has ended."""
@@ -82,7 +85,7 @@ class TravellingWeights:
                 if self._stream is not None:
                     self._stream.synchronize()
         except BaseException as error:  # whatever it is, wait() raises it
-            self._failure = error
+            self.failure = error
         self._pairs.clear()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -100,6 +103,10 @@ def travelling(weights: TravellingWeights) -> Iterator[None]:
     try:
         yield
         weights.wait()
+    except Exception:
+        if weights.failure is not None:  # torch.compile, in whose backend it was waited, wraps it in its own
+            raise weights.failure from None
+        raise
     finally:
         weights.give_up()
         _under_way.reset(before)

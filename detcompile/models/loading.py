@@ -87,7 +87,7 @@ class Load(NamedTuple):
         """The model on its device, to be compiled within; as ``on``.
 
         Args:
-            beside: its large weights may still be on their way there, where nothing looks at them before.
+            beside: large weights may still be on their way to the device, where nothing looks at them before.
         """
         model = None if self.random or not beside else self.on(torch.device("cpu"))
         if model is None:

@@ -136,5 +136,6 @@ def test_models_that_may_look_at_their_weights_wait(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu(folder: Path) -> None:
     assert facts(compiled(folder, beside=True, device="cuda")) == facts(compiled(folder, beside=False, device="cuda"))

@@ -1,6 +1,7 @@
 """compile(): the one function most users need."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -98,8 +99,9 @@ def compile(
         options = {"replicate_attention": replicate_attention}
         return compile_in_workers(given, tp=tp, pp=pp, numerics=numerics, max_context=max_context, options=options)
     with shown(progress):
-        module = given.on(given.device) if isinstance(given, Load) else given
-        return compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
+        beside = isinstance(given, Load) and tp == 1 and given.device.type == "cuda"
+        with given.under_way(beside=beside) if isinstance(given, Load) else nullcontext(given) as module:
+            return compile_here(module, tp, numerics, max_context, tp_group, replicate_attention)
 
 
 def compile_here(

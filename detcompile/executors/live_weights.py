@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
+from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.weights import tensor_digest, weight_digests
 
 __all__ = ["LiveWeights", "tensors_by_name"]
@@ -45,6 +46,7 @@ class LiveWeights:
         is_share: bool = False,
         shares: Shares | None = None,
     ) -> None:
+        wait_for_weights()
         self._held = held
         self._named = named or held
         self._whole, self._shares = dict(whole), shares

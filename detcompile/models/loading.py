@@ -1,5 +1,7 @@
 """A checkpoint that was found, loaded as the Hugging Face module that compile() takes."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -18,6 +20,7 @@ from detcompile.models.checkpoints import (
 from detcompile.models.hub import Checkpoint, cached_snapshot, find_checkpoint
 from detcompile.models.weight_files import weight_files
 from detcompile.passes.modules.low_rank import take_adapters
+from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, travelling
 from detcompile.progress import stage
 from detcompile.read_ahead import read_ahead
 from detcompile.weights import named_weights
@@ -78,6 +81,24 @@ class Load(NamedTuple):
             num_bytes = sum(tensor.nbytes for tensor in named_weights(model).values())
             loading.becomes(f"load {title}, {num_bytes / 1e9:.2f} GB")
         return model
+
+    @contextlib.contextmanager
+    def under_way(self, *, beside: bool) -> Iterator[PreTrainedModel]:
+        """The model on its device, to be compiled within; as ``on``.
+
+        Args:
+            beside: large weights may still be on their way to the device, where nothing looks at them before.
+        """
+        model = None if self.random or not beside else self.on(torch.device("cpu"))
+        if model is None:
+            yield self.on(self.device)
+        elif may_travel(model):
+            with travelling(TravellingWeights(model, self.device)):
+                yield model
+        else:
+            with stage(f"copy {self.checkpoint.title} to {self.device}"):
+                model.to(self.device)
+            yield model
 
     def _random(self, device: torch.device) -> PreTrainedModel:
         path, trusted = self.checkpoint.folder, self.trust_remote_code

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from detcompile.errors import UnsupportedModel
 from detcompile.passes.programs.example_step import BLOCK_SIZE, ExampleStep
+from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.step import KVGroup
 
 __all__ = ["require_kept"]
@@ -33,6 +34,7 @@ def require_kept(forward: Callable[..., Any], groups: Sequence[KVGroup], example
     """
     if len(groups) < 2:
         return
+    wait_for_weights()
     input_ids, position_ids, step, logits_to_keep = example
     k_caches, v_caches = (_shared(caches, groups) for caches in (step.k_caches, step.v_caches))
     shared = step._replace(

@@ -18,6 +18,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from detcompile.errors import UnsupportedModel
+from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.weights import tensor_digest
 
 __all__ = ["NotRun", "constants_of", "input_names", "never_run", "program_digest", "region_form"]
@@ -161,6 +162,7 @@ class _Form:
             return ["graph", _Form(held, [str(place) for place in range(len(inputs))], self._symbols).lines]
         if not isinstance(held, Tensor) or isinstance(held, FakeTensor):
             raise UnsupportedModel(f"the model's graph holds a {type(held).__name__}, which no fingerprint can hold")
+        wait_for_weights()
         with unset_fake_temporarily():  # a backend's passes run under the mode that traced the graph
             return ["tensor", tensor_digest(held)]
 

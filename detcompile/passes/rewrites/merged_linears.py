@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from detcompile.passes.graphs import VIEWS, insert, replace, shape_of
+from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.templates.ops import ours
 
 __all__ = ["fed", "joined", "lift_weights", "merge_linears"]
@@ -117,6 +118,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
     Parts that lie one behind the other already, as another program over these weights left them, stay there.
     """
+    wait_for_weights()
     first, ends = parts[0], itertools.accumulate(part.numel() * part.element_size() for part in parts)
     places = [first.data_ptr(), *(first.data_ptr() + end for end in ends)]
     storages = {part.untyped_storage().data_ptr() for part in parts}

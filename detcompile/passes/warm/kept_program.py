@@ -19,6 +19,7 @@ from detcompile.passes.layers.program import LayeredCode, LayeredProgram, Unroll
 from detcompile.passes.programs.binding import Binding, bind, binding_of
 from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.programs.example_step import example_step, some_layers
+from detcompile.passes.programs.travelling_weights import wait_for_weights
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.rewrites.merged_linears import joined
 from detcompile.passes.tracing import Seen, Traced
@@ -86,6 +87,7 @@ def kept(traced: Traced, model: nn.Module, ranks: TensorParallel | None = None) 
 
 def _is_all_of(traced: Traced, program: LayeredProgram) -> bool:
     """Whether the code of a graph alone gives the one result of the traced forward, in its form."""
+    wait_for_weights()
     binding = binding_of(traced.graph, traced.example)
     alone = in_float_mode(program, traced.example[0].device, torch.get_num_threads())
     one, other = (bind(run, binding)(*copy.deepcopy(traced.example)) for run in (traced.graph.run, alone))

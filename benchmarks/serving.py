@@ -53,7 +53,7 @@ def requests_of(arguments: argparse.Namespace, rate: float, vocab_size: int) -> 
     shapes = {"prompt": arguments.prompt, "output": arguments.answer}
     trace = log_normal_trace(arguments.requests, rate or math.inf, arguments.seed, **shapes)
     asked = {"temperature": arguments.temperature, "ignore_eos": True, "stream": True}
-    asked |= {"stream_options": {"include_usage": True}}
+    asked |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # events without a tokenizer, too
     tokens = random.Random(arguments.seed)
     found: Requests = []
     for seed, arrival in enumerate(trace):

@@ -1,6 +1,6 @@
 """A training step on one GPU beside torch.compile's: layers of Qwen3-8B's shape, float32 masters, bfloat16 forward.
 
-    python -m benchmarks.training_step --commit $(git rev-parse --short HEAD) [--layers 8] [--tokens 16384] [--served-layers 36]
+    python -m benchmarks.training_step --commit $(git rev-parse --short HEAD) [--layers 8] [--tokens 16384]
 
 Both sides read the same sequences and take a step of AdamW after clipping. The peer is Hugging Face's model compiled by
 torch.compile's default, under autocast to bfloat16, with SDPA and the fused AdamW; its loss and ours are the mean of

@@ -1,7 +1,6 @@
 """Replay: a receipt's answers against a model, by one teacher-forced pass and the sampler over each position of it."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import TypeVar
 
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
@@ -31,7 +30,6 @@ CHUNK = 512  # tokens of a step
 HASHED = "the receipt holds hashes of its prompts and answers: give its salt and its prompts (--opening)"
 OTHER_LOGPROBS = "the logprobs of the prompt are others"
 COMPARED = ("token_ids", "finish_reason", "stop_reason", "text", "logprobs")  # of a sample, in this order
-Returned = TypeVar("Returned")
 
 
 def replay(
@@ -61,7 +59,7 @@ def replay(
         return differs("signatures", fault, signature="invalid")
     replayer = Replayer(model, chunk=chunk)
     again = decode or opening is not None
-    verdict = replayer.decode(receipt, opening) if again else _result(replayer.steps(receipt))
+    verdict = replayer.decode(receipt, opening) if again else replayer.check(receipt)
     verdict.signature = "unchecked" if key is None else "valid"
     return verdict
 
@@ -109,6 +107,20 @@ class Replayer:
                 return verdict
             num_tokens += verdict.num_tokens
         return Verdict(outcome="equal", message=f"all {num_tokens} tokens came out again", num_tokens=num_tokens)
+
+    def check(self, receipt: Receipt) -> Verdict:
+        """The verdict on a receipt, by teacher forcing.
+
+        Raises:
+            InvalidInput: a receipt that no server gives, or one of hashes.
+        """
+        steps = self.steps(receipt)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                verdict: Verdict = end.value
+                return verdict
 
     def decode(self, receipt: Receipt, opening: Opening | None = None) -> Verdict:
         """The verdict on a receipt, by answers that an engine makes again.
@@ -240,12 +252,3 @@ def _token_difference(drawn: Drawn, answers: Sequence[list[int]]) -> Verdict | N
     said = f"sample {drawn.sample}, position {drawn.position}: token {expected} in the receipt, {drawn.token} is drawn"
     place = {"sample": drawn.sample, "position": drawn.position}
     return differs("token_ids", said, expected=expected, found=drawn.token, **place)
-
-
-def _result(steps: Generator[None, None, Returned]) -> Returned:
-    """What a generator returns, once it has run to its end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value

@@ -1,4 +1,4 @@
-"""Clients that others wrote, unmodified: the evaluation harness, LangChain's, and Schemathesis over the schema.
+"""Clients that others wrote, unmodified: lm-eval, LangChain's, GuideLLM, and Schemathesis over the schema.
 
 They need the extra `clients`, which `make test` installs.
 """
@@ -26,7 +26,7 @@ from tests.serving.conftest import Server, model_of, started
 from tests.serving.test_tools import ADD, check
 
 MISSING = "needs the extra `clients`: pip install -e .[test,clients]"
-GUIDELLM = shutil.which("guidellm")
+GUIDELLM = Path(sys.executable).with_name("guidellm")
 TEXTS = Path(TINY_FOLDER, "prompts.txt").read_text().split("\n---\n")[:6]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
 
@@ -133,9 +133,10 @@ def pydantic_call(call: dict[str, Any]) -> Any:
     return type("Call", (), {"function": function})
 
 
-@EXHAUSTIVE
-@pytest.mark.skipif(GUIDELLM is None, reason="needs guidellm on the path, from an environment of its own")
-@pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=4"])
+@pytest.mark.skipif(not GUIDELLM.exists(), reason=MISSING)
+@pytest.mark.parametrize(
+    "profile", ["kind=concurrent,streams=4", pytest.param("kind=poisson,rate=4", marks=EXHAUSTIVE)]
+)
 def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -> None:
     report, num_requests, num_tokens = tmp_path / "report.json", 24, 16
     given = {

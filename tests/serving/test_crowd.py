@@ -66,7 +66,7 @@ async def crowd(url: str, asked: list[tuple[str, dict[str, Any]]], streams: list
 
 
 @pytest.mark.parametrize(
-    ("count", "part"), [(100, 0), *(pytest.param(1000, part, marks=EXHAUSTIVE) for part in range(10))]
+    ("count", "part"), [(300, 0), *(pytest.param(1000, part, marks=EXHAUSTIVE) for part in range(10))]
 )
 def test_mixed_requests_come_again_by_their_seeds(count: int, part: int, server: Server, http: httpx.Client) -> None:
     draw = random.Random(f"{seed_of_run()} crowd {count} {part}")

@@ -11,7 +11,8 @@ from detcompile.runtime.step import rehearsal
 from detcompile.runtime.step.layout import graph_layouts
 from detcompile.runtime.step.rehearsal import rehearse, rehearsed_steps
 from detcompile.runtime.step.runner import Runner
-from detcompile.templates.device.cuda_graphs import is_for_graph, is_rehearsal
+from detcompile.runtime.step.stage_forward import StageForward
+from detcompile.templates.device.cuda_graphs import is_alone, is_for_graph, is_rehearsal
 from tests.bits import assert_bitwise_equal
 from tests.runtime.step.runner_cases import forward, make_cache
 
@@ -30,7 +31,7 @@ def launched(steps, forward=forward, cache=None):
         mock.patch.object(torch.cuda, "device", lambda device: mock.MagicMock()),
         mock.patch.object(Runner, "_start_upload", lambda self, steps, buffers: (buffers.fill(steps), staging)[1]),
     ):
-        rehearse(lambda: Runner(recorded, cache, False), steps)
+        rehearse(forward if isinstance(forward, StageForward) else recorded, cache, steps)
     return cache, found
 
 
@@ -79,3 +80,18 @@ def test_threads_are_as_many_as_cores_at_most(monkeypatch):
     monkeypatch.setattr(rehearsal.os, "cpu_count", lambda: 3)
     launched(rehearsed_steps([], 1, 1, 1))
     assert asked == [3]
+
+
+def test_a_stage_runs_alone_over_rows_of_its_own():
+    found = []
+
+    def program(rows, position_ids, step, logits_to_keep):
+        assert is_alone() and not rows.any()
+        found.append(rows.shape)
+        return rows + 1
+
+    stage = StageForward(program, torch.ones(1, 1, 8), before=0, after=2)
+    steps = rehearsed_steps([], 4, 16, 2)
+    launched(steps, stage)  # no other stage is there to receive from or to send to
+    assert sorted(found) == sorted((1, step.tokens, 8) for step in steps)
+    assert stage._given is None and not stage._sent

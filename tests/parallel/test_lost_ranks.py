@@ -135,6 +135,7 @@ def test_a_stage_that_is_killed_costs_no_bit() -> None:
         assert found == expected and engine.stats.num_restarts == 1
 
 
+@EXHAUSTIVE
 def test_of_several_updates_others_get_those_that_count() -> None:
     """In their order, and no more files than that are kept."""
     given: list[list[str]] = []

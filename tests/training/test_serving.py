@@ -7,13 +7,14 @@ import torch
 
 import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams, Trainer, TrainerMismatch
+from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import add_gradients, gradients, sequences
 
 LENGTHS = [40, 7, 130, 64]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("gemma2", marks=EXHAUSTIVE)])
 def trainer(request: pytest.FixtureRequest) -> Trainer:
     """Checked against an engine when it is made, and with checkpoints."""
     name = request.param

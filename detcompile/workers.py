@@ -26,14 +26,8 @@ from detcompile.parallel import PipelineStage, backend_of_ranks, rank_device
 from detcompile.passes.sharding.shard import moves_after_sharding
 from detcompile.progress import listening, stage
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import (
-    Forwards,
-    Room,
-    affordable_blocks,
-    new_worker,
-    rehearse_steps,
-    room_for_cache,
-)
+from detcompile.runtime.engine_setup import Forwards, affordable_blocks, new_worker, rehearse_steps, room_for_cache
+from detcompile.runtime.memory_probe import Room
 from detcompile.runtime.processes.packed_tensors import PackedTensor, pack_tensor, unpack_tensor
 from detcompile.runtime.processes.remote_worker import (
     PackedWork,

@@ -16,7 +16,7 @@ from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.kv_cache import KVCache, new_cache
 from detcompile.runtime.kv.prefixes import Prefixes
-from detcompile.runtime.memory_probe import GraphNeeds, StepNeeds, graph_needs, step_needs
+from detcompile.runtime.memory_probe import GraphNeeds, Room, StepNeeds, affordable_states, graph_needs, step_needs
 from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.sampling.sampler import Sampler
@@ -31,17 +31,13 @@ from detcompile.runtime.step.worker import Worker
 __all__ = [
     "EngineModel",
     "Forwards",
-    "Room",
     "affordable_blocks",
-    "affordable_states",
     "engine_over",
     "new_engine",
     "new_worker",
     "rehearse_steps",
     "room_for_cache",
 ]
-
-STATE_SHARE = 2  # sequences' states may take one part in so many of the memory that is left
 
 
 class EngineModel(NamedTuple):
@@ -58,14 +54,6 @@ class Forwards(NamedTuple):
 
     plain: Forward
     with_states: Callable[[], Forward] | None = None  # compiles it; None where hidden states cannot be had
-
-
-class Room(NamedTuple):
-    """Bytes of a device."""
-
-    cache: int  # that memory_fraction leaves for the KV cache and the states
-    step: StepNeeds | None = None  # left free beside them; None where it was not measured
-    graphs: GraphNeeds = GraphNeeds()
 
 
 @shown(None)
@@ -87,7 +75,8 @@ def new_engine(
     """
     facts, forward = model.facts, _forward(model.facts, forwards, tokenizer, speculation)
     rehearse_steps(facts, forward, config)
-    sized, room = config.num_blocks is None, Room(0)
+    sized = config.num_blocks is None
+    room = Room(0)
     if sized or facts.state_shapes:
         room = room_for_cache(facts, forward, config, drafts=speculation is not None)
     num_states = affordable_states(facts, config, room)
@@ -109,10 +98,14 @@ def new_engine(
 
 
 def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, num_sharers: int = 1) -> None:
-    """Compile and gate the kernels of an engine's steps, if this is a GPU that ``num_sharers`` ranks' machine has."""
+    """Compile and gate the kernels of an engine's steps where it is on a GPU; other ranks and stages take no part.
+
+    Args:
+        num_sharers: ranks of the model, which share the machine's cores.
+    """
     if facts.device.type == "cuda":
-        cache = new_cache(facts, 2, config.block_size)
-        rehearse(forward, cache, rehearsed_steps(*_step_sizes(facts, config)), num_sharers)
+        steps = rehearsed_steps(*_step_sizes(facts, config))
+        rehearse(forward, new_cache(facts, 2, config.block_size), steps, num_sharers)
 
 
 def _forward(
@@ -213,23 +206,6 @@ def affordable_blocks(facts: ModelFacts, config: EngineConfig, room: Room, num_s
     return min(_require_some(left // per_block // num_sharers, facts, config, room), useful)
 
 
-def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> int:
-    """Sequences whose states fit their share of the room, and no more than seats.
-
-    Raises:
-        InvalidInput: not even one's.
-    """
-    if not facts.state_shapes:
-        return 0
-    per_state, share = KVCache.bytes_per_state(facts.state_shapes, facts.dtype), room.cache // STATE_SHARE
-    if share < per_state:
-        raise InvalidInput(
-            f"memory_fraction={config.memory_fraction} leaves {max(0, share) / 2**30:.2f} GiB for states, of which a"
-            f" sequence takes {per_state / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
-        )
-    return min(config.max_num_seqs, share // per_state)
-
-
 def room_for_cache(
     facts: ModelFacts, forward: Forward, config: EngineConfig, *, drafts: bool, num_sharers: int = 1
 ) -> Room:
@@ -293,7 +269,8 @@ def _longest(facts: ModelFacts, config: EngineConfig) -> int:
 def _step_sizes(facts: ModelFacts, config: EngineConfig) -> tuple[list[tuple[int, int, int]], int, int, int]:
     """Layouts of the CUDA graphs, and tokens, sequences and table width of the largest step."""
     largest = config.max_num_seqs, config.max_num_batched_tokens, _longest(facts, config)
-    return (graph_layouts(*largest, config.block_size) if _has_graphs(facts, config) else []), *largest
+    graphs = graph_layouts(*largest, config.block_size) if _has_graphs(facts, config) else []
+    return graphs, *largest
 
 
 def _has_graphs(facts: ModelFacts, config: EngineConfig) -> bool:

@@ -1,4 +1,5 @@
-"""What an engine takes of a GPU beside its weights and its KV cache, measured: the worst step, and the CUDA graphs.
+"""What an engine takes of a GPU beside its weights and its KV cache, measured: the worst step, and the CUDA graphs;
+and the room that is left.
 
 Steps run over a cache of a few blocks: what they allocate does not hang on its size. Every kernel that they launch has
 been gated and loaded before the measurement.
@@ -10,15 +11,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from detcompile.errors import InvalidInput
+from detcompile.facts import ModelFacts
 from detcompile.runtime.device_memory import StepMemory, gpu_memory
+from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.kv.kv_cache import KVCache
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.sampling.sampler import Sampler, SampleRow
 from detcompile.runtime.step.layout import StepBuffers, StepLayout, first_layouts
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_arrays
 
-__all__ = ["GraphNeeds", "StepNeeds", "graph_needs", "step_needs"]
+__all__ = ["GraphNeeds", "Room", "StepNeeds", "affordable_states", "graph_needs", "step_needs"]
 
+STATE_SHARE = 2  # sequences' states may take one part in so many of the memory that is left
 PARTS = (8, 5, 3)  # eighths of the rows: the allocator keeps blocks that fit one size of step and not another
 NUM_LOGPROBS = 20  # of each token
 NUM_SAMPLED_GRAPHS = 8  # beside those of the largest size
@@ -145,3 +151,29 @@ def _busiest(
     rows += [SampleRow(FILTERED, 1, key=own + index) for index in range(drafts)]
     prompts = (PromptRows(len(rows), (0,) * prompt, NUM_LOGPROBS),) if prompt else ()
     return StepWork(arrays._replace(logits_to_keep=np.arange(len(rows) + prompt)), tuple(rows), prompts)
+
+
+class Room(NamedTuple):
+    """Bytes of a device."""
+
+    cache: int  # that memory_fraction leaves for the KV cache and the states
+    step: StepNeeds | None = None  # left free beside them; None where it was not measured
+    graphs: GraphNeeds = GraphNeeds()
+
+
+def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> int:
+    """Sequences whose states fit their share of the room, and no more than seats.
+
+    Raises:
+        InvalidInput: not even one's.
+    """
+    if not facts.state_shapes:
+        return 0
+    per_state = KVCache.bytes_per_state(facts.state_shapes, facts.dtype)
+    share = room.cache // STATE_SHARE
+    if share < per_state:
+        raise InvalidInput(
+            f"memory_fraction={config.memory_fraction} leaves {max(0, share) / 2**30:.2f} GiB for states, of which a"
+            f" sequence takes {per_state / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
+        )
+    return min(config.max_num_seqs, share // per_state)

@@ -20,9 +20,9 @@ from detcompile.runtime.device_memory import (
     ran_out_of_memory,
 )
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import EngineModel, Forwards, Room, new_engine
+from detcompile.runtime.engine_setup import EngineModel, Forwards, new_engine
 from detcompile.runtime.kv.kv_cache import KVShape, new_cache
-from detcompile.runtime.memory_probe import GraphNeeds, StepNeeds, graph_needs, step_needs
+from detcompile.runtime.memory_probe import GraphNeeds, Room, StepNeeds, graph_needs, step_needs
 from detcompile.runtime.sampling.penalties import TokenCounts
 from detcompile.runtime.sampling.sampler import Sampler, SamplingParams
 from detcompile.runtime.step.graphs import unowned

@@ -10,8 +10,9 @@ from detcompile.orders.numerics import Numerics
 from detcompile.parallel import TensorParallel
 from detcompile.passes.lowering import lower
 from detcompile.runtime.engine_config import EngineConfig
-from detcompile.runtime.engine_setup import affordable_states, room_for_cache
+from detcompile.runtime.engine_setup import room_for_cache
 from detcompile.runtime.kv.kv_cache import new_cache
+from detcompile.runtime.memory_probe import affordable_states
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.exhaustive import exhaustive_unless
 from tests.invariance.axis import assert_every_axis_holds

@@ -20,8 +20,9 @@ BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, 
 PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 OWN_TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
-# Of a config or a model: where it came from, what wrote it, and a hash of strings, which is another in every process.
-WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash")
+# Of a config or a model: where it came from, what wrote it and how it is written again, and a hash of strings, which is
+# another in every process.
+WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash", "_weight_conversions")
 VOLATILE = ("_name_or_path", "name_or_path", "_commit_hash", *WRITTEN)
 HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
 

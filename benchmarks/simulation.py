@@ -2,10 +2,11 @@
 
 The cost of a step is that of an H200 with an 8B model, fitted to six whole-model figures (FITTED: commit 099064d,
 Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step was run.
-The host takes no time. Without stages nothing overlaps: a step is planned when the one before has ended. Of a pipeline
-each stage takes its part of a step's cost, and as many steps are under way as there are stages.
+Without stages nothing overlaps: a step is planned when the one before has ended. Of a pipeline each stage takes its
+part of a step's cost, and several steps are under way (``Lanes``). The host takes no time, or so long for each step.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.pacing.lanes import Lanes
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
@@ -26,6 +28,7 @@ __all__ = [
     "Arrival",
     "FITTED",
     "H200_8B",
+    "HostCost",
     "Simulation",
     "StepCost",
     "latencies",
@@ -68,6 +71,20 @@ class StepCost(NamedTuple):
 
 
 H200_8B = StepCost()
+
+
+class HostCost(NamedTuple):
+    """Seconds of the host between a step and the next one of its sequences."""
+
+    base: float
+    per_token: float  # that was drawn
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of one step."""
+        return self.base + self.per_token * num_tokens
+
+
+NO_HOST = HostCost(0.0, 0.0)
 
 
 class Arrival(NamedTuple):
@@ -137,7 +154,12 @@ class _InFlight(NamedTuple):
 
 
 def simulate(
-    trace: list[Arrival], config: EngineConfig, num_blocks: int, cost: StepCost = H200_8B, num_stages: int = 1
+    trace: list[Arrival],
+    config: EngineConfig,
+    num_blocks: int,
+    cost: StepCost = H200_8B,
+    num_stages: int = 1,
+    host: HostCost = NO_HOST,
 ) -> Simulation:
     """Serve a trace to its end."""
     pool = BlockPool(num_blocks, config.block_size)
@@ -145,9 +167,9 @@ def simulate(
     scheduler = Scheduler(config, blocks, num_stages)
     served = {_sequence(arrival, number): _Served(arrival) for number, arrival in enumerate(trace)}
     simulation = Simulation(list(served.values()), [])
-    stages = _Stages(num_stages)
+    stages, lanes = _Stages(num_stages), Lanes(num_stages)
     coming = list(served)[::-1]
-    now = 0.0
+    now, shortest = 0.0, math.inf
     in_flight: deque[_InFlight] = deque()
     while coming or scheduler.num_unfinished:
         while coming and served[coming[-1]].arrival.time <= now:
@@ -155,12 +177,14 @@ def simulate(
             scheduler.add(coming.pop())
             if not coming:
                 simulation.idle_share_under_load = stages.idle_share
+        scheduler.num_lanes = lanes.count
         plan = scheduler.plan()
         for sequence in plan.preempted:
             served[sequence].preempted_before.add(sequence.num_generated)
             simulation.num_preemptions += 1
         if plan.entries:
             seconds, decode_keys = cost.of(plan.entries)
+            shortest = min(shortest, seconds / num_stages)
             simulation.most_decode_keys = max(simulation.most_decode_keys, decode_keys)
             scheduler.observe(plan, sum(entry.num_tokens for entry in plan.entries), seconds)
             in_flight.append(_InFlight(plan.entries, _drawn(plan.entries), stages.run(now, seconds)))
@@ -168,9 +192,11 @@ def simulate(
             assert coming, "sequences are left and none can run"
             now = served[coming[-1]].arrival.time
             continue
-        if not plan.entries or len(in_flight) == num_stages:
+        if not plan.entries or len(in_flight) >= scheduler.num_lanes:
             due = in_flight.popleft()
-            now = due.end
+            host_seconds = host.seconds(len(due.drawn))
+            now = max(now, due.end) + host_seconds
+            lanes.observe(host_seconds, shortest)
             _finish(due, scheduler, served, now, len(simulation.step_tokens))
             simulation.step_tokens.append(sum(entry.num_tokens for entry in due.entries))
     simulation.seconds, simulation.idle_share = now, stages.idle_share

@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 
 from benchmarks.plots import RESULTS
 from benchmarks.schedulers import POLICIES, ROOMY, real_rows
-from benchmarks.simulation import FITTED, H200_8B, Arrival, Simulation, log_normal_trace, simulate, summarise
+from benchmarks.simulation import (
+    FITTED,
+    H200_8B,
+    Arrival,
+    HostCost,
+    Simulation,
+    log_normal_trace,
+    simulate,
+    summarise,
+)
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.pacing.lanes import Lanes
 from tests.model_cases import compiled
 
 LONGEST = 8192  # tokens of a request of the trace
@@ -67,6 +77,22 @@ def test_stages_are_idle_for_less_than_a_twentieth_under_load(num_stages: int, r
     assert found.idle_share_under_load < 0.05 and found.num_preemptions == 0
     alone = simulate(log_normal_trace(300, rate), config, 4 * ROOMY)
     assert summarise(found)["output_tokens_per_s"] > 1.2 * summarise(alone)["output_tokens_per_s"]
+
+
+def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it takes longer for a step than the stages for their weights: elsewhere it would cost more."""
+    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=1024)
+    trace = [Arrival(0.0, 200, 100 + number % 56) for number in range(1024)]
+
+    def found(host: HostCost) -> tuple[float, float]:
+        simulation = simulate(trace, config, 4 * ROOMY, num_stages=2, host=host)
+        return simulation.idle_share, summarise(simulation)["output_tokens_per_s"]
+
+    slow, quick = HostCost(1e-3, 16e-6), HostCost(1e-3, 0.0)
+    hidden, given = found(slow), found(quick)
+    monkeypatch.setattr(Lanes, "count", 2)
+    assert hidden[0] < 0.05 < 0.15 < found(slow)[0] and hidden[1] > 1.1 * found(slow)[1]
+    assert given == found(quick)
 
 
 def test_where_blocks_are_short_lazy_preempts_and_reserve_never_does() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.scheduler import Scheduler
 
 __all__ = ["EngineStats", "StepRecord", "Tally"]
@@ -94,15 +93,10 @@ class Tally:
         self._records.append(record)
 
     def stats(
-        self,
-        scheduler: Scheduler,
-        blocks: KVBlocks,
-        num_held_blocks: Mapping[str, int],
-        idle_share: float,
-        num_restarts: int,
+        self, scheduler: Scheduler, num_held_blocks: Mapping[str, int], idle_share: float, num_restarts: int
     ) -> EngineStats:
         """The counts, and the state of the engine's parts now."""
-        found, pool, pace = blocks.statistics, blocks.pool, scheduler.pace
+        found, pool, pace = scheduler.blocks.statistics, scheduler.blocks.pool, scheduler.pace
         return EngineStats(
             num_steps=self._num_steps,
             num_prefill_tokens=self._num_prefill_tokens,

@@ -6,8 +6,8 @@ row too many, which nobody reads. A step that drafts needs to know every token b
 to know where it ended, so there the step ahead is read back first; what the caller does with its tokens has time while
 the next one runs.
 
-Where the worker is a pipeline of stages, as many steps are under way as there are stages, each of sequences whose
-tokens are all known: no step waits for a token of another.
+A pipeline of stages has several steps under way (``Lanes``), each of sequences whose tokens are all known: no step
+waits for a token of another.
 """
 
 import time
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from detcompile.errors import EngineError, WorkerError
 from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.metrics import EngineStats, StepRecord, Tally
+from detcompile.runtime.pacing.lanes import Lanes
 from detcompile.runtime.pacing.step_clock import StepClock
 from detcompile.runtime.processes.restarts import Restarts
 from detcompile.runtime.request_book import RequestBook
@@ -84,7 +85,8 @@ class Pipeline:
         self._speculator = speculator
         self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
-        self._in_flight: deque[_InFlight] = deque()  # at most one, or one a stage
+        self._in_flight: deque[_InFlight] = deque()  # at most one, or one a lane
+        self._lanes = Lanes(worker.num_stages)
         self._clock = StepClock(clock)
         self._restarts = Restarts(scheduler.config.restarts)
 
@@ -117,12 +119,13 @@ class Pipeline:
         self.mid_step = False
 
     def _step_in_stages(self) -> bool:
-        """Launch a step while there are fewer than stages; settle the oldest where all have one, or no step can be."""
+        """Launch a step while there are fewer than lanes; settle the oldest where all have one, or no step can be."""
+        self._scheduler.num_lanes = num_lanes = self._lanes.count
         launched = self._launch({}, self._planner.wants_drafts())
         assert not isinstance(launched, _OutOfMemory), "stages share their steps"
         if launched is not None:
             self._in_flight.append(launched)
-        if self._in_flight and (launched is None or len(self._in_flight) == self._worker.num_stages):
+        if self._in_flight and (launched is None or len(self._in_flight) >= num_lanes):
             self._settle(self._in_flight.popleft())
             return True
         return launched is not None
@@ -159,8 +162,7 @@ class Pipeline:
         Args:
             num_held_blocks: blocks that each request has, by its id.
         """
-        counts = self._worker.idle_share, self._restarts.count
-        return self.tally.stats(self._scheduler, self._scheduler.blocks, num_held_blocks, *counts)
+        return self.tally.stats(self._scheduler, num_held_blocks, self._worker.idle_share, self._restarts.count)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: nothing of it is kept."""
@@ -295,3 +297,4 @@ class Pipeline:
         load, host_seconds = due.step.load, due.host_seconds + finish_seconds
         counts = load.num_prefill_tokens, load.num_decodes, due.num_waiting
         self.tally.add(StepRecord(due.started, time.monotonic(), host_seconds, *counts), num_tokens)
+        self._lanes.observe(host_seconds, self._worker.shortest_step)

@@ -23,7 +23,7 @@ __all__ = ["NextStep", "PROMPT_LOGPROBS_CHUNK", "Policy", "new_policy"]
 PROMPT_LOGPROBS_CHUNK = 512  # prompt tokens a step whose logits are all wanted: bounds the memory of their logprobs
 
 # Of prompts in a step of a pipeline: a part of all that waits, so that steps behind each other take about as long.
-ROUNDS = 6  # of steps, one a stage, that what waits is spread over
+ROUNDS = 6  # of steps that run at a time, which what waits is spread over
 FEWEST = 64  # tokens: fewer take as long
 
 
@@ -36,8 +36,8 @@ class NextStep:
         cut: token budget of a step while memory is short, which parts prompts under every policy; None where the
             config's budget holds.
         pace: bounds the prompt tokens of a step that decodes; None where only the budget does.
-        num_stages: steps that run at a time, one a stage: this one takes its share of what there is to do, and no
-            sequence whose newest token another is about to draw.
+        num_lanes: steps that run at a time: this one takes its share of what there is to do, and no sequence whose
+            newest token another is about to draw.
 
     Attributes:
         budget: tokens that may still enter.
@@ -50,11 +50,11 @@ class NextStep:
         blocks: KVBlocks,
         config: EngineConfig,
         cut: int | None,
-        num_stages: int,
+        num_lanes: int,
         pace: Pace | None = None,
     ) -> None:
         self.budget = config.max_num_batched_tokens if cut is None else cut
-        self._num_stages = num_stages
+        self._num_lanes = num_lanes
         self.entries: dict[Sequence, StepEntry] = {}
         self.preempted: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -66,16 +66,16 @@ class NextStep:
         self._pace = pace
         self._shape = StepShape()  # of the entries, for the pace
         self._lost: set[Sequence] = set()  # the preempted ones, to look up
-        if num_stages > 1 and self._parts_prompts:
+        if num_lanes > 1 and self._parts_prompts:
             self.budget = min(self.budget, self._share())
 
     def ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences that decode, and those whose prompt is not computed yet."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        elsewhere = 0  # keys of the sequences whose next token other stages are about to draw
+        elsewhere = 0  # keys of the sequences whose next token other steps are about to draw
         for sequence in self._queues.running:
-            if self._num_stages > 1 and sequence.num_pending:
+            if self._num_lanes > 1 and sequence.num_pending:
                 elsewhere += sequence.num_tokens
                 continue
             num_tokens = sequence.num_tokens
@@ -85,7 +85,7 @@ class NextStep:
                     decodes.append(sequence)
             elif num_uncomputed > 0:
                 prefills.append(sequence)
-        return self._part(decodes, elsewhere) if self._num_stages > 1 else decodes, prefills
+        return self._part(decodes, elsewhere) if self._num_lanes > 1 else decodes, prefills
 
     def decode(self, ready: Iterable[Sequence]) -> None:
         """One token of each of these, least recently served first, as the budget allows."""
@@ -143,7 +143,7 @@ class NextStep:
 
     def _part(self, decodes: list[Sequence], elsewhere: int) -> list[Sequence]:
         """Those of the sequences that decode, the least recently served first, which read their part of all keys."""
-        left = (elsewhere + sum(sequence.num_tokens for sequence in decodes)) / self._num_stages
+        left = (elsewhere + sum(sequence.num_tokens for sequence in decodes)) / self._num_lanes
         part: list[Sequence] = []
         for sequence in sorted(decodes, key=lambda s: s.last_step):
             left -= sequence.num_tokens
@@ -155,7 +155,7 @@ class NextStep:
     def _share(self) -> int:
         """Tokens of this step: a part of the decodes, and of all prompt tokens that wait."""
         num_decodes = waiting = 0
-        rounds = ROUNDS * self._num_stages
+        rounds = ROUNDS * self._num_lanes
         for sequence in (*self._queues.running, *self._queues.waiting):
             if sequence.num_pending or sequence.num_computed >= sequence.num_prompt_tokens:
                 num_decodes += 1
@@ -163,7 +163,7 @@ class NextStep:
                 waiting += sequence.num_uncomputed
             if waiting >= rounds * self.budget:
                 break
-        return -(-num_decodes // self._num_stages) + max(FEWEST, -(-waiting // rounds))
+        return -(-num_decodes // self._num_lanes) + max(FEWEST, -(-waiting // rounds))
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and blocks for its first chunk, or nothing.

@@ -11,6 +11,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.pacing.cost_model import StepShape
+from detcompile.runtime.pacing.lanes import most_lanes
 from detcompile.runtime.pacing.pace import Pace
 from detcompile.runtime.policies import NextStep, new_policy
 from detcompile.runtime.requests.queues import Queues
@@ -37,9 +38,10 @@ class Scheduler:
     A planned sequence's ``num_computed`` advances at once, so that the next step can be planned while this one runs.
 
     Args:
-        num_stages: steps that run at a time, each in a stage of a pipeline.
+        num_stages: stages of the pipeline that runs the steps.
 
     Attributes:
+        num_lanes: steps that run at a time, each of other sequences; whoever runs them may change it between plans.
         running: sequences that run, in the order of their admission; never changed from outside.
         waiting: sequences that wait and may be planned, in any order; never changed from outside.
         pace: what bounds prompt tokens beside decodes, and learns from ``observe``; None without a tbt_slo.
@@ -48,8 +50,9 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: KVBlocks, num_stages: int = 1) -> None:
         self.config = config
         slo = config.tbt_slo
-        self.pace = None if slo is None else Pace(slo / 1e3 / num_stages)  # between two tokens are as many steps
-        self._num_stages = num_stages
+        self.pace = None if slo is None else Pace(slo / 1e3)
+        self.num_lanes = num_stages
+        self._most_in_flight = most_lanes(num_stages)
         self.blocks = blocks
         self._queues = Queues(config.aging)
         self.running, self.waiting = self._queues.running, self._queues.waiting
@@ -78,7 +81,7 @@ class Scheduler:
         most = sequence.most_tokens
         if self.config.allocation == "reserve":
             return self.blocks.needed(most)
-        in_flight = (1 + self._num_stages) * self.config.max_num_batched_tokens  # steps may run while one is planned
+        in_flight = (1 + self._most_in_flight) * self.config.max_num_batched_tokens  # while one is planned
         return self.blocks.peak(most, most if self.config.whole_prompts else in_flight)
 
     def require_room(self, sequence: Sequence) -> None:
@@ -189,7 +192,9 @@ class Scheduler:
         self._queues.leave_alone(sequences)
 
     def _next_step(self) -> NextStep:
-        return NextStep(self._queues, self.blocks, self.config, self._cut, self._num_stages, self.pace)
+        if self.pace is not None:
+            self.pace.num_lanes = self.num_lanes
+        return NextStep(self._queues, self.blocks, self.config, self._cut, self.num_lanes, self.pace)
 
     def _drop(self, step: NextStep) -> None:
         """Nothing of a step that could not be planned was run; what lost its blocks on the way has lost them."""

@@ -1,5 +1,6 @@
 """An engine whose workers are lost starts others and goes on: the bits are those of a run that nothing disturbed."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
@@ -49,6 +50,7 @@ class MortalWorker:
 
     accepts_rejection = is_alone = False
     head_shares, idle_share = 1, 0.0
+    shortest_step = math.inf  # of a pipeline's stages; 0.0 has one more step under way than stages
 
     def __init__(
         self, make: Callable[[], Worker], losses: Iterator[bool], vain: Iterator[bool] = NEVER, num_stages: int = 1
@@ -140,8 +142,9 @@ LOSSES = st.lists(st.integers(0, 25), min_size=1, max_size=3)  # four might cond
     numbers=LOSSES,
     vain=st.booleans(),
     num_stages=st.sampled_from([1, 1, 2]),
+    shortest_step=st.sampled_from([0.0, math.inf]),
 )
-def test_losses_at_any_call_move_no_bit(params, config, numbers, vain, num_stages):
+def test_losses_at_any_call_move_no_bit(params, config, numbers, vain, num_stages, shortest_step):
     if num_stages > 1:
         config = replace(config, overlap=False)
     requests = [(prompt_of(5 + 17 * index, index), own) for index, own in enumerate(params)]
@@ -149,6 +152,7 @@ def test_losses_at_any_call_move_no_bit(params, config, numbers, vain, num_stage
     expected = answers(undisturbed, requests)
     disturbances = {"vain": iter([vain]), "num_stages": num_stages}
     engine, worker = mortal_engine(replace(config, restarts=9), some_losses(numbers), **disturbances)
+    worker.shortest_step = shortest_step
     assert answers(engine, requests) == expected
     assert worker.num_lost == engine.stats.num_restarts
     assert answers(engine, requests) == expected  # nothing of a cache that was lost is found

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BlockPool
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.pacing.lanes import most_lanes
 from detcompile.runtime.policies import PROMPT_LOGPROBS_CHUNK
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
@@ -27,7 +28,7 @@ class Drive:
     """Plays the engine: plans, draws a token where a sequence is computed to its end, settles, removes what ended.
 
     With ``overlap`` a step is planned before the tokens of the one before are known, and with stages before those of as
-    many. Every plan is checked.
+    many, or of one more. Every plan is checked.
     """
 
     scheduler: Scheduler
@@ -40,6 +41,8 @@ class Drive:
 
     def step(self) -> StepPlan:
         before = Before(self.scheduler)
+        if self.num_stages > 1:
+            self.scheduler.num_lanes = self.tokens.randint(self.num_stages, most_lanes(self.num_stages))
         plan = self.scheduler.plan()
         self.plans.append(plan)
         samples = [e.sequence for e in plan.entries if e.start + e.num_tokens == e.sequence.num_tokens]
@@ -49,7 +52,7 @@ class Drive:
         if plan.entries:
             self.in_flight.append((plan, samples))
         assert self.in_flight or not self.scheduler.num_unfinished, "nothing runs and nothing will"
-        most = self.num_stages - 1 if self.num_stages > 1 else int(self.overlap)
+        most = self.scheduler.num_lanes - 1 if self.num_stages > 1 else int(self.overlap)
         if self.in_flight and (len(self.in_flight) > most or not plan.entries):
             self.finish(*self.in_flight.popleft())
         self.scheduler.blocks.check(self.scheduler.running)

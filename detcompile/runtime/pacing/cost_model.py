@@ -15,6 +15,7 @@ from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["CostModel", "StepShape"]
 
+LEAST_SECONDS = 1e-6  # of a step, taken or predicted: no error is without bound
 KEPT_STEPS = 64  # of each size: powers of two of tokens
 FEW_TOKENS = 64  # whose products may cost no more than the weights that they read
 FIT_STEPS = 16  # after which the model is fitted anew
@@ -70,8 +71,8 @@ class CostModel:
 
     def observe(self, shape: StepShape, seconds: float) -> float:
         """A step has taken so long; returns how much longer than was predicted, 0 where nothing was."""
-        features = _features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs)
-        predicted = self.seconds(shape) if self.known else seconds
+        features, seconds = _features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs), max(LEAST_SECONDS, seconds)
+        predicted = max(LEAST_SECONDS, self.seconds(shape)) if self.known else seconds
         if self.known:
             self._errors.append(seconds / predicted - 1)
         self.most_tokens = max(self.most_tokens, shape.num_tokens)

@@ -23,6 +23,7 @@ class Pace:
         seconds: longest time that should pass between two tokens.
 
     Attributes:
+        num_lanes: steps that run at a time, each of other sequences: so many are between two tokens.
         model: what steps cost.
         num_late: steps with decodes that took longer than that.
         error_seconds: absolute differences of what steps took and what was predicted, added up.
@@ -30,6 +31,7 @@ class Pace:
     """
 
     def __init__(self, seconds: float) -> None:
+        self.num_lanes = 1
         self.model = CostModel()
         self.num_late = 0
         self.error_seconds = 0.0
@@ -39,7 +41,7 @@ class Pace:
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step has ended, so long after the one before it."""
         self.error_seconds += abs(self.model.observe(shape, seconds))
-        self.num_late += shape.decode_keys > 0 and seconds > self._seconds
+        self.num_late += shape.decode_keys > 0 and self.num_lanes * seconds > self._seconds
 
     def full(self, shape: StepShape) -> bool:
         """Whether a step of decodes has no room for a prompt: none should start."""
@@ -73,4 +75,4 @@ class Pace:
         return found
 
     def _late(self, seconds: Any) -> Any:
-        return seconds * (1 + self.model.margin) > self._seconds
+        return self.num_lanes * seconds * (1 + self.model.margin) > self._seconds

@@ -190,7 +190,7 @@ class RemoteWorker(_Remote):
     def collect(self, launched: RemoteStep) -> StepResult:
         """Wait for the oldest step that was not collected."""
         told = [step for step in self._group.result(self._ask(launched)) if step is not None]
-        self._stages.ended(step.busy_seconds for step in told)
+        self._stages.ended([step.busy_seconds for step in told])
         result, hidden, _ = told[-1]
         assert isinstance(result, StepResult)
         return result if hidden is None else result._replace(hidden=unpack_tensor(hidden).to(self._device))
@@ -220,6 +220,11 @@ class RemoteWorker(_Remote):
     def idle_share(self) -> float:
         """Share of the stages' time in which they had no step, while there were any; 0 before the first."""
         return self._stages.idle_share if self.num_stages > 1 else 0.0
+
+    @property
+    def shortest_step(self) -> float:
+        """Seconds that the slowest stage took for the shortest step; infinity before the first."""
+        return self._stages.shortest
 
     @property
     def sampler(self) -> "RemoteWorker":

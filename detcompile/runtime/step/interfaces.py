@@ -27,6 +27,7 @@ class StepWorker(BlockReader, Protocol):
         is_alone: no other rank takes part in its steps, so that it may go on without one that could not be launched.
         num_stages: stages of the pipeline that it is, each of which runs a step while the others run others.
         idle_share: share of the stages' time in which they had no step, while there were any; 0 before the first.
+        shortest_step: seconds that the slowest stage took for the shortest step; infinity where there is one stage.
     """
 
     accepts_rejection: bool
@@ -35,6 +36,10 @@ class StepWorker(BlockReader, Protocol):
 
     @property
     def idle_share(self) -> float:
+        """See above."""
+
+    @property
+    def shortest_step(self) -> float:
         """See above."""
 
     @property

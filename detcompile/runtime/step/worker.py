@@ -6,6 +6,7 @@ Legend: R rows of logits.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,6 +81,7 @@ class Worker:
         num_stages: stages of the pipeline that it is.
         head_shares: 1, as its KV cache has all heads; 0 where other ranks have some.
         idle_share: share of the stages' time in which they had no step, while there were any.
+        shortest_step: seconds that the slowest stage of a pipeline took for the shortest step: infinity, as it is none.
         memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
     """
 
@@ -87,6 +89,7 @@ class Worker:
     num_stages = 1
     head_shares = 1
     idle_share = 0.0
+    shortest_step = math.inf
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self.runner = runner

@@ -89,6 +89,16 @@ def test_the_model_finds_the_cost_of_steps_that_it_has_not_seen(cost: tuple[floa
         assert model.seconds(shape) == pytest.approx(seconds, rel=0.08)
 
 
+def test_a_step_that_was_predicted_to_take_no_time_is_counted() -> None:
+    """Where all steps so far took what their keys explain, one without keys should take none."""
+    model = CostModel()
+    for number in range(1, 200):
+        model.observe(StepShape(1, 1000 * number, 0.0), 1e-3 * number)
+    assert model.known and model.seconds(StepShape(1, 0, 0.0)) < 1e-6
+    assert model.observe(StepShape(1, 0, 0.0), 1.0) == pytest.approx(1.0)
+    assert model.observe(StepShape(1, 0, 0.0), 0.0) < 1.0
+
+
 @given(steps=st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 10**6), st.floats(1e-5, 10)), max_size=100))
 @settings(max_examples=60, deadline=None)
 def test_whatever_steps_took_a_chunk_is_one_that_was_asked_for(steps: list[tuple[int, int, float]]) -> None:

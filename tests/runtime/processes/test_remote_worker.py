@@ -1,5 +1,6 @@
 """The rows of a step arrive in a worker process as they were, but for keys and tokens that it needs once."""
 
+import math
 from collections import deque
 from types import SimpleNamespace
 
@@ -76,14 +77,14 @@ def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected:
 def test_stages_are_idle_where_nobody_is_busy_while_a_step_is_under_way() -> None:
     now = 0.0
     clock = StageClock(2, clock=lambda: now)
-    assert clock.idle_share == 0.0
+    assert clock.idle_share == 0.0 and clock.shortest == math.inf
     clock.started()
     now = 4.0
     clock.started()
     clock.ended([2.0, 2.0])
     now = 6.0
     clock.ended([2.0, 2.0])
-    assert clock.idle_share == pytest.approx(1 - 8 / 12)
+    assert clock.idle_share == pytest.approx(1 - 8 / 12) and clock.shortest == 2.0
     now = 100.0  # nothing is under way
     clock.started()
     now = 102.0

@@ -99,6 +99,12 @@ def build(arguments: argparse.Namespace, device: torch.device) -> PreTrainedMode
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes), dtype=torch.bfloat16).eval()
 
 
+def build_on_current_device(arguments: argparse.Namespace) -> PreTrainedModel:
+    """The same in a process of an engine."""
+    cuda = torch.cuda.is_available()
+    return build(arguments, torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+
+
 def mesh_of(arguments: argparse.Namespace, device: torch.device) -> DeviceMesh:
     """All ranks, or pairs of replicas of as many shards."""
     ranks = dist.get_world_size()

@@ -82,7 +82,8 @@ def test_stages_are_idle_for_less_than_a_twentieth_under_load(num_stages: int, r
 def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it takes longer for a step than the stages for their weights: elsewhere it would cost more."""
     config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=1024)
-    trace = [Arrival(0.0, 200, 100 + number % 56) for number in range(1024)]
+    trace = [Arrival(0.0, 20, 20)]  # whose steps read the weights and do little else
+    trace += [Arrival(1.0, 200, 100 + number % 56) for number in range(1024)]
 
     def found(host: HostCost) -> tuple[float, float]:
         simulation = simulate(trace, config, 4 * ROOMY, num_stages=2, host=host)

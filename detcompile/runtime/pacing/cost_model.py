@@ -71,7 +71,8 @@ class CostModel:
 
     def observe(self, shape: StepShape, seconds: float) -> float:
         """A step has taken so long; returns how much longer than was predicted, 0 where nothing was."""
-        features, seconds = _features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs), max(LEAST_SECONDS, seconds)
+        features = _features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs)
+        seconds = max(LEAST_SECONDS, seconds)
         predicted = max(LEAST_SECONDS, self.seconds(shape)) if self.known else seconds
         if self.known:
             self._errors.append(seconds / predicted - 1)

@@ -1,0 +1,144 @@
+"""A sharded trainer and an engine on the same devices: equal bytes, and the seconds of a step's parts.
+
+    torchrun --nproc-per-node=4 -m benchmarks.rollout --json OUT --model-shape 8b --layers 8 --steps 5
+
+The ranks of torchrun train under FSDP2; the first of them also has an engine, whose workers share the model among as
+many devices by tensor parallelism. In a step the engine draws answers, the trainer computes the log-probabilities of
+their tokens, each rank those of its share, and takes a step of REINFORCE with drawn rewards, and the engine gets the
+new weights. Counts the tokens whose log-probabilities differ in a byte, and gives KL(engine, trainer), the mean over
+tokens of e^d - 1 - d, d being the difference. Ranks are GPUs, or processes over gloo where there is no GPU.
+"""
+
+import argparse
+import functools
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import detcompile
+from benchmarks.cpu import cpu_name
+from benchmarks.train_sharded import SHAPES, build, build_on_current_device
+from detcompile import CompiledModel, EngineConfig, SamplingParams, Trainer
+from detcompile.models.remote import compile_in_workers
+from tests.training.cases import padded
+
+__all__ = ["Answer"]
+
+Answer = tuple[list[int], list[int], list[float]]  # prompt, drawn tokens, their log-probabilities
+LEARNING_RATE = 1e-5
+
+
+def draw(model: CompiledModel, arguments: argparse.Namespace, step: int) -> list[Answer]:
+    """Answers of the engine, which holds its cache for this long only."""
+    drawn = random.Random(step)
+    lengths = [drawn.randint(arguments.prompt // 2, arguments.prompt) for _ in range(arguments.answers)]
+    prompts = [[drawn.randrange(2, model.vocab_size) for _ in range(length)] for length in lengths]
+    engine = model.engine(EngineConfig(num_blocks=2000, max_num_batched_tokens=2048))
+    asked = SamplingParams(max_tokens=arguments.length, temperature=1.0, seed=step, logprobs=0, ignore_eos=True)
+    found = []
+    for prompt, output in zip(prompts, engine.generate(prompts, asked, progress=False)):
+        entries = output.outputs[0].logprobs
+        assert output.error is None and entries is not None
+        found.append((prompt, [entry.token_id for entry in entries], [entry.logprob for entry in entries]))
+    return found
+
+
+def learn(trainer: Trainer, answers: list[Answer], device: torch.device, step: int) -> Tensor:
+    """Add the gradients of this rank's answers; the differences of their tokens' log-probabilities, float64."""
+    rewards = [random.Random(f"{step} {number}").uniform(-1, 1) for number in range(len(answers))]
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    rows, own_rewards = answers[mine], rewards[mine]
+    ids, mask = padded([torch.tensor(prompt + tokens) for prompt, tokens, _ in rows], [0] * len(rows))
+    logprobs = trainer.logprobs(ids.to(device), mask.to(device))
+    differences, loss = [], logprobs.new_zeros(())
+    for place, ((prompt, tokens, served), reward) in enumerate(zip(rows, own_rewards)):
+        of_answer = logprobs[place, len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+        loss = loss - reward * of_answer.sum()
+        differences.append(of_answer.detach().double().cpu() - torch.tensor(served).double())
+    (loss / sum(len(tokens) for _, tokens, _ in answers)).backward()
+    return torch.cat(differences)
+
+
+def steps(arguments: argparse.Namespace, device: torch.device) -> "list[dict[str, Any]]":
+    """What each step took and showed, and on the first rank what it took to start."""
+    started = time.perf_counter()
+    trainer = detcompile.trainer(build(arguments, device), progress=False)
+    trainer.shard()
+    optimizer = detcompile.AdamW(trainer.parameters(), lr=LEARNING_RATE)
+    rows: list[dict[str, Any]] = [{"trainer seconds": time.perf_counter() - started}]
+    started = time.perf_counter()
+    model = None
+    if dist.get_rank() == 0:
+        own = functools.partial(build_on_current_device, arguments)
+        model = compile_in_workers(own, tp=dist.get_world_size(), numerics=trainer.numerics)
+    dist.barrier()
+    rows[0]["engine seconds"] = time.perf_counter() - started
+    for step in range(arguments.steps):
+        row: dict[str, Any] = {}
+
+        def lap(name: str, row: dict[str, Any] = row) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            row[name], row["at"] = time.perf_counter() - row["at"], time.perf_counter()
+
+        row["at"] = time.perf_counter()
+        told: list[Any] = [draw(model, arguments, step) if model is not None else None]
+        dist.broadcast_object_list(told, device=device)
+        lap("answers seconds")
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, learn(trainer, told[0], device, step))
+        lap("gradients seconds")
+        trainer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        lap("optimizer seconds")
+        weights = trainer.serving_weights()
+        lap("gathering seconds")
+        if model is not None:
+            model.update_weights(weights)
+        lap("weights to the engine seconds")
+        del row["at"]
+        found = torch.cat(of_ranks)
+        row |= {"tokens": found.numel(), "differing": int(found.count_nonzero())}
+        row["KL"] = float((found.exp() - 1 - found).mean())
+        row["bytes of weights"] = sum(weight.nbytes for weight in weights.values())
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--model-shape", choices=["tiny", *SHAPES], default="8b", help="tiny: the embedded model")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--answers", type=int, default=64, help="answers of a step")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of the longest prompt")
+    parser.add_argument("--length", type=int, default=128, help="tokens of an answer")
+    arguments = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    report = {name: value for name, value in vars(arguments).items() if name != "json"}
+    report |= {"hardware": torch.cuda.get_device_name() if cuda else cpu_name(), "ranks": dist.get_world_size()}
+    report |= {"torch": torch.__version__, "steps": steps(arguments, device)}
+    if dist.get_rank() == 0:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import detcompile.templates.rows.sums  # noqa: F401  registers torch.ops.detcompile.row_sum
 from detcompile.errors import InvalidInput
+from detcompile.templates.rows.sums import row_square_sum
 from detcompile.training.optimizer import local_part
 
 __all__ = ["clip_grad_norm_"]
@@ -51,13 +51,17 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    """float64: sums of integers for each group of ranks that share rows, then of all."""
+    """float64: sums of integers for each group of ranks that share rows, then of all.
+
+    The rows of all gradients are cut into integers together, as launches of a few numbers each would take a GPU's host
+    longer than all sums.
+    """
     of_group: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        of_group[_group_of(gradient)].append(_limbs(local_part(gradient)))
+        of_group[_group_of(gradient)].append(_row_sums(local_part(gradient)))
     totals = []
-    for group, limbs in of_group.items():
-        total = torch.stack(limbs).sum(0)
+    for group, sums in of_group.items():
+        total = _limbs(torch.cat(sums))
         if group is not None:
             dist.all_reduce(total, group=group)
         totals.append(total)
@@ -69,14 +73,18 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
     return norm.where(nan == 0, torch.nan)
 
 
-def _limbs(gradient: Tensor) -> Tensor:
-    """[6] int64: four limbs of the sum of the rows' squares, rows that are too large, and rows that are NaN."""
+def _row_sums(gradient: Tensor) -> Tensor:
+    """[rows] float32: each row's sum of squares."""
     if gradient.dtype != torch.float32:
         raise InvalidInput(f"clip_grad_norm_: a gradient is {gradient.dtype}, not float32. Train float32 parameters.")
     if not gradient.numel():
-        return torch.zeros(_LIMBS + 2, dtype=torch.int64, device=gradient.device)
-    rows = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
-    sums = torch.ops.detcompile.row_sum(rows * rows, torch.float32).double()
+        return gradient.new_empty(0)
+    return row_square_sum(gradient.reshape(len(gradient) if gradient.dim() else 1, -1))
+
+
+def _limbs(row_sums: Tensor) -> Tensor:
+    """[6] int64: four limbs of the sum of the rows' squares, rows that are too large, and rows that are NaN."""
+    sums = row_sums.double()
     nan, large = sums.isnan(), sums > _MOST
     rest, found = sums.where(~(nan | large), 0.0), []
     for place in range(_LIMBS):

@@ -35,11 +35,12 @@ from detcompile.templates.rows.tiles import (
     store_rows,
 )
 
-__all__ = ["log_softmax_cuda", "logsumexp_cuda", "softmax_cuda"]
+__all__ = ["log_normalizer_cuda", "log_softmax_cuda", "logsumexp_cuda", "softmax_cuda"]
 
 SOFTMAX = tl.constexpr(0)
 LOG_SOFTMAX = tl.constexpr(1)
 LOGSUMEXP = tl.constexpr(2)
+NORMALIZER = tl.constexpr(3)  # what log_softmax takes away: first the maximum, then the logarithm of the sum
 _OUTPUT_WIDTH = 4096  # columns that a program writes once the sum of its row is known
 ONCE_WIDTH = 4096  # up to so many columns, a row's exponentials share one reciprocal, which takes registers
 SHORT = ShortTile(folds=2)
@@ -84,6 +85,9 @@ def _held_kernel(
     weight = tile_total(e, ROWS, LANES, VECTOR, SHUFFLE)
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift, mask=row < T)
+    elif KIND == NORMALIZER:
+        tl.store(out_ptr + 2 * row, shift, mask=row < T)
+        tl.store(out_ptr + 2 * row + 1, _log(weight, SHUFFLE), mask=row < T)
     elif KIND == SOFTMAX:
         store_rows(out_ptr, row, column, T, normalized(e, weight, ONCE, FAST), R, UNIT, 1)
     else:
@@ -163,7 +167,7 @@ def _merge_kernel(
 ):  # fmt: skip
     """The row's maximum and sum from its parts', then W columns of the output."""
     row, column = rows_at(TILES, 1, W)
-    if KIND != LOGSUMEXP:
+    if KIND < LOGSUMEXP:  # a whole row comes out
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, TILES)
     parts = (tl.program_id(0) // TILES).to(tl.int64) * (LEAVES * CHUNKS)
     part = tl.arange(0, PART_LANES)
@@ -179,6 +183,9 @@ def _merge_kernel(
         )  # fmt: skip
     if KIND == LOGSUMEXP:
         tl.store(out_ptr + row, _log(weight, SHUFFLE) + shift)
+    elif KIND == NORMALIZER:
+        tl.store(out_ptr + 2 * row, tl.zeros((1,), tl.float32) + shift)
+        tl.store(out_ptr + 2 * row + 1, _log(weight, SHUFFLE))
     elif KIND == SOFTMAX:
         e = exponential(x - shift, SHUFFLE, FAST)
         store_rows(out_ptr, row, column, T, normalized(e, weight, False, FAST), R, UNIT, TILES)
@@ -210,6 +217,14 @@ def logsumexp_cuda(x: Tensor, radices: Sequence[int] | None, order: Row | None =
     return out
 
 
+def log_normalizer_cuda(x: Tensor, radices: Sequence[int] | None) -> Tensor:
+    """x [..., R] -> [..., 2] fp32: the maximum m and the logarithm l with which log_softmax is (x - m) - l."""
+    out = torch.empty((*x.shape[:-1], 2), dtype=torch.float32, device=x.device)
+    if x.numel():
+        _run(NORMALIZER, x, out, row_order(x.shape[-1], "cuda", tuple(radices or ()), x.dtype))
+    return out
+
+
 def _normalised(
     kind: tl.constexpr, x: Tensor, out_dtype: torch.dtype | None, radices: Sequence[int] | None, order: Row | None
 ) -> Tensor:
@@ -224,7 +239,7 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
     options["FAST"] = x.is_cuda and kind.value == SOFTMAX.value and out.dtype.itemsize == 2
     tile = {"R": order.length, "UNIT": rows.unit, "LANES": order.lanes, "VECTOR": order.vector}
     if not order.radices and not order.chunk:
-        short = SHORT_LOG if kind.value == LOG_SOFTMAX.value else SHORT
+        short = SHORT_LOG if kind.value in (LOG_SOFTMAX.value, NORMALIZER.value) else SHORT
         plan = row_plan(order, short=SHORT_FEW if rows.T * order.length < FEW_ELEMENTS else short)
         grid = (cdiv(rows.T, plan.rows),)
         once = x.is_cuda and not options["FAST"] and plan.width <= ONCE_WIDTH and order.vector >= 4
@@ -242,7 +257,7 @@ def _run(kind: tl.constexpr, x: Tensor, out: Tensor, order: Row) -> None:
         rows.start, top, sums, *rows[1:5], LEAF=order.leaf_length, ROWS=1, W=plan.width, num_warps=plan.warps,
         **parts, **tile, **options,
     )  # fmt: skip
-    tiles = 1 if kind.value == LOGSUMEXP.value else cdiv(order.length, _OUTPUT_WIDTH)
+    tiles = 1 if kind.value in (LOGSUMEXP.value, NORMALIZER.value) else cdiv(order.length, _OUTPUT_WIDTH)
     launcher(_merge_kernel)[(rows.T * tiles,)](
         rows.start, top, sums, out, *rows[1:5], KIND=kind.value, RADICES=order.radices[::-1] or (1,),
         LEVELS=len(order.radices), CHUNK_LANES=max(32, next_power_of_2(chunks)),

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda, row_var_mean_cuda
+from detcompile.templates.rows.sums_and_norms_gpu import SQUARE, row_sum_cuda, row_var_mean_cuda
 
-__all__ = ["reference_row_sum", "reference_row_var_mean", "row_sum_cpu", "row_var_mean_cpu", "rows_of"]
+__all__ = [
+    "reference_row_sum", "reference_row_var_mean", "row_square_sum", "row_sum_cpu", "row_var_mean_cpu", "rows_of",
+]  # fmt: skip
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _LIBRARY.define("row_sum(Tensor x, ScalarType? out_dtype=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -82,6 +84,11 @@ def _(x, out_dtype=None):
 @torch.library.register_fake("detcompile::row_var_mean", lib=_LIBRARY)
 def _(x, correction):
     return x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def row_square_sum(x: Tensor) -> Tensor:
+    """x [..., R] float32 -> [...]: row_sum of its squares, each rounded to float32."""
+    return row_sum_cuda(x, term=SQUARE) if x.is_cuda else row_sum_cpu(x * x)
 
 
 def reference_row_sum(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from detcompile.orders import Row
 from detcompile.orders.numerics import row_order
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.device.exponential import exponential
 from detcompile.templates.device.integers import cdiv, next_power_of_2
 from detcompile.templates.device.launcher import launcher
 from detcompile.templates.rows.tile_sums import chunk_sums, tile_total
@@ -36,12 +37,29 @@ from detcompile.templates.rows.tiles import (
     store_rows,
 )
 
-__all__ = ["layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda"]
+__all__ = [
+    "P_LOG_P", "SQUARE", "UNLIKELY", "layer_norm_cuda", "rms_norm_cuda", "row_sum_cuda", "row_var_mean_cuda",
+]  # fmt: skip
 
-PLAIN = tl.constexpr(0)
-SQUARE = tl.constexpr(1)
+# Of an element x, what a row's sum adds up.
+PLAIN = tl.constexpr(0)  # x
+SQUARE = tl.constexpr(1)  # x * x
 CENTERED_SQUARE = tl.constexpr(2)
+P_LOG_P = tl.constexpr(3)  # of x's probability in its row, 0 for one of 0
+UNLIKELY = tl.constexpr(-1e30)  # a finite logarithm in the place of that of zero
 SHORT = ShortTile()
+
+
+@triton.jit
+def _terms(x, normalizer_ptr, row, column, T, R: tl.constexpr, TERM: tl.constexpr, SHUFFLE: tl.constexpr):
+    if TERM == SQUARE:
+        x = x * x
+    elif TERM == P_LOG_P:
+        top = tl.load(normalizer_ptr + 2 * row, mask=row < T, other=0.0)
+        x = x - top[:, None, None] - tl.load(normalizer_ptr + 2 * row + 1, mask=row < T, other=0.0)[:, None, None]
+        x = exponential(x, SHUFFLE) * tl.where(x > UNLIKELY, x, UNLIKELY)
+        x = tl.where((column < R)[None, :, :], x, 0.0)
+    return x
 
 
 @triton.jit
@@ -52,29 +70,30 @@ def _centered_squares(x, mean, column, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=CALLERS)
 def _chunks_kernel(
-    x_ptr, mean_ptr, partial_ptr, T, heads, outer, inner,
+    x_ptr, aside_ptr, partial_ptr, T, heads, outer, inner,
     TERM: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of TERM over each chunk: partial [T, CHUNKS]. mean_ptr: sums of the chunks, for a centred term."""
+    """The sum of TERM over each chunk: partial [T, CHUNKS]. aside_ptr: for a centred term sums of the chunks, for
+    P_LOG_P the normalizers."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     row, column = rows_at(CHUNKS, ROWS, W, FOLDS)
     x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
-    if TERM == SQUARE:
-        x = x * x
-    elif TERM == CENTERED_SQUARE:
+    if TERM == CENTERED_SQUARE:
         x = _centered_squares(
-            x, row_mean(chunk_sums(mean_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE), R), column, R
+            x, row_mean(chunk_sums(aside_ptr, tl.program_id(0) // CHUNKS, CHUNKS, CHUNK_LANES, SHUFFLE), R), column, R
         )
+    else:
+        x = _terms(x, aside_ptr, row, column, T, R, TERM, SHUFFLE)
     tl.store(partial_ptr + tl.program_id(0) + tl.arange(0, 1), tile_total(x, ROWS, LANES, VECTOR, SHUFFLE))
 
 
 @triton.jit(do_not_specialize=CALLERS)
 def _row_sum_kernel(
-    x_ptr, partial_ptr, out_ptr, T, heads, outer, inner,
-    R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
+    x_ptr, normalizer_ptr, partial_ptr, out_ptr, T, heads, outer, inner,
+    TERM: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_LANES: tl.constexpr,
     ROWS: tl.constexpr, W: tl.constexpr, FOLDS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     SHUFFLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,6 +102,7 @@ def _row_sum_kernel(
     row, column = rows_at(1, ROWS, W, FOLDS)
     if CHUNKS == 1:
         x = load_rows(x_ptr, row, column, T, heads, outer, inner, 0.0, R, UNIT, CHUNKS)
+        x = _terms(x, normalizer_ptr, row, column, T, R, TERM, SHUFFLE)
         total = tile_total(x, ROWS, LANES, VECTOR, SHUFFLE)
     else:
         total = chunk_sums(partial_ptr, tl.program_id(0), CHUNKS, CHUNK_LANES, SHUFFLE)
@@ -167,15 +187,26 @@ def _layer_norm_kernel(
     store_rows(out_ptr, row, column, T, y, R, UNIT, CHUNKS)
 
 
-def row_sum_cuda(x: Tensor, out_dtype: torch.dtype | None = None, order: Row | None = None) -> Tensor:
-    """x [..., R] -> [...]: the sum of each row in fp32, rounded once to out_dtype (default x.dtype)."""
+def row_sum_cuda(
+    x: Tensor,
+    out_dtype: torch.dtype | None = None,
+    order: Row | None = None,
+    term: tl.constexpr = PLAIN,
+    normalizer: Tensor | None = None,
+) -> Tensor:
+    """x [..., R] -> [...]: the sum of each row in fp32, rounded once to out_dtype (default x.dtype).
+
+    Args:
+        term: what is added up: the elements, or what is made of each in fp32, rounded before it is added.
+        normalizer: [..., 2] float32, of ``log_normalizer_cuda``, for P_LOG_P.
+    """
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[-1] == 0:
         return out.zero_()
     if out.numel():
         rows, plan = _planned(x, order)
-        partial = _chunks(rows, plan, PLAIN)
-        _launch(_row_sum_kernel, rows, plan._replace(programs=1), partial, out)
+        partial = _chunks(rows, plan, term, normalizer)
+        _launch(_row_sum_kernel, rows, plan._replace(programs=1), normalizer, partial, out, TERM=term.value)
     return out
 
 
@@ -227,12 +258,12 @@ def _planned(x: Tensor, order: Row | None) -> tuple[RowLayout, RowPlan]:
     return row_layout(x, order.vector), row_plan(order, short=SHORT)
 
 
-def _chunks(rows: RowLayout, plan: RowPlan, term: tl.constexpr, means: Tensor | None = None) -> Tensor | None:
+def _chunks(rows: RowLayout, plan: RowPlan, term: tl.constexpr, aside: Tensor | None = None) -> Tensor | None:
     """The sums [T, chunks] of a row that is cut into chunks, None for one that is not."""
     if plan.programs == 1:
         return None
     partial = torch.empty(rows.T, plan.programs, dtype=torch.float32, device=rows.start.device)
-    _launch(_chunks_kernel, rows, plan, means, partial, TERM=term.value)
+    _launch(_chunks_kernel, rows, plan, aside, partial, TERM=term.value)
     return partial
 
 
@@ -251,22 +282,9 @@ def _launch(
     order = plan.order
     chunks = cdiv(order.length, plan.width)
     launcher(kernel)[(cdiv(rows.T, plan.rows) * plan.programs,)](
-        rows.start,
-        *(rows.start if t is None else t for t in tensors),
-        *rows[1:5],
-        *scalars,
-        R=order.length,
-        UNIT=rows.unit,
-        CHUNKS=chunks,
-        CHUNK_LANES=max(32, next_power_of_2(chunks)),
-        ROWS=plan.rows,
-        W=plan.width,
-        FOLDS=plan.folds,
-        LANES=order.lanes,
-        VECTOR=order.vector,
-        SHUFFLE=rows.start.is_cuda,
-        num_warps=plan.warps,
-        enable_fp_fusion=False,
-        **launch_options(rows.start.device),
-        **flags,
-    )
+        rows.start, *(rows.start if t is None else t for t in tensors), *rows[1:5], *scalars,
+        R=order.length, UNIT=rows.unit, CHUNKS=chunks, CHUNK_LANES=max(32, next_power_of_2(chunks)),
+        ROWS=plan.rows, W=plan.width, FOLDS=plan.folds, LANES=order.lanes, VECTOR=order.vector,
+        SHUFFLE=rows.start.is_cuda, num_warps=plan.warps, enable_fp_fusion=False,
+        **launch_options(rows.start.device), **flags,
+    )  # fmt: skip

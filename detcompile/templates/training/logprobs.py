@@ -9,7 +9,8 @@ Legend: M rows, V vocabulary size.
     dlogits = round(((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature)
 
 Sums are in row_order(V, device type, radices). Rows are independent, so that they may be computed in any pieces; on a
-GPU they are, of ELEMENTS_AT_ONCE logits. The backward computes log p again, which has the same bits.
+GPU they are, of ELEMENTS_AT_ONCE logits, where a temperature divides them. No log-probabilities of all tokens are kept:
+m and log(s) are, and whoever needs log p takes them away, in that order, which has the same bits.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
-from detcompile.templates.rows.softmax_gpu import log_softmax_cuda
-from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda
+from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda
+from detcompile.templates.rows.sums_and_norms_gpu import P_LOG_P, row_sum_cuda
 from detcompile.templates.training.row_gradients_gpu import logit_gradients
 
 __all__ = [
@@ -100,10 +101,11 @@ def token_logprobs_cuda(
     """The op on the GPU; a target out of the vocabulary is not looked for."""
     _check("token_logprobs", logits, targets, temperature)
     logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    for rows in _pieces(logits):
-        of_all = _log_softmax(logits[rows], temperature, radices)
-        logprobs[rows] = of_all.gather(1, targets[rows, None].long()).squeeze(1)
-        entropies[rows] = _entropies(of_all)
+    for rows in _pieces(logits, temperature):
+        x, normalizer = _normalized(logits[rows], temperature, radices)
+        chosen = x.gather(1, targets[rows, None].long()).squeeze(1).float()
+        logprobs[rows] = chosen - normalizer[:, 0] - normalizer[:, 1]
+        entropies[rows] = _entropies(x, normalizer)
     return logprobs, entropies
 
 
@@ -119,28 +121,29 @@ def token_logprobs_backward_cuda(
     _check_gradients(g, g_entropy, logits, targets, temperature)
     logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
     out = torch.empty_like(logits)
-    for rows in _pieces(logits):
-        of_all = _log_softmax(logits[rows], temperature, radices)
-        surprise = None if g_entropy is None else (_entropies(of_all), g_entropy.contiguous()[rows])
-        logit_gradients(of_all, targets[rows], g[rows], surprise, temperature, out[rows])
+    for rows in _pieces(logits, temperature):
+        x, normalizer = _normalized(logits[rows], temperature, radices)
+        surprise = None if g_entropy is None else (_entropies(x, normalizer), g_entropy.contiguous()[rows])
+        logit_gradients(x, normalizer, targets[rows], g[rows], surprise, temperature, out[rows])
     return out
 
 
-def _pieces(logits: Tensor) -> list[slice]:
-    step = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
-    return [slice(start, start + step) for start in range(0, len(logits), step)]
+def _pieces(logits: Tensor, temperature: float) -> list[slice]:
+    """Of the rows: all of them, where no copy of the logits is made."""
+    step = len(logits) if temperature == 1.0 else ELEMENTS_AT_ONCE // logits.shape[1]
+    return [slice(start, start + max(1, step)) for start in range(0, len(logits), max(1, step))]
 
 
-def _log_softmax(logits: Tensor, temperature: float, radices: Sequence[int]) -> Tensor:
-    """[rows, V] float32. A tensor divides, as CUDA turns a division by a number into a product."""
+def _normalized(logits: Tensor, temperature: float, radices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """x [rows, V], and what log_softmax takes away from each of its rows. A tensor divides, as CUDA turns a division by
+    a number into a product."""
     if temperature != 1.0:
         logits = logits.float() / logits.new_full((), temperature, dtype=torch.float32)
-    return log_softmax_cuda(logits, torch.float32, list(radices))
+    return logits, log_normalizer_cuda(logits, radices)
 
 
-def _entropies(logprobs: Tensor) -> Tensor:
-    terms = logprobs.exp() * logprobs.clamp_min(-1e30)
-    return -row_sum_cuda(terms)
+def _entropies(x: Tensor, normalizer: Tensor) -> Tensor:
+    return -row_sum_cuda(x, torch.float32, None, P_LOG_P, normalizer)
 
 
 _LIBRARY.impl("token_logprobs", token_logprobs_cpu, "CPU")

@@ -14,7 +14,7 @@ from detcompile.orders.numerics import row_order
 from detcompile.templates.device.exponential import exponential
 from detcompile.templates.device.integers import cdiv
 from detcompile.templates.device.launcher import launcher
-from detcompile.templates.rows.sums_and_norms_gpu import row_sum_cuda
+from detcompile.templates.rows.sums_and_norms_gpu import UNLIKELY, row_sum_cuda
 from detcompile.templates.rows.tile_sums import tile_total
 from detcompile.templates.rows.tiles import (
     CALLERS,
@@ -34,7 +34,6 @@ __all__ = ["layer_norm_backward_cuda", "logit_gradients", "rms_norm_backward_cud
 
 _SHORT = ShortTile()
 _LOGITS = 4096  # of a program
-UNLIKELY = tl.constexpr(-1e30)  # a finite logarithm in the place of that of zero
 
 
 @triton.jit(do_not_specialize=CALLERS)
@@ -81,14 +80,15 @@ def softmax_backward_kernel(
 
 @triton.jit
 def logit_gradient_kernel(
-    logprobs_ptr, targets_ptr, g_ptr, entropies_ptr, g_entropy_ptr, out_ptr, V, temperature,
+    x_ptr, normalizer_ptr, targets_ptr, g_ptr, entropies_ptr, g_entropy_ptr, out_ptr, V, temperature,
     WARM: tl.constexpr, HAS_ENTROPY: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature, of contiguous rows [M, V]."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row.to(tl.int64) * V + column
-    logprob = tl.load(logprobs_ptr + at, mask=column < V, other=0.0)
+    x = tl.load(x_ptr + at, mask=column < V, other=0.0).to(tl.float32)
+    logprob = x - tl.load(normalizer_ptr + 2 * row) - tl.load(normalizer_ptr + 2 * row + 1)
     p = exponential(logprob, ON_GPU)
     onehot = tl.where(column == tl.load(targets_ptr + row), 1.0, 0.0)
     d = (onehot - p) * tl.load(g_ptr + row)
@@ -125,18 +125,20 @@ def softmax_backward_cuda(g: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logit_gradients(
-    logprobs: Tensor, targets: Tensor, g: Tensor, surprise: tuple[Tensor, Tensor] | None, temperature: float,
-    out: Tensor,
+    x: Tensor, normalizer: Tensor, targets: Tensor, g: Tensor, surprise: tuple[Tensor, Tensor] | None,
+    temperature: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradients of logits [M, V], contiguous, from float32 log-probabilities of all tokens [M, V].
+    """Write the gradients of logits [M, V] to ``out``, contiguous.
 
     Args:
+        x: the logits, divided by the temperature, contiguous.
+        normalizer: [M, 2] float32, of ``log_normalizer_cuda``.
         surprise: entropies [M] and their gradients [M], where they have any.
     """
-    M, V = logprobs.shape
+    M, V = x.shape
     launcher(logit_gradient_kernel)[(M, cdiv(V, _LOGITS))](
-        logprobs, targets, g, *(surprise or (g, g)), out, V, temperature,
-        WARM=temperature != 1.0, HAS_ENTROPY=surprise is not None, ON_GPU=logprobs.is_cuda, BLOCK=_LOGITS, num_warps=8,
+        x, normalizer, targets, g, *(surprise or (g, g)), out, V, temperature,
+        WARM=temperature != 1.0, HAS_ENTROPY=surprise is not None, ON_GPU=x.is_cuda, BLOCK=_LOGITS, num_warps=8,
         enable_fp_fusion=False,
     )  # fmt: skip
 

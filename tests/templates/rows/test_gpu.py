@@ -11,7 +11,13 @@ from detcompile.orders.numerics import row_order
 from detcompile.templates.rows import softmax_gpu, sums_and_norms_gpu
 from detcompile.templates.rows import tiles as row_tiles
 from detcompile.templates.rows.softmax_gpu import log_softmax_cuda, logsumexp_cuda, softmax_cuda
-from detcompile.templates.rows.sums_and_norms_gpu import layer_norm_cuda, rms_norm_cuda, row_sum_cuda, row_var_mean_cuda
+from detcompile.templates.rows.sums_and_norms_gpu import (
+    SQUARE,
+    layer_norm_cuda,
+    rms_norm_cuda,
+    row_sum_cuda,
+    row_var_mean_cuda,
+)
 from detcompile.templates.tokens import embedding_gpu
 from tests.bits import assert_bitwise_equal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
@@ -40,6 +46,12 @@ def test_row_sum_has_the_bytes_of_its_order(length: int) -> None:
     for dtype in DTYPES:
         x = heavy_tailed(5, length, dtype=dtype)
         assert_bitwise_equal(row_sum_cuda(x, torch.float32), evaluate(x, length), f"{dtype} {length}")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_squares_are_rounded_before_they_are_added(length: int) -> None:
+    x = heavy_tailed(5, length)
+    assert_bitwise_equal(row_sum_cuda(x, term=SQUARE), evaluate(x * x, length))
 
 
 def test_the_sum_of_negative_zeros_is_that_of_its_order() -> None:

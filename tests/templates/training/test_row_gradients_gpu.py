@@ -7,6 +7,7 @@ from torch import Tensor
 
 from detcompile.orders.numerics import row_order
 from detcompile.templates.rows.norms import reference_layer_norm, reference_rms_norm
+from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda, log_softmax_cuda
 from detcompile.templates.training.logprobs import (
     reference_token_logprobs,
     token_logprobs_backward_cuda,
@@ -14,6 +15,7 @@ from detcompile.templates.training.logprobs import (
 )
 from detcompile.templates.training.row_gradients_gpu import (
     layer_norm_backward_cuda,
+    logit_gradients,
     rms_norm_backward_cuda,
     softmax_backward_cuda,
 )
@@ -111,3 +113,27 @@ def test_logits(with_entropy, temperature, dtype):
     assert_bitwise_equal(again, found[part])
     for ours, value in zip(token_logprobs_cuda(logits[part], targets[part], temperature), values):
         assert_bitwise_equal(ours, value[part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_entropy_is_the_sum_of_its_order(dtype):
+    """Of rows with impossible tokens, too."""
+    logits, targets = rows_of(VOCABULARY, dtype, 10, 5), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    logits[1:3, 1::3] = -torch.inf
+    normalizer, p = log_normalizer_cuda(logits, ()), torch.empty_like(logits, dtype=torch.float32)
+    minus_one = torch.full((5,), -1.0, device=DEVICE)
+    logit_gradients(logits, normalizer, targets - 1, minus_one, None, 1.0, p)  # no token is the target: probabilities
+    terms = (p * log_softmax_cuda(logits, torch.float32, ()).clamp_min(-1e30)).cpu().numpy()
+    expected = -torch.from_numpy(row_order(VOCABULARY, "cuda", (), dtype).evaluate(terms))
+    assert_bitwise_equal(token_logprobs_cuda(logits, targets)[1].cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("radices", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_logprob_has_the_bytes_of_log_softmax(temperature, radices, dtype):
+    logits, targets = rows_of(VOCABULARY, dtype, 11, 7), torch.arange(7, device=DEVICE) * 41
+    warm = logits if temperature == 1.0 else logits.float() / torch.full((), temperature, device=DEVICE)
+    of_all = log_softmax_cuda(warm, torch.float32, radices)
+    logprobs, _ = token_logprobs_cuda(logits, targets, temperature, radices)
+    assert_bitwise_equal(logprobs, of_all.gather(1, targets[:, None]).squeeze(1))

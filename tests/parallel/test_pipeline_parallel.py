@@ -2,6 +2,7 @@
 
 import functools
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -27,6 +28,7 @@ from detcompile.passes import lowering
 from detcompile.passes.programs.plain import run_plainly
 from detcompile.passes.stages import layers_of_stage
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.pacing.lanes import Lanes, most_lanes
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from tests.bits import assert_bitwise_equal
@@ -76,6 +78,15 @@ def stages(request: pytest.FixtureRequest) -> Iterator[RemoteModel]:
         yield model
 
 
+@pytest.fixture
+def drawn_lanes(monkeypatch: pytest.MonkeyPatch) -> random.Random:
+    """Lanes that come and go from step to step, whatever the host takes."""
+    drawn = random.Random(0)
+    count = property(lambda lanes: drawn.randint(lanes.num_stages, most_lanes(lanes.num_stages)))
+    monkeypatch.setattr(Lanes, "count", count)
+    return drawn
+
+
 def test_logits_the_fingerprint_and_the_proof(stages: RemoteModel) -> None:
     here, ids = alone(stages.device.type), IDS.to(stages.device)
     assert_bitwise_equal(stages(ids).logits, here(ids).logits)
@@ -101,15 +112,22 @@ def held(model: CompiledModel) -> list[str]:
     return [name for name, _ in model.model.named_parameters()]
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     params=st.lists(sampling_params(most_tokens=8), min_size=1, max_size=6),
     lengths=st.lists(st.integers(1, 90), min_size=6, max_size=6),
     config=CONFIGS,
+    seed=st.integers(0, 99),
 )
 def test_an_engine_of_any_requests(
-    stages: RemoteModel, params: list[SamplingParams], lengths: list[int], config: EngineConfig
+    stages: RemoteModel,
+    drawn_lanes: random.Random,
+    params: list[SamplingParams],
+    lengths: list[int],
+    config: EngineConfig,
+    seed: int,
 ) -> None:
+    drawn_lanes.seed(seed)
     params = [replace(own, stop=()) for own in params]
     prompts = [[(7 * i + j) % VOCAB_SIZE for j in range(lengths[i])] for i in range(len(params))]
     outputs = []
@@ -120,9 +138,12 @@ def test_an_engine_of_any_requests(
     assert outputs[0] == outputs[1]
 
 
-@settings(max_examples=3)
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), config=CONFIGS)
-def test_drafts_move_no_bit(stages: RemoteModel, accuracy: float, seed: int, config: EngineConfig) -> None:
+def test_drafts_move_no_bit(
+    stages: RemoteModel, drawn_lanes: random.Random, accuracy: float, seed: int, config: EngineConfig
+) -> None:
+    drawn_lanes.seed(seed)
     workload = plain_answers(stages.device.type)
     assert_drafts_unmoved(stages, Oracle(workload[2], accuracy, seed), config, workload, max_nodes=7)
 

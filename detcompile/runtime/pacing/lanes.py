@@ -25,7 +25,7 @@ class Lanes:
     """
 
     def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
+        self.num_stages = num_stages
         self._host_seconds = 0.0
         self._shortest = math.inf
 
@@ -33,7 +33,7 @@ class Lanes:
     def count(self) -> int:
         """Steps that should be under way."""
         more = self._host_seconds > self._shortest
-        return most_lanes(self._num_stages) if more else self._num_stages
+        return most_lanes(self.num_stages) if more else self.num_stages
 
     def observe(self, host_seconds: float, shortest_step: float) -> None:
         """A step has ended, which took the host so long.

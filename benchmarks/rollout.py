@@ -29,9 +29,7 @@ from detcompile import CompiledModel, EngineConfig, SamplingParams, Trainer
 from detcompile.models.remote import compile_in_workers
 from tests.training.cases import padded
 
-__all__ = ["Answer"]
-
-Answer = tuple[list[int], list[int], list[float]]  # prompt, drawn tokens, their log-probabilities
+Answer = tuple[list[int], list[int], list[float]]  # prompt, drawn tokens, and their log-probabilities by the engine
 LEARNING_RATE = 1e-5
 
 
@@ -51,68 +49,93 @@ def draw(model: CompiledModel, arguments: argparse.Namespace, step: int) -> list
 
 
 def learn(trainer: Trainer, answers: list[Answer], device: torch.device, step: int) -> Tensor:
-    """Add the gradients of this rank's answers; the differences of their tokens' log-probabilities, float64."""
+    """Add the gradients of this rank's answers.
+
+    Returns:
+        [tokens, 2] float32, the log-probabilities of its answers' tokens by the trainer and by the engine.
+    """
     rewards = [random.Random(f"{step} {number}").uniform(-1, 1) for number in range(len(answers))]
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     rows, own_rewards = answers[mine], rewards[mine]
     ids, mask = padded([torch.tensor(prompt + tokens) for prompt, tokens, _ in rows], [0] * len(rows))
     logprobs = trainer.logprobs(ids.to(device), mask.to(device))
-    differences, loss = [], logprobs.new_zeros(())
+    found, loss = [], logprobs.new_zeros(())
     for place, ((prompt, tokens, served), reward) in enumerate(zip(rows, own_rewards)):
         of_answer = logprobs[place, len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
         loss = loss - reward * of_answer.sum()
-        differences.append(of_answer.detach().double().cpu() - torch.tensor(served).double())
+        found.append(torch.stack([of_answer.detach().cpu(), torch.tensor(served)], 1))
     (loss / sum(len(tokens) for _, tokens, _ in answers)).backward()
-    return torch.cat(differences)
+    return torch.cat(found)
 
 
-def steps(arguments: argparse.Namespace, device: torch.device) -> "list[dict[str, Any]]":
-    """What each step took and showed, and on the first rank what it took to start."""
-    started = time.perf_counter()
+class Laps:
+    """Seconds of a step's parts, on all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._since = device, time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """This part has ended where all ranks have come to its end."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        now = time.perf_counter()
+        self.seconds[f"{name} seconds"], self._since = now - self._since, now
+
+
+def take_step(
+    trainer: Trainer,
+    optimizer: torch.optim.Optimizer,
+    model: CompiledModel | None,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    step: int,
+) -> dict[str, Any]:
+    """A step of all ranks, of which the first has the engine's model: what it took and showed."""
+    laps = Laps(device)
+    told: list[Any] = [draw(model, arguments, step) if model is not None else None]
+    dist.broadcast_object_list(told, device=device)
+    laps.end("answers")
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, learn(trainer, told[0], device, step))
+    laps.end("gradients")
+    trainer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    laps.end("optimizer")
+    weights = trainer.serving_weights()
+    laps.end("gathering")
+    if model is not None:
+        model.update_weights(weights)
+    laps.end("weights to the engine")
+    ours, served = torch.cat(of_ranks).unbind(1)
+    difference = ours.double() - served.double()
+    return laps.seconds | {
+        "tokens": ours.numel(),
+        "differing": int((ours.view(torch.int32) != served.view(torch.int32)).sum()),
+        "KL": float((difference.exp() - 1 - difference).mean()),
+        "bytes of weights": sum(weight.nbytes for weight in weights.values()),
+    }
+
+
+def steps(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """What it took to start, and then what each step took and showed."""
+    laps = Laps(device)
     trainer = detcompile.trainer(build(arguments, device), progress=False)
     trainer.shard()
     optimizer = detcompile.AdamW(trainer.parameters(), lr=LEARNING_RATE)
-    rows: list[dict[str, Any]] = [{"trainer seconds": time.perf_counter() - started}]
-    started = time.perf_counter()
+    laps.end("trainer")
     model = None
     if dist.get_rank() == 0:
         own = functools.partial(build_on_current_device, arguments)
         model = compile_in_workers(own, tp=dist.get_world_size(), numerics=trainer.numerics)
-    dist.barrier()
-    rows[0]["engine seconds"] = time.perf_counter() - started
+    laps.end("engine")
+    rows: list[dict[str, Any]] = [dict(laps.seconds)]
     for step in range(arguments.steps):
-        row: dict[str, Any] = {}
-
-        def lap(name: str, row: dict[str, Any] = row) -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            dist.barrier()
-            row[name], row["at"] = time.perf_counter() - row["at"], time.perf_counter()
-
-        row["at"] = time.perf_counter()
-        told: list[Any] = [draw(model, arguments, step) if model is not None else None]
-        dist.broadcast_object_list(told, device=device)
-        lap("answers seconds")
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, learn(trainer, told[0], device, step))
-        lap("gradients seconds")
-        trainer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        lap("optimizer seconds")
-        weights = trainer.serving_weights()
-        lap("gathering seconds")
-        if model is not None:
-            model.update_weights(weights)
-        lap("weights to the engine seconds")
-        del row["at"]
-        found = torch.cat(of_ranks)
-        row |= {"tokens": found.numel(), "differing": int(found.count_nonzero())}
-        row["KL"] = float((found.exp() - 1 - found).mean())
-        row["bytes of weights"] = sum(weight.nbytes for weight in weights.values())
-        rows.append(row)
+        rows.append(take_step(trainer, optimizer, model, arguments, device, step))
         if dist.get_rank() == 0:
-            print(row, flush=True)
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -127,6 +150,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the longest prompt")
     parser.add_argument("--length", type=int, default=128, help="tokens of an answer")
     arguments = parser.parse_args()
+    if arguments.answers < int(os.environ["WORLD_SIZE"]):
+        parser.error(f"--answers {arguments.answers} are fewer than the ranks, each of which learns from one at least")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -3,7 +3,7 @@
 The cost of a step is that of an H200 with an 8B model, fitted to six whole-model figures (FITTED: commit 099064d,
 Qwen3-8B shape, tp_sizes=(1, 2, 4, 8)); tests/test_schedulers.py says how well. It is a model: no step was run.
 Without stages nothing overlaps: a step is planned when the one before has ended. Of a pipeline each stage takes its
-part of a step's cost, and several steps are under way (``Lanes``). The host takes no time, or so long for each step.
+part of a step's cost, and several steps are under way (``Lanes``). The host takes no time, or a ``HostCost`` a step.
 """
 
 import math
@@ -20,7 +20,7 @@ from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.pacing.lanes import Lanes
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.sequence import Sequence
-from detcompile.runtime.scheduler import Scheduler
+from detcompile.runtime.scheduler import Scheduler, StepPlan
 from detcompile.runtime.step.builder import StepEntry
 from detcompile.step import KVGroup
 
@@ -77,10 +77,10 @@ class HostCost(NamedTuple):
     """Seconds of the host between a step and the next one of its sequences."""
 
     base: float
-    per_token: float  # that was drawn
+    per_token: float  # of those that the step draws
 
     def seconds(self, num_tokens: int) -> float:
-        """Of one step."""
+        """What the host takes for a step that draws so many tokens."""
         return self.base + self.per_token * num_tokens
 
 
@@ -178,7 +178,7 @@ def simulate(
             if not coming:
                 simulation.idle_share_under_load = stages.idle_share
         scheduler.num_lanes = lanes.count
-        plan = scheduler.plan()
+        plan = scheduler.plan() if len(in_flight) < scheduler.num_lanes else StepPlan((), (), ())
         for sequence in plan.preempted:
             served[sequence].preempted_before.add(sequence.num_generated)
             simulation.num_preemptions += 1

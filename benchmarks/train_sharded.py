@@ -35,7 +35,7 @@ from benchmarks.cpu import cpu_name
 from detcompile.training.optimizer import local_part
 from detcompile.training.sharding import whole
 
-__all__ = ["SHAPES"]
+__all__ = ["SHAPES", "build", "build_on_current_device"]
 
 COMMON = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None, "head_dim": 128}
 
@@ -100,7 +100,7 @@ def build(arguments: argparse.Namespace, device: torch.device) -> PreTrainedMode
 
 
 def build_on_current_device(arguments: argparse.Namespace) -> PreTrainedModel:
-    """The same in a process of an engine."""
+    """``build`` on the device that this process computes on."""
     cuda = torch.cuda.is_available()
     return build(arguments, torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
 

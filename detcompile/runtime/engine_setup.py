@@ -97,15 +97,15 @@ def new_engine(
     return engine_over(worker, num_blocks, model, config, tokenizer, speculation, num_states)
 
 
-def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, num_sharers: int = 1) -> None:
+def rehearse_steps(facts: ModelFacts, forward: Forward, config: EngineConfig, num_ranks: int = 1) -> None:
     """Compile and gate the kernels of an engine's steps where it is on a GPU; other ranks and stages take no part.
 
     Args:
-        num_sharers: ranks of the model, which share the machine's cores.
+        num_ranks: processes of the model, which share the machine's cores.
     """
     if facts.device.type == "cuda":
         steps = rehearsed_steps(*_step_sizes(facts, config))
-        rehearse(forward, new_cache(facts, 2, config.block_size), steps, num_sharers)
+        rehearse(forward, new_cache(facts, 2, config.block_size), steps, num_ranks)
 
 
 def _forward(

@@ -139,20 +139,6 @@ def graph_needs(worker: Worker, layouts: list[tuple[int, int, int]]) -> GraphNee
     return GraphNeeds(max(0, after.reserved - before.reserved) + bytes_of(first), bytes_of(later))
 
 
-def _busiest(
-    runner: Runner, num_tokens: int, width: int, num_sequences: int, num_drafts: int, num_prompt_tokens: int
-) -> StepWork:
-    """A step whose rows ask for everything; as many rows of each kind as its tokens allow."""
-    own = min(num_sequences, num_tokens)
-    drafts = min(num_drafts, num_tokens - own)
-    prompt = min(num_prompt_tokens, num_tokens - own - drafts)
-    arrays = idle_arrays(num_tokens, own, len(runner.kv_cache.groups), width)
-    rows = [SampleRow(PENALISED, 1, key=index, token_ids=(0,)) for index in range(own)]
-    rows += [SampleRow(FILTERED, 1, key=own + index) for index in range(drafts)]
-    prompts = (PromptRows(len(rows), (0,) * prompt, NUM_LOGPROBS),) if prompt else ()
-    return StepWork(arrays._replace(logits_to_keep=np.arange(len(rows) + prompt)), tuple(rows), prompts)
-
-
 class Room(NamedTuple):
     """Bytes of a device."""
 
@@ -177,3 +163,17 @@ def affordable_states(facts: ModelFacts, config: EngineConfig, room: Room) -> in
             f" sequence takes {per_state / 2**20:.1f} MiB: raise it, or lower max_num_batched_tokens"
         )
     return min(config.max_num_seqs, share // per_state)
+
+
+def _busiest(
+    runner: Runner, num_tokens: int, width: int, num_sequences: int, num_drafts: int, num_prompt_tokens: int
+) -> StepWork:
+    """A step whose rows ask for everything; as many rows of each kind as its tokens allow."""
+    own = min(num_sequences, num_tokens)
+    drafts = min(num_drafts, num_tokens - own)
+    prompt = min(num_prompt_tokens, num_tokens - own - drafts)
+    arrays = idle_arrays(num_tokens, own, len(runner.kv_cache.groups), width)
+    rows = [SampleRow(PENALISED, 1, key=index, token_ids=(0,)) for index in range(own)]
+    rows += [SampleRow(FILTERED, 1, key=own + index) for index in range(drafts)]
+    prompts = (PromptRows(len(rows), (0,) * prompt, NUM_LOGPROBS),) if prompt else ()
+    return StepWork(arrays._replace(logits_to_keep=np.arange(len(rows) + prompt)), tuple(rows), prompts)

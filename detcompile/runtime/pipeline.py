@@ -121,14 +121,17 @@ class Pipeline:
     def _step_in_stages(self) -> bool:
         """Launch a step while there are fewer than lanes; settle the oldest where all have one, or no step can be."""
         self._scheduler.num_lanes = num_lanes = self._lanes.count
-        launched = self._launch({}, self._planner.wants_drafts())
-        assert not isinstance(launched, _OutOfMemory), "stages share their steps"
-        if launched is not None:
-            self._in_flight.append(launched)
-        if self._in_flight and (launched is None or len(self._in_flight) >= num_lanes):
-            self._settle(self._in_flight.popleft())
-            return True
-        return launched is not None
+        if len(self._in_flight) < num_lanes:  # but where lanes have just become fewer
+            launched = self._launch({}, self._planner.wants_drafts())
+            assert not isinstance(launched, _OutOfMemory), "stages share their steps"
+            if launched is not None:
+                self._in_flight.append(launched)
+                if len(self._in_flight) < num_lanes:
+                    return True
+        if not self._in_flight:
+            return False
+        self._settle(self._in_flight.popleft())
+        return True
 
     def _step_alone(self) -> bool:
         """With ``overlap``, settle the step that was launched before, otherwise this one.

@@ -81,7 +81,7 @@ class Scheduler:
         most = sequence.most_tokens
         if self.config.allocation == "reserve":
             return self.blocks.needed(most)
-        in_flight = (1 + self._most_in_flight) * self.config.max_num_batched_tokens  # while one is planned
+        in_flight = (1 + self._most_in_flight) * self.config.max_num_batched_tokens  # and of the step that is planned
         return self.blocks.peak(most, most if self.config.whole_prompts else in_flight)
 
     def require_room(self, sequence: Sequence) -> None:

@@ -43,6 +43,9 @@ class Drive:
         before = Before(self.scheduler)
         if self.num_stages > 1:
             self.scheduler.num_lanes = self.tokens.randint(self.num_stages, most_lanes(self.num_stages))
+            if len(self.in_flight) >= self.scheduler.num_lanes:  # there were more
+                self.finish(*self.in_flight.popleft())
+                return StepPlan((), (), ())
         plan = self.scheduler.plan()
         self.plans.append(plan)
         samples = [e.sequence for e in plan.entries if e.start + e.num_tokens == e.sequence.num_tokens]

@@ -15,7 +15,7 @@ from detcompile.runtime.step.builder import StepEntry
 
 __all__ = ["CostModel", "StepShape"]
 
-LEAST_SECONDS = 1e-6  # of a step, taken or predicted: no error is without bound
+LEAST_SECONDS = 1e-6  # of a step, taken or predicted
 KEPT_STEPS = 64  # of each size: powers of two of tokens
 FEW_TOKENS = 64  # whose products may cost no more than the weights that they read
 FIT_STEPS = 16  # after which the model is fitted anew
@@ -74,7 +74,7 @@ class CostModel:
         features = _features(shape.num_tokens, shape.decode_keys, shape.prefill_pairs)
         seconds = max(LEAST_SECONDS, seconds)
         predicted = max(LEAST_SECONDS, self.seconds(shape)) if self.known else seconds
-        if self.known:
+        if self.known and predicted > LEAST_SECONDS:  # of nothing there is no share
             self._errors.append(seconds / predicted - 1)
         self.most_tokens = max(self.most_tokens, shape.num_tokens)
         kept = self._steps.setdefault(shape.num_tokens.bit_length(), deque(maxlen=KEPT_STEPS))

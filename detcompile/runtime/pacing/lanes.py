@@ -9,7 +9,7 @@ import math
 
 __all__ = ["Lanes", "most_lanes"]
 
-NEWEST = 8  # steps whose host seconds count, more or less
+NEWEST = 8  # steps: the newest has the eighth part of the average of what the host took
 
 
 def most_lanes(num_stages: int) -> int:
@@ -18,10 +18,11 @@ def most_lanes(num_stages: int) -> int:
 
 
 class Lanes:
-    """Chooses how many steps run at a time: one a stage, and one more where the host takes longer than their weights.
+    """Chooses how many steps run at a time: one a stage, and one more where the host takes longer for a step than the
+    slowest stage for reading its weights.
 
-    Args:
-        num_stages: stages of the pipeline; one has one step.
+    Attributes:
+        num_stages: stages of the pipeline. Of a single one no more than one step is under way.
     """
 
     def __init__(self, num_stages: int) -> None:

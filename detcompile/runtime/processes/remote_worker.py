@@ -3,6 +3,7 @@
 A sequence's parameters and tokens go over once, with its first row; later rows name it by a number.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -223,8 +224,8 @@ class RemoteWorker(_Remote):
 
     @property
     def shortest_step(self) -> float:
-        """Seconds that the slowest stage took for the shortest step; infinity before the first."""
-        return self._stages.shortest
+        """Seconds that the slowest stage took for the shortest step; infinity before the first, and without stages."""
+        return self._stages.shortest if self.num_stages > 1 else math.inf
 
     @property
     def sampler(self) -> "RemoteWorker":

@@ -52,13 +52,13 @@ def rehearsed_steps(
     return sorted(steps, reverse=True)
 
 
-def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_sharers: int = 1) -> None:
+def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_ranks: int = 1) -> None:
     """Run idle steps in threads, each with a runner of its own, over one cache of which they write nothing.
 
     A step that finds no memory beside the others is left out: its kernels are compiled when they are first launched.
 
     Args:
-        num_sharers: processes that share the machine's cores.
+        num_ranks: processes that do so at a time and share the machine's cores.
     """
     failed: list[Exception] = []
 
@@ -72,7 +72,7 @@ def rehearse(forward: Forward, cache: KVCache, steps: list[Rehearsed], num_share
             if not ran_out_of_memory(error):
                 failed.append(error)
 
-    num_threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // num_sharers))
+    num_threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // num_ranks))
     with stage("compile kernels") as under_way, ThreadPoolExecutor(num_threads) as threads:
         for count, _ in enumerate(threads.map(run, steps), 1):
             under_way.becomes(f"compile kernels of {count}/{len(steps)} sizes of steps")

@@ -81,7 +81,7 @@ class Worker:
         num_stages: stages of the pipeline that it is.
         head_shares: 1, as its KV cache has all heads; 0 where other ranks have some.
         idle_share: share of the stages' time in which they had no step, while there were any.
-        shortest_step: seconds that the slowest stage of a pipeline took for the shortest step: infinity, as it is none.
+        shortest_step: infinity, as this is no pipeline, whose slowest stage took so many seconds for the shortest step.
         memory: the part of a GPU's memory that its steps use; None leaves that to the allocator.
     """
 

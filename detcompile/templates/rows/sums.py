@@ -88,6 +88,7 @@ def _(x, correction):
 
 def row_square_sum(x: Tensor) -> Tensor:
     """x [..., R] float32 -> [...]: row_sum of its squares, each rounded to float32."""
+    assert x.dtype is torch.float32, "squares of narrower numbers would be rounded otherwise on a CPU"
     return row_sum_cuda(x, term=SQUARE) if x.is_cuda else row_sum_cpu(x * x)
 
 

@@ -44,7 +44,7 @@ __all__ = [
 # Of an element x, what a row's sum adds up.
 PLAIN = tl.constexpr(0)  # x
 SQUARE = tl.constexpr(1)  # x * x
-CENTERED_SQUARE = tl.constexpr(2)
+CENTERED_SQUARE = tl.constexpr(2)  # of x less the row's mean
 P_LOG_P = tl.constexpr(3)  # of x's probability in its row, 0 for one of 0
 UNLIKELY = tl.constexpr(-1e30)  # a finite logarithm in the place of that of zero
 SHORT = ShortTile()
@@ -200,6 +200,7 @@ def row_sum_cuda(
         term: what is added up: the elements, or what is made of each in fp32, rounded before it is added.
         normalizer: [..., 2] float32, of ``log_normalizer_cuda``, for P_LOG_P.
     """
+    assert (term.value == P_LOG_P.value) == (normalizer is not None), "the normalizers are those of P_LOG_P"
     out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[-1] == 0:
         return out.zero_()

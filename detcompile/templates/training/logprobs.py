@@ -8,9 +8,10 @@ Legend: M rows, V vocabulary size.
 
     dlogits = round(((onehot - p) * g - p * (log p + entropy) * g_entropy) / temperature)
 
-Sums are in row_order(V, device type, radices). Rows are independent, so that they may be computed in any pieces; on a
-GPU they are, of ELEMENTS_AT_ONCE logits, where a temperature divides them. No log-probabilities of all tokens are kept:
-m and log(s) are, and whoever needs log p takes them away, in that order, which has the same bits.
+Sums are in row_order(V, device type, radices), but an entropy's on a GPU, which is in that without radices. Rows are
+independent, so that they may be computed in any pieces; on a GPU they are, of ELEMENTS_AT_ONCE logits, and no
+log-probabilities of all tokens are kept: m and log(s) are, and whoever needs log p takes them away, in that order,
+which has the same bits.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ __all__ = [
     "token_logprobs_cuda",
 ]
 
-ELEMENTS_AT_ONCE = 1 << 26  # bounds the memory of float32 copies
+ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperature, or copied as rows are not aligned
 
 _LIBRARY = torch.library.Library("detcompile", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -101,7 +102,7 @@ def token_logprobs_cuda(
     """The op on the GPU; a target out of the vocabulary is not looked for."""
     _check("token_logprobs", logits, targets, temperature)
     logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    for rows in _pieces(logits, temperature):
+    for rows in _pieces(logits):
         x, normalizer = _normalized(logits[rows], temperature, radices)
         chosen = x.gather(1, targets[rows, None].long()).squeeze(1).float()
         logprobs[rows] = chosen - normalizer[:, 0] - normalizer[:, 1]
@@ -121,29 +122,28 @@ def token_logprobs_backward_cuda(
     _check_gradients(g, g_entropy, logits, targets, temperature)
     logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
     out = torch.empty_like(logits)
-    for rows in _pieces(logits, temperature):
+    for rows in _pieces(logits):
         x, normalizer = _normalized(logits[rows], temperature, radices)
         surprise = None if g_entropy is None else (_entropies(x, normalizer), g_entropy.contiguous()[rows])
         logit_gradients(x, normalizer, targets[rows], g[rows], surprise, temperature, out[rows])
     return out
 
 
-def _pieces(logits: Tensor, temperature: float) -> list[slice]:
-    """Of the rows: all of them, where no copy of the logits is made."""
-    step = len(logits) if temperature == 1.0 else ELEMENTS_AT_ONCE // logits.shape[1]
-    return [slice(start, start + max(1, step)) for start in range(0, len(logits), max(1, step))]
+def _pieces(logits: Tensor) -> list[slice]:
+    """Rows that are computed together, as many as have ELEMENTS_AT_ONCE logits."""
+    step = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    return [slice(start, start + step) for start in range(0, len(logits), step)]
 
 
 def _normalized(logits: Tensor, temperature: float, radices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """x [rows, V], and what log_softmax takes away from each of its rows. A tensor divides, as CUDA turns a division by
-    a number into a product."""
-    if temperature != 1.0:
+    """The logits divided by the temperature [rows, V], and the m and log(s) of each row [rows, 2]."""
+    if temperature != 1.0:  # by a tensor, as CUDA turns a division by a number into a product
         logits = logits.float() / logits.new_full((), temperature, dtype=torch.float32)
     return logits, log_normalizer_cuda(logits, radices)
 
 
 def _entropies(x: Tensor, normalizer: Tensor) -> Tensor:
-    return -row_sum_cuda(x, torch.float32, None, P_LOG_P, normalizer)
+    return -row_sum_cuda(x, torch.float32, term=P_LOG_P, normalizer=normalizer)
 
 
 _LIBRARY.impl("token_logprobs", token_logprobs_cpu, "CPU")

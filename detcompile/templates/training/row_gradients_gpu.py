@@ -128,10 +128,10 @@ def logit_gradients(
     x: Tensor, normalizer: Tensor, targets: Tensor, g: Tensor, surprise: tuple[Tensor, Tensor] | None,
     temperature: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradients of logits [M, V] to ``out``, contiguous.
+    """Write the gradients of logits [M, V] to ``out``, which is contiguous.
 
     Args:
-        x: the logits, divided by the temperature, contiguous.
+        x: the logits divided by the temperature [M, V], contiguous.
         normalizer: [M, 2] float32, of ``log_normalizer_cuda``.
         surprise: entropies [M] and their gradients [M], where they have any.
     """

@@ -97,6 +97,9 @@ def test_a_step_that_was_predicted_to_take_no_time_is_counted() -> None:
     assert model.known and model.seconds(StepShape(1, 0, 0.0)) == 0.0
     assert model.observe(StepShape(1, 0, 0.0), 1.0) == pytest.approx(1.0, abs=1e-5)
     assert model.observe(StepShape(1, 0, 0.0), 0.0) == 0.0
+    for number in range(1, 50):  # until it is fitted anew
+        model.observe(StepShape(1, 1000 * number, 0.0), 1e-3 * number)
+    assert model.margin < 0.5
 
 
 @given(steps=st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 10**6), st.floats(1e-5, 10)), max_size=100))

@@ -142,6 +142,7 @@ def test_no_expert_gives_zeros(schedule: ExpertsSchedule) -> None:
     assert not run_experts(schedule, x, nowhere, w, bias).any()
 
 
+@pytest.mark.usefixtures("gated")
 def test_the_op_chooses_a_gated_schedule() -> None:
     x, ids, w, bias = problem(9, 2, DOT_DTYPES[0])
     out = expert_matmul_cuda(x, ids, w, bias)

@@ -129,6 +129,7 @@ def test_empty_inputs() -> None:
     assert matmul_cuda(heavy_tailed(3, 64), w[:0], None, None, ()).shape == (3, 0)
 
 
+@pytest.mark.usefixtures("gated")
 def test_the_op_chooses_a_gated_schedule() -> None:
     x, w = heavy_tailed(3, 140, dtype=DOT_DTYPES[0]), heavy_tailed(24, 140, dtype=DOT_DTYPES[0], seed=1)
     out = matmul_cuda(x, w, None, None, (2, 2))

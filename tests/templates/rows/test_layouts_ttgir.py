@@ -23,7 +23,7 @@ from triton.compiler import ASTSource, compile
 from detcompile.orders.numerics import row_order
 from detcompile.templates.attention.rope_cache_gpu import _rope_cache_kernel
 from detcompile.templates.rows.tiles import row_plan
-from detcompile.templates.rows.sums_and_norms_gpu import _rms_norm_kernel
+from detcompile.templates.rows.sums_and_norms_gpu import _rms_norm_kernel, _row_sum_kernel
 from detcompile.templates.rows.softmax_gpu import SHORT, SHORT_FEW, SHORT_LOG, _held_kernel
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -60,11 +60,16 @@ wide, narrow = torch.float32, torch.float16
 for length in (96, 512, 4096):
     for short in (SHORT, SHORT_FEW, SHORT_LOG) if length <= 512 else (None,):
         for x, out in (wide, narrow), (torch.bfloat16, wide), (narrow, torch.bfloat16):
-            for kind in 0, 1:
+            for kind in (0, 1) if out != wide else (0, 1, 3):
                 found[f"softmax {kind} {length} {short} {x} {out}"] = pieces(
                     _held_kernel, length, x, short, {"out_ptr": TYPES[out]}, KIND=kind, ONCE=False,
                     FAST=kind == 0 and out != wide,
                 )
+    others = dict.fromkeys(["normalizer_ptr", "partial_ptr", "out_ptr"], "*fp32")
+    for x in wide, narrow:
+        found[f"sum of p log p {length} {x}"] = pieces(
+            _row_sum_kernel, length, x, None, others, TERM=3, CHUNKS=1, CHUNK_LANES=32
+        )
     found[f"rms_norm {length}"] = pieces(
         _rms_norm_kernel, length, wide, None, {"weight_ptr": "*fp16"}, HAS_WEIGHT=True, ROUND_FIRST=True, CHUNKS=1,
         CHUNK_LANES=32,

@@ -8,6 +8,7 @@ from torch import Tensor
 from detcompile.orders.numerics import row_order
 from detcompile.templates.rows.norms import reference_layer_norm, reference_rms_norm
 from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda, log_softmax_cuda
+from detcompile.templates.training import logprobs
 from detcompile.templates.training.logprobs import (
     reference_token_logprobs,
     token_logprobs_backward_cuda,
@@ -27,6 +28,7 @@ pytestmark = NEEDS_TRITON
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [20, 128, 257, 1030] if INTERPRETED else [20, 128, 257, 4096, 16386]
 VOCABULARY = 300 if INTERPRETED else 151_936
+LONG = 33_000 if INTERPRETED else 151_936  # tokens: rows of chunks
 
 
 def rows_of(length: int, dtype: torch.dtype, seed: int, count: int = 37) -> Tensor:
@@ -116,24 +118,35 @@ def test_logits(with_entropy, temperature, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_entropy_is_the_sum_of_its_order(dtype):
+@pytest.mark.parametrize("vocabulary", [300, LONG])
+def test_an_entropy_is_the_sum_of_its_order(vocabulary, dtype):
     """Of rows with impossible tokens, too."""
-    logits, targets = rows_of(VOCABULARY, dtype, 10, 5), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    logits, targets = rows_of(vocabulary, dtype, 10, 4), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     logits[1:3, 1::3] = -torch.inf
     normalizer, p = log_normalizer_cuda(logits, ()), torch.empty_like(logits, dtype=torch.float32)
-    minus_one = torch.full((5,), -1.0, device=DEVICE)
+    minus_one = torch.full((4,), -1.0, device=DEVICE)
     logit_gradients(logits, normalizer, targets - 1, minus_one, None, 1.0, p)  # no token is the target: probabilities
     terms = (p * log_softmax_cuda(logits, torch.float32, ()).clamp_min(-1e30)).cpu().numpy()
-    expected = -torch.from_numpy(row_order(VOCABULARY, "cuda", (), dtype).evaluate(terms))
+    expected = -torch.from_numpy(row_order(vocabulary, "cuda", (), dtype).evaluate(terms))
     assert_bitwise_equal(token_logprobs_cuda(logits, targets)[1].cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("radices", [(), (2,), (2, 3)])
+@pytest.mark.parametrize(("vocabulary", "radices"), [(300, ()), (300, (2, 3)), (LONG, ()), (2 * LONG, (2,))])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_logprob_has_the_bytes_of_log_softmax(temperature, radices, dtype):
-    logits, targets = rows_of(VOCABULARY, dtype, 11, 7), torch.arange(7, device=DEVICE) * 41
+def test_a_logprob_has_the_bytes_of_log_softmax(temperature, vocabulary, radices, dtype):
+    logits, targets = rows_of(vocabulary, dtype, 11, 3), torch.arange(3, device=DEVICE) * 41
     warm = logits if temperature == 1.0 else logits.float() / torch.full((), temperature, device=DEVICE)
     of_all = log_softmax_cuda(warm, torch.float32, radices)
-    logprobs, _ = token_logprobs_cuda(logits, targets, temperature, radices)
-    assert_bitwise_equal(logprobs, of_all.gather(1, targets[:, None]).squeeze(1))
+    found, _ = token_logprobs_cuda(logits, targets, temperature, radices)
+    assert_bitwise_equal(found, of_all.gather(1, targets[:, None]).squeeze(1))
+
+
+def test_pieces_of_rows_change_nothing(monkeypatch):
+    logits, targets = rows_of(300, torch.float32, 12, 7), torch.arange(7, device=DEVICE) * 41
+    g, g_entropy = (normal((7,), torch.float32, seed).to(DEVICE) for seed in (13, 14))
+    given = g, g_entropy, logits, targets, 0.7
+    whole = *token_logprobs_cuda(*given[2:]), token_logprobs_backward_cuda(*given)
+    monkeypatch.setattr(logprobs, "ELEMENTS_AT_ONCE", 2 * 300)
+    for found, value in zip((*token_logprobs_cuda(*given[2:]), token_logprobs_backward_cuda(*given)), whole):
+        assert_bitwise_equal(found, value)

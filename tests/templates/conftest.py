@@ -1,0 +1,26 @@
+"""What holds for all tests of templates."""
+
+from typing import Any
+
+import pytest
+
+from detcompile.templates.device.gate import Gate
+from tests.templates.triton_interpreter import INTERPRETED
+
+
+@pytest.fixture
+def gated() -> None:
+    """For tests whose launches ask the gate in the interpreter too."""
+
+
+if INTERPRETED:
+
+    @pytest.fixture(autouse=True)
+    def first_candidates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Launches take the first candidate, whose bits the tests compare: gates would take half of their time."""
+
+        def choose(gate: Gate[Any, Any], problem: Any, device: Any) -> Any:
+            return next(iter(gate.candidates(problem)), gate.reference(problem))
+
+        if "gated" not in request.fixturenames:
+            monkeypatch.setattr(Gate, "_choose", choose)

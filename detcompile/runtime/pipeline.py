@@ -78,11 +78,8 @@ class Pipeline:
     ) -> None:
         self.tally = Tally()
         self.mid_step = False
-        self._scheduler = scheduler
-        self._worker = worker
-        self._book = book
-        self._overlap = overlap
-        self._speculator = speculator
+        self._scheduler, self._worker, self._book = scheduler, worker, book
+        self._overlap, self._speculator = overlap, speculator
         self._tables = BlockTables(len(scheduler.blocks.groups), scheduler.config.max_num_seqs, width)
         self._planner = StepPlanner(scheduler, speculator, book, worker, self._tables, self.tally)
         self._in_flight: deque[_InFlight] = deque()  # at most one, or one a lane

@@ -25,7 +25,7 @@ if missing:
 import uvicorn  # noqa: E402 - once it is known to be there
 from starlette.types import ASGIApp  # noqa: E402
 
-from detcompile.serving.access import read_keys  # noqa: E402
+from detcompile.serving.access import KeyFile  # noqa: E402
 from detcompile.serving.app import MAX_BODY, new_app  # noqa: E402
 from detcompile.serving.engines.answers import Answer  # noqa: E402
 from detcompile.serving.engines.fleet import Fleet  # noqa: E402
@@ -222,17 +222,18 @@ def command(
     engine: EngineOptions,
 ) -> None:
     """Serve a model over OpenAI's API; the seed and fingerprint of an answer repeat it bit for bit."""
-    digests = [] if api_keys is None else read_keys(api_keys)
-    if not digests and not insecure and not is_loopback(host):
+    keys = KeyFile(api_keys)
+    if not keys.digests and not insecure and not is_loopback(host):
         raise InvalidInput(f"--host {host} lets other machines in: add --api-keys FILE, or --insecure")
     config = {key: value for key, value in asdict(engine).items() if value is not None}
     spec = EngineSpec(model=model, config=config, **asdict(loading) | {"tp_sizes": _sizes(loading.tp_sizes)})
     names = {"name": name, "journal": kept.opened(), **chat.options(), **bounds.of_service()}
     fleet = functools.partial(processes.fleet, loading=loading)
     service = functools.partial(Service, **names, receipts=receipts.issuer(), fleet=fleet)
-    app = functools.partial(new_app, version=__version__, digests=digests, max_body=bounds.max_body, **web.options())
+    shown = {"version": __version__, "digests": keys.digests, "max_body": bounds.max_body, **web.options()}
+    app = functools.partial(new_app, **shown)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:  # uvloop's, where it is
-        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app)))
+        sys.exit(runner.run(_served(spec, (host, port), bounds, service, app, keys)))
 
 
 async def _served(
@@ -241,10 +242,11 @@ async def _served(
     bounds: Bounds,
     make_service: Callable[[], Service],
     make_app: Callable[[Service], ASGIApp],
+    keys: KeyFile,
 ) -> int:
     with listen(*address) as sock:
         service = make_service()  # of the running loop
-        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall)
+        return await serve(service, make_app(service), spec, sock, bounds.drain, bounds.stall, keys.read_again)
 
 
 def _log(path: Path) -> IO[str]:

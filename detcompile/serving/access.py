@@ -13,7 +13,7 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.responses import JSON
 
-__all__ = ["Access", "OWNER", "read_body", "read_keys"]
+__all__ = ["Access", "KeyFile", "OWNER", "read_body", "read_keys"]
 
 OWNER = "detcompile.owner"  # of a request, in its scope: sha256 of its key in hex
 
@@ -29,13 +29,13 @@ class Access:
     asks for the key that all else needs.
 
     Args:
-        digests: sha256 of each key that is known.
+        digests: sha256 of each key that is known, looked at for each request.
         inside: what they reach.
     """
 
     def __init__(self, inside: ASGIApp, digests: Sequence[bytes]) -> None:
         self._inside = inside
-        self._digests = tuple(digests)
+        self._digests = digests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer 401."""
@@ -62,6 +62,33 @@ class Access:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
         known = sum(hmac.compare_digest(digest, own) for own in self._digests) > 0
         return digest.hex() if known else None
+
+
+class KeyFile:
+    """The keys of a file, which may be read again while the server runs.
+
+    Args:
+        path: a file as ``read_keys`` takes it; None knows no keys.
+
+    Attributes:
+        digests: sha256 of each key.
+
+    Raises:
+        InvalidInput: as ``read_keys``.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.digests: list[bytes] = [] if path is None else read_keys(path)
+
+    def read_again(self) -> None:
+        """Know the keys that the file has now, and those of before where it cannot be read.
+
+        Raises:
+            InvalidInput: as ``read_keys``.
+        """
+        if self._path is not None:
+            self.digests[:] = read_keys(self._path)
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import FrameType
 
 import uvicorn
@@ -100,7 +100,13 @@ class Drain:
 
 
 async def serve(
-    service: Service, app: ASGIApp, spec: EngineSpec, sock: socket.socket, drain: float, stall: float = STALL_SECONDS
+    service: Service,
+    app: ASGIApp,
+    spec: EngineSpec,
+    sock: socket.socket,
+    drain: float,
+    stall: float = STALL_SECONDS,
+    read_keys: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until a signal, or until the engine is lost; returns the exit code: 0, or ENGINE_LOST then.
 
@@ -109,6 +115,7 @@ async def serve(
     Args:
         drain: seconds that open requests have to finish after a signal.
         stall: seconds that a connection may stand still.
+        read_keys: reads the API keys again, at SIGHUP.
 
     Raises:
         DetcompileError: the engine cannot serve this model.
@@ -127,7 +134,7 @@ async def serve(
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(service.start(spec))
     try:
-        async with _rolled_on_hangup(service):
+        async with _rolled_on_hangup(service, read_keys):
             await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 hello = starting.result()
@@ -153,8 +160,8 @@ def _shorten_collections() -> None:
 
 
 @contextlib.asynccontextmanager
-async def _rolled_on_hangup(service: Service) -> AsyncIterator[None]:
-    """SIGHUP starts the engines that serve anew, one after another, as long as this lasts."""
+async def _rolled_on_hangup(service: Service, read_keys: Callable[[], None]) -> AsyncIterator[None]:
+    """As long as this lasts, SIGHUP has the keys read again, and the engines that serve started anew, one by one."""
     loop, rolls = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     rolling = asyncio.Lock()
 
@@ -164,6 +171,10 @@ async def _rolled_on_hangup(service: Service) -> AsyncIterator[None]:
         _say("the engines were started anew")
 
     def hung_up() -> None:
+        try:
+            read_keys()
+        except InvalidInput as error:
+            _say(f"{error}; the keys of before are known still")
         rolls.add(task := loop.create_task(roll()))
         task.add_done_callback(rolls.discard)
 

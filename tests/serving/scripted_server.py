@@ -1,15 +1,17 @@
 """A server over scripted engines, on a free port and the loop that users have:
 
-    python -m tests.serving.scripted_server DRAIN [STALL] [--replicas N] [--spare] [--restarts N]
+    python -m tests.serving.scripted_server DRAIN [STALL] [--replicas N] [--spare] [--restarts N] [--api-keys FILE]
 """
 
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 
 import uvicorn
 
 from detcompile.serving import server
+from detcompile.serving.access import KeyFile
 from detcompile.serving.app import new_app
 from tests.serving.scripted_service import SPEC, scripted
 
@@ -20,12 +22,14 @@ async def main() -> int:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--spare", action="store_true")
     parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--api-keys", type=Path)
     given = parser.parse_args()
     service = scripted(replicas=given.replicas, spare=given.spare, most_restarts=given.restarts)
     server.LOST_SECONDS = 0.5
     with server.listen("127.0.0.1", 0) as sock:
-        app = new_app(service, "test")
-        return await server.serve(service, app, SPEC, sock, *given.seconds)
+        keys = KeyFile(given.api_keys)
+        app = new_app(service, "test", keys.digests)
+        return await server.serve(service, app, SPEC, sock, *given.seconds, read_keys=keys.read_again)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detcompile.errors import InvalidInput
-from detcompile.serving.access import read_keys
+from detcompile.serving.access import KeyFile, read_keys
 from tests.serving.scripted_service import running, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -38,6 +38,34 @@ def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
                 assert (await client.get("/v1/models", headers={"X-Api-Key": key})).status_code == 200
 
     asyncio.run(scenario())
+
+
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    """A revoked key is unknown then, a new one is known; a file that holds none leaves those of before."""
+    file = tmp_path / "keys"
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("old", "new")]
+    file.write_text(f"alice:{digests[0]}\n")
+    keys = KeyFile(file)
+
+    async def scenario() -> None:
+        async with running(scripted(), keys.digests) as client:
+
+            async def statuses() -> list[int]:
+                headers = [{"X-Api-Key": name} for name in ("old", "new")]
+                return [(await client.get("/health", headers=header)).status_code for header in headers]
+
+            assert await statuses() == [200, 401]
+            file.write_text(f"alice:{digests[1]}\n")
+            assert await statuses() == [200, 401]
+            keys.read_again()
+            assert await statuses() == [401, 200]
+            file.write_text("")
+            with pytest.raises(InvalidInput, match="holds no key"):
+                keys.read_again()
+            assert await statuses() == [401, 200]
+
+    asyncio.run(scenario())
+    KeyFile(None).read_again()
 
 
 def test_a_key_is_the_bytes_that_were_sent() -> None:

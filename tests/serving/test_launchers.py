@@ -4,12 +4,14 @@ import asyncio
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from detcompile.serving.engines.fleet import Fleet
+from detcompile.serving.engines.handshake import connected
 from detcompile.serving.engines.launchers import DialIn
 from detcompile.serving.service import Service
 from tests.serving.scripted_service import running
@@ -51,6 +53,21 @@ def test_engines_that_dial_in_take_each_others_places() -> None:
                 process.wait()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() -> None:
+    """No heartbeat is waited for then: the system ends the connection, at both ends."""
+
+    async def scenario() -> None:
+        dial = DialIn("127.0.0.1", 0, SECRET)
+        with await asyncio.to_thread(connected, *await dial.address(), SECRET) as engine:
+            front = (await dial.open()).writer.get_extra_info("socket")
+            for end in (engine, front):
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+        await dial.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_who_has_not_the_secret_serves_nobody() -> None:

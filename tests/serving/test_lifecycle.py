@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -168,8 +169,8 @@ def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
 
 
 @contextlib.contextmanager
-def scripted_server(drain: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.serving.scripted_server", str(drain)]
+def scripted_server(drain: float, *options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "tests.serving.scripted_server", str(drain), *map(str, options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -239,3 +240,25 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 2 and 'msgspec is not installed: pip install "detcompile[serve]"' in finished.stderr
+
+
+def test_sighup_has_the_keys_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice:{hashlib.sha256(b'old').hexdigest()}\n")
+    with scripted_server(5, "--api-keys", file) as (process, url):
+
+        def status(key: str) -> int:
+            return httpx.get(f"{url}/v1/models", headers={"X-Api-Key": key}).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        file.write_text(f"alice:{hashlib.sha256(b'new').hexdigest()}\n")
+        process.send_signal(signal.SIGHUP)
+        end = time.monotonic() + 10
+        while status("new") != 200 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert (status("old"), status("new")) == (401, 200)
+        file.write_text("nonsense\n")
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "--api-keys" in line)
+        assert "line 1" in said and "of before" in said and status("new") == 200

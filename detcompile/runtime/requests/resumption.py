@@ -57,7 +57,8 @@ def _drawn(
     wrong = next((token for token in tokens if not 0 <= token < most), None)
     if wrong is not None:
         raise InvalidInput(f"resume: sample {index} holds token {wrong}; the model draws 0 to {most - 1}")
-    end = next((token for token in tokens if token in params.stop_token_ids), None)
+    ends = frozenset(params.stop_token_ids)
+    end = next((token for token in tokens if token in ends), None)
     room = limits.max_context - num_prompt_tokens
     length = room if params.max_tokens is None else min(room, params.max_tokens)
     if end is not None or len(tokens) >= length:

@@ -1,5 +1,6 @@
 """One sequence: its tokens, how many of them the cache holds, and where."""
 
+import functools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
@@ -45,12 +46,14 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token or string that ended it
     num_prompt_tokens: int = 0  # 0: all tokens that it begins with
     matcher: Matcher | None = None  # stands where the tokens after the prompt do
+    ends: frozenset[int] = field(default=frozenset(), init=False)  # tokens that end it
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise InvalidInput("a sequence needs at least one token: put the model's BOS token into an empty prompt")
         self.sampling = self.sampling.seeded()
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
+        self.ends = _set_of(self.sampling.stop_token_ids)
 
     @property
     def seed(self) -> int:
@@ -121,7 +124,7 @@ class Sequence:
         """
         assert self.finish_reason is None, f"a token for a sequence that has finished ({self.finish_reason})"
         self.token_ids.append(token_id)
-        if token_id in self.sampling.stop_token_ids:
+        if token_id in self.ends:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif self.matcher is not None and self._completes(token_id):
             self.finish_reason = "stop"
@@ -133,3 +136,8 @@ class Sequence:
         assert self.matcher is not None
         self.matcher.append(token_id)
         return self.matcher.complete
+
+
+@functools.lru_cache(8)  # a request's samples share it: there may be as many as the vocabulary has tokens
+def _set_of(token_ids: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(token_ids)

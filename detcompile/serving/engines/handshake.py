@@ -6,10 +6,14 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-__all__ = ["NONCE_BYTES", "SECRET_BYTES", "connected", "front_of", "new_nonce", "proof_of", "proven", "read_exactly"]
+__all__ = [
+    "NONCE_BYTES", "SECRET_BYTES", "connected", "front_of", "keep_alive", "new_nonce", "proof_of", "proven",
+    "read_exactly",
+]  # fmt: skip
 
 NONCE_BYTES = 32
 SECRET_BYTES = 16  # at least
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, 1, ms
 
 
 def new_nonce() -> bytes:
@@ -31,7 +35,16 @@ def connected(host: str, port: int, secret: bytes) -> socket.socket:
     found = socket.create_connection((host, port))
     found.sendall(_proof(secret, read_exactly(found, NONCE_BYTES)))
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(found)
     return found
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system end a TCP connection to a machine that is gone, in 25 s."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def proven(connection: socket.socket, secret: bytes) -> bool:

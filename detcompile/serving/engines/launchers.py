@@ -12,7 +12,7 @@ from typing import Protocol
 
 from detcompile.errors import WorkerError
 from detcompile.serving.engines.child import Child
-from detcompile.serving.engines.handshake import NONCE_BYTES, SECRET_BYTES, new_nonce, proof_of
+from detcompile.serving.engines.handshake import NONCE_BYTES, SECRET_BYTES, keep_alive, new_nonce, proof_of
 from detcompile.serving.engines.processes import BOUND, is_stopped
 
 __all__ = ["Connection", "DialIn", "Launcher", "LocalProcess", "MODULE"]
@@ -179,6 +179,7 @@ class DialIn:
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             proof = b""
         if proof_of(self.secret, nonce, proof) and not self._closed:
+            keep_alive(writer.get_extra_info("socket"))  # it may be lost before the heartbeats that it gives once ready
             self._arrived.put_nowait(Connection(reader, writer))
         else:
             writer.close()

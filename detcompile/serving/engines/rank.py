@@ -29,7 +29,7 @@ from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.dialled_rank import DialledRank
 from detcompile.runtime.processes.process import serve as obey
 from detcompile.serving.engines.engine_process import serve
-from detcompile.serving.engines.handshake import SECRET_BYTES, connected, front_of, proven, read_exactly
+from detcompile.serving.engines.handshake import SECRET_BYTES, connected, front_of, keep_alive, proven, read_exactly
 from detcompile.serving.engines.processes import end_with_parent
 
 __all__ = ["main"]
@@ -40,7 +40,6 @@ MEETING_SECONDS = 300.0  # for imports, which begin about when torchrun has foun
 HANDSHAKE_SECONDS = 10.0
 SILENCE_SECONDS = 10.0  # without a beat, which a rank gives every 0.25 s of a step
 LAST_WORDS_SECONDS = 2.0  # for the engine to say which rank was lost
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, 1, ms
 
 
 def main() -> None:
@@ -125,7 +124,7 @@ def _greeting(connection: socket.socket, secret: bytes) -> tuple[int, int] | Non
     except OSError:
         return None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _keep_alive(connection)
+    keep_alive(connection)
     return rank, process_id
 
 
@@ -145,7 +144,6 @@ def _to_rank_0(store: dist.Store, rank: int, secret: bytes) -> socket.socket:
         try:
             connection = connected(host, int(port), secret)
             connection.sendall(GREETING.pack(rank, os.getpid()))
-            _keep_alive(connection)
         except OSError as error:
             if time.monotonic() > end:
                 raise WorkerError(f"rank 0 is not to be reached at {host}:{port}: {error}") from error
@@ -159,14 +157,6 @@ def _own_address(place: Place) -> str:
     with socket.create_connection((place.host, place.port)) as probe:
         found: str = probe.getsockname()[0]
     return place.host if found.startswith("127.") or found == "::1" else found  # its own name, as others resolve it
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Have the system end a connection to a machine that is gone, in 25 s."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _end_with(nodes: Nodes) -> NoReturn:

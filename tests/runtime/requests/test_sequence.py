@@ -25,6 +25,13 @@ def test_it_stops_at_a_stop_token_and_keeps_it():
     assert sequence.token_ids == [5, 6, 9]
 
 
+def test_many_stop_tokens_are_one_set_of_all_samples():
+    """Each token of every sample is looked for among them, in the thread that steps everybody's answers."""
+    params = SamplingParams(seed=1, stop_token_ids=tuple(range(100_000)))
+    one, other = Sequence([5], params), Sequence([5], params, sample_index=1)
+    assert isinstance(one.ends, frozenset) and one.ends is other.ends and 7 in one.ends
+
+
 def test_a_stop_token_in_the_prompt_stops_nothing():
     assert Sequence([9, 9], SamplingParams(stop_token_ids=(9,))).finish_reason is None
 

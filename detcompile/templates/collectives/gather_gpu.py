@@ -20,6 +20,7 @@ from torch import Tensor
 from detcompile.templates.collectives import gpu as collectives_gpu
 from detcompile.templates.collectives.gpu import ReduceSchedule, enter, meet, memory_arguments, shot_schedule
 from detcompile.templates.collectives.peer_memory import PeerMemory
+from detcompile.templates.device.launcher import launcher
 
 __all__ = ["columns_over_peers", "rows_over_peers"]
 
@@ -37,7 +38,7 @@ def columns_over_peers(memory: PeerMemory, x: Tensor, columns: int) -> Tensor | 
         return None
     out = x.new_empty((M, columns))
     schedule = shot_schedule(x.numel(), num_ranks, two_shot=False)
-    columns_kernel[(min(collectives_gpu.CHANNELS, triton.cdiv(x.numel(), schedule.block)),)](
+    launcher(columns_kernel)[(min(collectives_gpu.CHANNELS, triton.cdiv(x.numel(), schedule.block)),)](
         x_ptr=_integers(x), out_ptr=_integers(out), total=x.numel(), n=n, columns=columns,
         **_box_arguments(memory, schedule),
     )  # fmt: skip
@@ -56,7 +57,7 @@ def rows_over_peers(memory: PeerMemory, weight: Tensor, ids: Tensor) -> Tensor |
         return None
     out = weight.new_empty((*ids.shape, D))
     schedule = shot_schedule(total, len(memory.boxes), two_shot=False)
-    rows_kernel[(min(collectives_gpu.CHANNELS, triton.cdiv(total, schedule.block)),)](
+    launcher(rows_kernel)[(min(collectives_gpu.CHANNELS, triton.cdiv(total, schedule.block)),)](
         ids_ptr=ids.contiguous(), weight_ptr=_integers(weight), out_ptr=_integers(out), total=total, v=v, D=D,
         **_box_arguments(memory, schedule),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from detcompile.templates.collectives.peer_memory import BOX, CHANNELS, LANES, PeerMemory
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
+from detcompile.templates.device.launcher import launcher
 from detcompile.templates.device.widening import widened
 from detcompile.templates.matmul.tree import close_leaf, root_of, tree_options
 
@@ -102,7 +103,7 @@ def reduce_over_peers(memory: PeerMemory, reduction: Reduction, two_shot: bool |
         schedule = shot_schedule(total, num_ranks, two_shot)
     share = schedule.block * (num_ranks if schedule.two_shot else 1)
     kernel = two_shot_kernel if schedule.two_shot else one_shot_kernel
-    kernel[(min(CHANNELS, triton.cdiv(total, share)),)](
+    launcher(kernel)[(min(CHANNELS, triton.cdiv(total, share)),)](
         boxes=memory.boxes, BOX=BOX, BLOCK=schedule.block, num_warps=schedule.warps,
         **memory_arguments(memory), **launch_arguments(reduction),
     )  # fmt: skip

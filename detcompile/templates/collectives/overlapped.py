@@ -29,6 +29,7 @@ from detcompile.templates.collectives.gpu import (
     tree_sum,
 )
 from detcompile.templates.collectives.peer_memory import CHANNELS, LANDING, LANES, Landing, PeerMemory
+from detcompile.templates.device.launcher import launcher
 
 __all__ = ["LEAST_TOKENS", "MOST_FEATURES", "reduce_overlapped"]
 
@@ -64,7 +65,7 @@ def reduce_overlapped(
 
 def _gather(memory: PeerMemory, landing: Landing, reduction: Reduction, share: int) -> None:
     """Of one piece, whose partials have all been sent. share: elements that a rank owns."""
-    gather_kernel[(min(CHANNELS, triton.cdiv(share, BLOCK)),)](
+    launcher(gather_kernel)[(min(CHANNELS, triton.cdiv(share, BLOCK)),)](
         landed_ptr=landing.partials[memory.rank], sums=landing.sums, share=share,
         PITCH=landing.partials[0].shape[1], BLOCK=BLOCK, num_warps=WARPS,
         **memory_arguments(memory), **launch_arguments(reduction),

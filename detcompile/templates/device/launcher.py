@@ -3,8 +3,8 @@
 A prompt's step is launched kernel by kernel, and waits for the host where that takes longer than the kernels. Triton
 binds, specialises and looks up a kernel anew at each launch. Here a launch whose specialisation was seen before goes to
 what Triton compiled for it then. A specialisation is all that Triton's depends on, and more: dtypes; whether pointers
-and integers are multiples of 16; integers of 1 and those past 32 bits; descriptors' dtypes, blocks and layouts; every
-compile-time value. Triton's settings (debugging, hooks into compilation) count as they are at the first launch.
+and integers are multiples of 16; integers of 1 and those past 32 bits; descriptors' dtypes, blocks and layouts; all of
+these of each element of a tuple; every compile-time value. Triton's settings (debugging, hooks into compilation) count as they are at the first launch.
 """
 
 import threading
@@ -88,5 +88,7 @@ def _specialization(arg: Any) -> object:
         return arg.base.dtype, *arg.block_shape, id(arg.layout)
     if isinstance(arg, TensorDescriptor):
         return arg.base.dtype, *arg.block_shape
+    if isinstance(arg, tuple):
+        return tuple((type(value), _specialization(value)) for value in arg)
     assert arg is None or isinstance(arg, float | bool), f"a kernel was given {type(arg)}"
     return None  # the type, which is looked at beside this, says all

@@ -77,6 +77,12 @@ def test_only_launches_of_one_specialisation_share_what_was_compiled() -> None:
         ((x, described(64, torch.float16), 24, 2, 0.5), flags),
         ((x, described(64, bf16, other=True), 24, 2, 0.5), flags),
         ((x, TensorDescriptor(rows, [64, 64], [64, 1], [64, 64]), 24, 2, 0.5), flags),
+        ((x, (y, x), 24, 2, 0.5), flags),
+        ((x, (y, odd), 24, 2, 0.5), flags),
+        ((x, (y, half), 24, 2, 0.5), flags),
+        ((x, (y, x, x), 24, 2, 0.5), flags),
+        ((x, (y, 16), 24, 2, 0.5), flags),
+        ((x, (y, 16.0), 24, 2, 0.5), flags),
     ]
     with mock.patch.object(kernel, "run", run), mock.patch.object(launching, "driver", device):
         launch = launcher(kernel)
@@ -99,8 +105,8 @@ def test_only_launches_of_one_specialisation_share_what_was_compiled() -> None:
         assert len(made) == 4 + len(others)
         with pytest.raises(AssertionError, match="WHOLE"):
             launch[(3,)](x, y, 24, 2, 0.5, BLOCK=32)
-        with pytest.raises(AssertionError, match="tuple"):
-            launch[(3,)]((x, y), y, 24, 2, 0.5, **flags)
+        with pytest.raises(AssertionError, match="list"):
+            launch[(3,)]([x, y], y, 24, 2, 0.5, **flags)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")

@@ -4,7 +4,8 @@ A prompt's step is launched kernel by kernel, and waits for the host where that 
 binds, specialises and looks up a kernel anew at each launch. Here a launch whose specialisation was seen before goes to
 what Triton compiled for it then. A specialisation is all that Triton's depends on, and more: dtypes; whether pointers
 and integers are multiples of 16; integers of 1 and those past 32 bits; descriptors' dtypes, blocks and layouts; all of
-these of each element of a tuple; every compile-time value. Triton's settings (debugging, hooks into compilation) count as they are at the first launch.
+these of each element of a tuple; every compile-time value. Triton's settings (debugging, hooks into compilation) count
+as they are at the first launch.
 """
 
 import threading

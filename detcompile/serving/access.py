@@ -13,7 +13,7 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.responses import JSON
 
-__all__ = ["Access", "OWNER", "read_body", "read_keys"]
+__all__ = ["Access", "owner_of", "read_body", "read_keys"]
 
 OWNER = "detcompile.owner"  # of a request, in its scope: sha256 of its key in hex
 
@@ -62,6 +62,12 @@ class Access:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
         known = sum(hmac.compare_digest(digest, own) for own in self._digests) > 0
         return digest.hex() if known else None
+
+
+def owner_of(request: Request) -> str:
+    """sha256 of the API key that a request has come with, in hex; empty where the server has no keys."""
+    owner: str = request.scope[OWNER]
+    return owner
 
 
 async def read_body(request: Request, most: int) -> bytes:

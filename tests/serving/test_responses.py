@@ -262,17 +262,19 @@ class Kept:
     """A response that has ended."""
 
     def __init__(self, name: str, ended: float | None, num_bytes: int) -> None:
-        self.name, self.ended, self.num_bytes = name, ended, num_bytes
+        self.owner, self.name, self.ended, self.num_bytes = "me", name, ended, num_bytes
 
 
 def test_responses_are_kept_for_a_while_and_within_bounds() -> None:
     kept, now = KeptResponses(), time.monotonic()
     kept.add(Kept("old", now - KEPT_SECONDS - 1, 1))
-    assert kept.find("old") is None
+    assert kept.find("me", "old") is None
     for name, ended, size in (("runs", None, 2 * KEPT_BYTES), ("a", now - 3, KEPT_BYTES // 2), ("b", now - 2, 9)):
         kept.add(Kept(name, ended, size))
     kept.add(Kept("c", now - 1, KEPT_BYTES // 2))
-    assert [kept.find(name) is not None for name in ("runs", "a", "b", "c")] == [True, False, True, True]
-    kept.drop("c")
-    kept.drop("c")
-    assert kept.find("c") is None
+    assert [kept.find("me", name) is not None for name in ("runs", "a", "b", "c")] == [True, False, True, True]
+    kept.drop("you", "c")
+    assert kept.find("you", "c") is None and kept.find("me", "c") is not None
+    kept.drop("me", "c")
+    kept.drop("me", "c")
+    assert kept.find("me", "c") is None

@@ -52,7 +52,7 @@ class Recording:
         messages: list[Message],
     ) -> None:
         [answer] = job.answers
-        self.name = job.name
+        self.name, self.owner = job.name, job.owner
         self.events: list[bytes] = []
         self.ended: float | None = None
         self.error: DetcompileError | None = None
@@ -61,7 +61,6 @@ class Recording:
         self._service = service
         self._job = job
         self.answer: Answer = answer
-        answer.name = self.name
         self._fields = fields
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None

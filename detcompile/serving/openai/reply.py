@@ -71,8 +71,6 @@ class Reply(ABC):
             "system_fingerprint": service.hello.fingerprint,
             "seed": self.seed,
         }
-        for answer in job.answers:
-            answer.name = job.name
         self.headers = headers_of(job.name, job.ask.params.seed, job.salt)
 
     def whole(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ async def dropped_response(service: Service, place: tuple[str, str]) -> Response
     """
     recording = await _found(service, *place)
     recording.cancel()
-    service.responses.drop(recording.name)
+    service.responses.drop(*place)
     await service.jobs.drop(*place)
     return _json({"id": recording.name, "object": "response", "deleted": True})
 
@@ -114,7 +114,7 @@ async def _recorded(
 ) -> Recording:
     """The recording of a request, which is the one that it has, or a new one."""
     job = await service.jobs.job(call, ask)
-    found = service.responses.find(job.name)
+    found = service.responses.find(job.owner, job.name)
     if found is not None:
         assert isinstance(found, Recording)
         return found
@@ -178,7 +178,7 @@ def _stream(
 
 async def _found(service: Service, owner: str, name: str) -> Recording:
     """A response by its id, which goes on where a server before this one has begun it."""
-    found = service.responses.find(name)
+    found = service.responses.find(owner, name)
     if found is None:
         call = await service.jobs.call(owner, name)
         if call is None or call.endpoint != RESPONSES:

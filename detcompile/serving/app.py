@@ -276,7 +276,7 @@ def _answered(error: HTTPError, path: str, status: int | None = None) -> Respons
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, (HTTPError, DetcompileError))
-    return _answered(error if isinstance(error, HTTPError) else error_of(error), request.url.path)
+    return _answered(error_of(error), request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

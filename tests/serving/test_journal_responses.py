@@ -28,6 +28,12 @@ async def events(client: httpx.AsyncClient, name: str, **options: Any) -> bytes:
     return answer.content
 
 
+async def after(client: httpx.AsyncClient, name: str, number: int) -> Any:
+    """The events behind one, or the error."""
+    answer = await client.get(f"/v1/responses/{name}", params={"stream": "true", "starting_after": number})
+    return answer.content if answer.status_code == 200 else answer.json()["error"]
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool) -> None:
     async def scenario() -> None:
@@ -39,15 +45,22 @@ def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool)
             ((_, name),) = service.responses._kept.keys() - {("", whole["id"])}
             seen = list(service.responses.find("", name).events)
             assert len(seen) >= 10
+            assert (await after(client, name, 10**6))["param"] == "starting_after"  # at once
+            assert not service.responses.find("", name).ended
         await asyncio.gather(asking, return_exceptions=True)
         async with keeping(path, **OPTIONS) as (service, client):
             begun = (await client.get(f"/v1/responses/{name}")).json()
             assert begun["status"] == "in_progress" and begun["id"] == name
+            waiting = asyncio.create_task(after(client, name, 10**6))
             for number in (0, 4, len(seen) - 1):
                 rest = await events(client, name, starting_after=number)
                 assert (await events(client, name)) == b"".join(seen[: number + 1]) + rest
             assert next(service._numbers) == 1  # once, however many ask
             known = await events(client, name)
+            count = known.count(b"event: ")
+            assert await after(client, name, count - 1) == b""
+            for refused in (await waiting, await after(client, name, count)):
+                assert refused["param"] == "starting_after" and f"the last one's is {count - 1}" in refused["message"]
             found = (await client.get(f"/v1/responses/{name}")).json()
             assert found["output"][0]["content"] == whole["output"][0]["content"]
             assert found["status"] == whole["status"] == "incomplete" and found["usage"]["output_tokens"] == 40

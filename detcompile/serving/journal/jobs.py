@@ -169,8 +169,8 @@ class Jobs:
         else:
             await self._require_model(record)
             answers = self._submit(asked.prompts, asked.params, asked.priority)
-        salt, owner = record.work.salt, record.owner
-        job = Job(asked, answers, salt, _nothing, True, record.name, record.created, owner=owner)
+        known = (record.name, record.created)
+        job = Job(asked, answers, record.work.salt, _nothing, True, *known, owner=record.owner, begun_before=True)
         if record.outcome is not None:
             job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled
         return job

@@ -13,7 +13,7 @@ from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.responses import JSON
 
-__all__ = ["Access", "KeyFile", "OWNER", "read_body", "read_keys"]
+__all__ = ["Access", "KeyFile", "owner_of", "read_body", "read_keys"]
 
 OWNER = "detcompile.owner"  # of a request, in its scope: sha256 of its key in hex
 
@@ -89,6 +89,12 @@ class KeyFile:
         """
         if self._path is not None:
             self.digests[:] = read_keys(self._path)
+
+
+def owner_of(request: Request) -> str:
+    """sha256 of the API key that a request has come with, in hex; empty where the server has no keys."""
+    owner: str = request.scope[OWNER]
+    return owner
 
 
 async def read_body(request: Request, most: int) -> bytes:

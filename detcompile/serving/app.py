@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from detcompile.errors import DetcompileError
-from detcompile.serving.access import OWNER, Access, read_body
+from detcompile.serving.access import Access, owner_of, read_body
 from detcompile.serving.anthropic.messages import count_tokens, create_message
 from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequest
 from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
@@ -139,7 +139,7 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     for paths, kind, answer in POSTS:
         post(paths, kind, _once(answer))
     if demo:
-        post(["/dashboard/kill"], KillRequest, _once(kill_engine))
+        post(["/dashboard/kill"], KillRequest, kill_engine)
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -153,8 +153,9 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
 
 def _call(request: Request, body: bytes) -> Call:
     """A request as the journal has it."""
-    owner, headers = request.scope.get(OWNER, ""), request.headers
-    return Call(request.url.path, body, owner, headers.get("idempotency-key"), headers.get("last-event-id"))
+    headers = request.headers
+    key, last_event = headers.get("idempotency-key"), headers.get("last-event-id")
+    return Call(request.url.path, body, owner_of(request), key, last_event)
 
 
 def _once(
@@ -179,9 +180,6 @@ def _add_kept(app: FastAPI, service: Service) -> None:
 
     async def drop(name: str, request: Request) -> Response:
         return await dropped_response(service, (owner_of(request), name))
-
-    def owner_of(request: Request) -> str:
-        return _call(request, b"").owner
 
     path = f"{RESPONSES}/{{name}}"
     app.add_api_route(path, response, methods=["GET"], name="v1_response", response_model=None)
@@ -211,15 +209,11 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
 
         app.add_api_route(path, route, methods=["GET"], name=path.strip("/").replace("/", "_") or "page")
 
-    def state() -> Response:
-        return Response(msgspec.json.encode(state_of(service, version, demo=demo)), media_type=JSON)
-
     def health() -> Response:
         failure = service.fleet.failure
         return _json({"status": "ok"}) if failure is None else _answered(error_of(failure), "/health", status=503)
 
     get("/", page)
-    get("/dashboard/state", state)
     get("/health", health)
     get("/ready", lambda: _ready(service), ready=True)
     get("/version", lambda: _json({"version": version}))
@@ -229,8 +223,14 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     get("/v1/fingerprint", lambda: _fingerprint(service), ready=True)
     get("/v1/certificate", lambda: Response(service.hello.certificate, media_type=JSON), ready=True)
 
-    async def receipt(name: str) -> Response:
-        return found_receipt(service, name)
+    async def state(request: Request) -> Response:
+        told = state_of(service, version, owner_of(request), demo=demo)
+        return Response(msgspec.json.encode(told), media_type=JSON)
+
+    app.add_api_route("/dashboard/state", state, methods=["GET"], name="dashboard_state")
+
+    async def receipt(name: str, request: Request) -> Response:
+        return found_receipt(service, owner_of(request), name)
 
     app.add_api_route("/v1/receipts/{name}", receipt, methods=["GET"], name="v1_receipt")
 
@@ -276,7 +276,7 @@ def _answered(error: HTTPError, path: str, status: int | None = None) -> Respons
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, (HTTPError, DetcompileError))
-    return _answered(error if isinstance(error, HTTPError) else error_of(error), request.url.path)
+    return _answered(error_of(error), request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -76,12 +76,14 @@ OVERDUE_RETRY_SECONDS = 10
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 
-def error_of(error: DetcompileError, params: frozenset[str] = frozenset()) -> HTTPError:
-    """The answer to a request that this package refused, or failed at.
+def error_of(error: DetcompileError | HTTPError, params: frozenset[str] = frozenset()) -> HTTPError:
+    """The answer to a request that this package refused, or failed at; an HTTPError is one.
 
     Args:
         params: fields that a message may begin with, and be about.
     """
+    if isinstance(error, HTTPError):
+        return error
     if isinstance(error, InvalidInput):
         first = str(error).replace(":", " ").split(" ", 1)[0]
         return HTTPError(400, str(error), param=first if first in params else None)

@@ -137,7 +137,7 @@ class Events(_Awaited):
                     begun = True
                     await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
                 await send(_body(data))
-        except DetcompileError as error:
+        except (DetcompileError, HTTPError) as error:
             if self._left:
                 return
             refusal = error_of(error)

@@ -253,8 +253,10 @@ class Service:
             StorageError: the log cannot be written.
         """
         if job.issued is None:
-            name, template, salt = (job.name, job.created, self.name), job.ask.template, job.salt
-            job.issued = self.receipts.issue(name, job.answers, self.hello, self.texts, template=template, salt=salt)
+            name, template = (job.name, job.created, self.name), job.ask.template
+            job.issued = self.receipts.issue(
+                name, job.answers, self.hello, self.texts, template=template, salt=job.salt, owner=job.owner
+            )
         return job.issued
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:

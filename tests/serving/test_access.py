@@ -2,9 +2,11 @@
 
 import asyncio
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,53 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     KeyFile(None).read_again()
+
+
+def test_what_one_key_has_asked_for_no_other_finds() -> None:
+    """Its id is told to its owner alone, and means to others what an unknown one does."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    asked = {"input": "x", "max_output_tokens": 2}
+    digests = [hashlib.sha256(key).digest() for key in (b"alice", b"bob")]
+
+    async def scenario() -> None:
+        async with running(scripted(chat_template=template), digests) as client:
+
+            async def ask(key: str, method: str, path: str, body: Any = None) -> Any:
+                return await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+            async def names_of(key: str) -> set[str]:
+                rows = (await ask(key, "GET", "/dashboard/state")).json()["requests"]
+                assert [row["num_tokens"] >= 0 for row in rows] == [True, True], "all rows are shown, not all names"
+                assert all(row["has_receipt"] <= bool(row["name"]) for row in rows)
+                return {row["name"] for row in rows} - {""}
+
+            long = asked | {"max_output_tokens": 1000, "background": True}
+            open_one = (await ask("alice", "POST", "/v1/responses", long)).json()["id"]
+            done = (await ask("alice", "POST", "/v1/responses", asked)).json()["id"]
+            assert await names_of("alice") == {open_one, done} and await names_of("bob") == set()
+            for name in (open_one, done):
+                for method, path, body in (
+                    ("GET", "/v1/responses/{}", None),
+                    ("GET", "/v1/responses/{}?stream=true&starting_after=0", None),
+                    ("POST", "/v1/responses", asked | {"previous_response_id": "{}"}),
+                    ("POST", "/v1/responses/{}/cancel", None),
+                    ("DELETE", "/v1/responses/{}", None),
+                    ("GET", "/v1/receipts/{}", None),
+                ):
+                    found = [
+                        await ask("bob", method, path.format(own), json.loads(json.dumps(body).replace("{}", own)))
+                        for own in (name, "resp_unknown")
+                    ]
+                    assert [own.status_code for own in found] == [404, 404], (path, found)
+                    assert found[0].content == found[1].content
+            assert (await ask("alice", "GET", f"/v1/receipts/{done}")).status_code == 200
+            going_on = await ask("alice", "POST", "/v1/responses", asked | {"previous_response_id": done})
+            assert going_on.status_code == 200
+            assert (await ask("alice", "GET", f"/v1/responses/{open_one}")).json()["status"] == "in_progress"
+            assert (await ask("alice", "POST", f"/v1/responses/{open_one}/cancel")).json()["status"] == "cancelled"
+            assert (await ask("alice", "DELETE", f"/v1/responses/{done}")).status_code == 200
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_a_key_is_the_bytes_that_were_sent() -> None:

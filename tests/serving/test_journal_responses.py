@@ -28,6 +28,12 @@ async def events(client: httpx.AsyncClient, name: str, **options: Any) -> bytes:
     return answer.content
 
 
+async def after(client: httpx.AsyncClient, name: str, number: int) -> Any:
+    """The events behind one, or the error."""
+    answer = await client.get(f"/v1/responses/{name}", params={"stream": "true", "starting_after": number})
+    return answer.content if answer.status_code == 200 else answer.json()["error"]
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool) -> None:
     async def scenario() -> None:
@@ -36,18 +42,25 @@ def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool)
             whole = (await respond(client)).json()
             asking = asyncio.create_task(respond(client, background=background, stream=not background))
             await until_drawn(service, 1, 10)
-            (name,) = service.responses._kept.keys() - {whole["id"]}
-            seen = list(service.responses.find(name).events)
+            ((_, name),) = service.responses._kept.keys() - {("", whole["id"])}
+            seen = list(service.responses.find("", name).events)
             assert len(seen) >= 10
+            assert (await after(client, name, 10**6))["param"] == "starting_after"  # at once
+            assert not service.responses.find("", name).ended
         await asyncio.gather(asking, return_exceptions=True)
         async with keeping(path, **OPTIONS) as (service, client):
             begun = (await client.get(f"/v1/responses/{name}")).json()
             assert begun["status"] == "in_progress" and begun["id"] == name
+            waiting = asyncio.create_task(after(client, name, 10**6))
             for number in (0, 4, len(seen) - 1):
                 rest = await events(client, name, starting_after=number)
                 assert (await events(client, name)) == b"".join(seen[: number + 1]) + rest
             assert next(service._numbers) == 1  # once, however many ask
             known = await events(client, name)
+            count = known.count(b"event: ")
+            assert await after(client, name, count - 1) == b""
+            for refused in (await waiting, await after(client, name, count)):
+                assert refused["param"] == "starting_after" and f"the last one's is {count - 1}" in refused["message"]
             found = (await client.get(f"/v1/responses/{name}")).json()
             assert found["output"][0]["content"] == whole["output"][0]["content"]
             assert found["status"] == whole["status"] == "incomplete" and found["usage"]["output_tokens"] == 40
@@ -55,7 +68,7 @@ def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool)
         async with keeping(path, **OPTIONS) as (service, client):
             assert (await client.get(f"/v1/responses/{name}")).json() == found  # it had ended: nothing is drawn again
             assert await events(client, name) == known and next(service._numbers) == 0
-            assert service.responses.find(name)._job.issued.envelope.payload == receipt["payload"]
+            assert service.responses.find("", name)._job.issued.envelope.payload == receipt["payload"]
             again = json.loads(known.split(b"data: ")[1].split(b"\n")[0])["response"]
             assert again["created_at"] == found["created_at"]
 
@@ -94,7 +107,7 @@ def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(tmp_pa
             names["not stored"] = (await respond(client, store=False)).json()["id"]
             asking = asyncio.create_task(respond(client, max_output_tokens=900))
             await until_drawn(service, 1, 3)
-            names["alone"] = next(own for own in service.responses._kept if own not in names.values())
+            names["alone"] = next(own for _, own in service.responses._kept if own not in names.values())
             asking.cancel()  # nobody comes back for a response that is neither in the background nor has a key
             await asyncio.gather(asking, return_exceptions=True)
             long = (await respond(client, background=True, max_output_tokens=900)).json()["id"]
@@ -127,14 +140,14 @@ def test_a_conversation_goes_on_at_the_next_server(tmp_path: Path) -> None:
             first = (await respond(client)).json()["id"]
             second = (await respond(client, previous_response_id=first, background=True)).json()["id"]
             expected = (await respond(client, previous_response_id=first)).json()["usage"]["input_tokens"]
-            messages = service.responses.find(second).messages
+            messages = service.responses.find("", second).messages
             assert len(messages) == 3
         async with keeping(path, **OPTIONS) as (service, client):
             third = (await respond(client, previous_response_id=first)).json()
             assert third["usage"]["input_tokens"] == expected
             await client.delete(f"/v1/responses/{first}")
             assert (await client.get(f"/v1/responses/{second}")).json()["usage"]["input_tokens"] == expected
-            assert service.responses.find(second).messages == messages
+            assert service.responses.find("", second).messages == messages
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -120,7 +120,7 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
         assert len(set(names)) >= len(names) - 2 > 10, "each event has an id of its own, but the openings"
         for place in range(len(events)):
             again = job_of(len(ids), kept=True, n=2, stop=stop, logprobs=0)
-            again.name = job.name
+            again.name, again.begun_before = job.name, True
             for other in (job, again):
                 drawing = asyncio.create_task(draw(again.answers[0], ids)) if other is again else drawing
                 rest = await read(other, names[place])
@@ -130,11 +130,36 @@ def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, sto
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-@pytest.mark.parametrize("text", ["", "x", "cmpl-other:1", "{}:1,2", "{}:1*+", "{}:-1", "{}:1\n"])
+@pytest.mark.parametrize("text", ["", "x", "cmpl-other:1", "{}:1,2", "{}:1*+", "{}:-1", "{}:1\n", "{}:1+1", "{}:3*+1"])
 def test_an_id_of_no_event_is_refused(text: str) -> None:
     job = job_of(3, kept=True)
     with pytest.raises(HTTPError, match="is of no event"):
         _Completion(SERVICE, job, last_event=text.format(job.name))
+
+
+@pytest.mark.parametrize("begun_before", [False, True])
+@pytest.mark.parametrize("place", ["4,3*", "3*,4*", "3*,99", "2*,3*", "0*,0", "3*,3*+2"])
+def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bool) -> None:
+    """At once; or where tokens that were told before are drawn again, when the choice has ended without it."""
+
+    async def read(job: Job) -> bytes:
+        options = {"last_event": f"{job.name}:{place}", "stream_options": StreamOptions(include_usage=True)}
+        return b"".join([data async for data in _Completion(SERVICE, job, **options).events()])
+
+    async def scenario() -> None:
+        job = job_of(3, kept=True, n=2)
+        job.begun_before = begun_before
+        reading = asyncio.create_task(read(job))
+        if begun_before:
+            await draw(job.answers[0], [40, 41, 42])
+        with pytest.raises(HTTPError, match=rf"Last-Event-ID '{job.name}:.*' is of no event") as found:
+            await reading
+        assert found.value.content["error"]["message"].startswith(f"Last-Event-ID '{job.name}:{place}'")
+        if begun_before:
+            with pytest.raises(HTTPError, match="is of no event"):
+                await read(job)  # it has ended
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
 def test_retry_after_counts_the_time_of_steps_alone() -> None:

@@ -246,6 +246,36 @@ def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
     assert lines[2]["generated_tokens"] == 3 and lines[2]["id"] == short.json()["id"] and lines[1]["error"]
 
 
+def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: None) -> None:
+    """Of another one there is a part, which is another one at each moment."""
+
+    async def scenario() -> None:
+        async with running(scripted(chat_template="{{ messages[0].content }}", timeout=0.6)) as client:
+
+            async def respond(**fields: Any) -> httpx.Response:
+                return await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2} | fields)
+
+            async def require_refused(name: str, why: str) -> None:
+                refused = await respond(previous_response_id=name)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["param"]) == (400, "previous_response_id"), error
+                assert error["message"].startswith(f"previous_response_id names a response that {why}")
+
+            long = {"background": True, "max_output_tokens": 2000}
+            failing, cancelled = [(await respond(**long)).json()["id"] for _ in range(2)]
+            await require_refused(failing, "still runs")
+            await client.post(f"/v1/responses/{cancelled}/cancel")
+            await require_refused(cancelled, "was cancelled")
+            while (await client.get(f"/v1/responses/{failing}")).json()["status"] == "in_progress":
+                await asyncio.sleep(0.02)
+            await require_refused(failing, "has failed")
+            done = (await respond()).json()
+            assert done["status"] == "incomplete"
+            assert (await respond(previous_response_id=done["id"])).status_code == 200
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_text_behind_a_call_is_another_message() -> None:
     output = ResponseOutput("resp_1")
     pieces = [Piece(None, None, "a"), Piece(None, None, "b"), Piece(0, "f", ""), Piece(0, None, "{}"),
@@ -262,17 +292,19 @@ class Kept:
     """A response that has ended."""
 
     def __init__(self, name: str, ended: float | None, num_bytes: int) -> None:
-        self.name, self.ended, self.num_bytes = name, ended, num_bytes
+        self.owner, self.name, self.ended, self.num_bytes = "me", name, ended, num_bytes
 
 
 def test_responses_are_kept_for_a_while_and_within_bounds() -> None:
     kept, now = KeptResponses(), time.monotonic()
     kept.add(Kept("old", now - KEPT_SECONDS - 1, 1))
-    assert kept.find("old") is None
+    assert kept.find("me", "old") is None
     for name, ended, size in (("runs", None, 2 * KEPT_BYTES), ("a", now - 3, KEPT_BYTES // 2), ("b", now - 2, 9)):
         kept.add(Kept(name, ended, size))
     kept.add(Kept("c", now - 1, KEPT_BYTES // 2))
-    assert [kept.find(name) is not None for name in ("runs", "a", "b", "c")] == [True, False, True, True]
-    kept.drop("c")
-    kept.drop("c")
-    assert kept.find("c") is None
+    assert [kept.find("me", name) is not None for name in ("runs", "a", "b", "c")] == [True, False, True, True]
+    kept.drop("you", "c")
+    assert kept.find("you", "c") is None and kept.find("me", "c") is not None
+    kept.drop("me", "c")
+    kept.drop("me", "c")
+    assert kept.find("me", "c") is None

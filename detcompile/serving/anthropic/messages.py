@@ -68,7 +68,6 @@ class _Message:
         self._job = job
         self._with_receipt = with_receipt
         [self._answer] = job.answers
-        self._answer.name = job.name
         self._blocks = Blocks(job.name, use)
         self.headers = headers_of(job.name, self._answer.params.seed, job.salt) | {"Request-Id": job.name}
 

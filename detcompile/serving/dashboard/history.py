@@ -18,7 +18,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     Attributes:
         request_id: counts the server's prompts.
-        name: the id of the reply, and of its receipt.
+        name: the id of the reply, and of its receipt; empty for all but its owner.
         state: "waiting" for its first token, "running", why its samples ended, "cancelled" or "failed".
         seed: decimal digits, as JavaScript's numbers have fewer bits; None of a verification.
         engine: place in the fleet of the engine that has it, or had it last; None before one did.
@@ -48,16 +48,21 @@ class History:
     """Keeps the rows of requests that ended."""
 
     def __init__(self) -> None:
-        self._ended: deque[Row] = deque(maxlen=KEPT_ROWS)
+        self._ended: deque[tuple[str, Row]] = deque(maxlen=KEPT_ROWS)
 
     def ended(self, answer: Answer, *, cancelled: bool) -> None:
         """An answer is released; ``cancelled``: before its end."""
-        self._ended.append(_row(answer, "cancelled" if cancelled else _state(answer)))
+        self._ended.append((answer.owner, _row(answer, "cancelled" if cancelled else _state(answer))))
 
-    def rows(self, open_answers: Iterable[Answer], most: int) -> list[Row]:
-        """The newest open answers, and the newest that ended, each of them newest first; ``most`` at most."""
-        found = [_row(answer, _state(answer)) for answer in list(open_answers)[: -most - 1 : -1]]
-        return (found + list(reversed(self._ended)))[:most]
+    def rows(self, open_answers: Iterable[Answer], most: int, owner: str) -> list[Row]:
+        """The newest open answers, and the newest that ended, each of them newest first; ``most`` at most.
+
+        Args:
+            owner: sha256 of the API key whose replies are named, in hex; the ids of others ask for their texts.
+        """
+        found = [(answer.owner, _row(answer, _state(answer))) for answer in list(open_answers)[: -most - 1 : -1]]
+        every = [*found, *reversed(self._ended)][:most]
+        return [row if own in ("", owner) else msgspec.structs.replace(row, name="") for own, row in every]
 
 
 def _row(answer: Answer, state: str) -> Row:

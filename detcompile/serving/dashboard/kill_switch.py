@@ -4,6 +4,7 @@ import msgspec
 from starlette.responses import Response
 
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 
@@ -13,12 +14,12 @@ RETRY_SECONDS = 20
 
 
 class KillRequest(msgspec.Struct):
-    """The engine that has the answer of this id is killed; without an id, or where none has it, the busiest one is."""
+    """The engine with the client's answer of this id is killed; without an id, or where none has it, the busiest is."""
 
     id: str | None = None
 
 
-async def kill_engine(service: Service, asked: KillRequest) -> Response:
+async def kill_engine(service: Service, asked: KillRequest, call: Call) -> Response:
     """SIGKILL to an engine process of this machine; tells its place in the fleet and its process.
 
     Raises:
@@ -32,8 +33,8 @@ async def kill_engine(service: Service, asked: KillRequest) -> Response:
     own = [link for link in fleet.links if link.ready and link.pid is not None]
     if not own:
         raise HTTPError(503, "the engines run on other machines: end one there", code="unavailable")
-    open_answers = service.open.values()
-    serving = {answer.engine for answer in open_answers if asked.id is not None and answer.name == asked.id}
+    wanted = (call.owner, asked.id)
+    serving = {answer.engine for answer in service.open.values() if (answer.owner, answer.name) == wanted}
     link = max(own, key=lambda link: (fleet.links.index(link) in serving, len(link.answers)))
     told = {"engine": fleet.links.index(link), "pid": link.pid}
     link.kill()

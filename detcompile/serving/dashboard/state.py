@@ -66,8 +66,8 @@ class State(msgspec.Struct, kw_only=True):
     losses: list[Loss]
 
 
-def state_of(service: Service, version: str, *, demo: bool) -> State:
-    """The state now."""
+def state_of(service: Service, version: str, owner: str, *, demo: bool) -> State:
+    """The state now, as it is told to the owner of an API key."""
     fleet = service.fleet
     return State(
         version=version,
@@ -77,7 +77,7 @@ def state_of(service: Service, version: str, *, demo: bool) -> State:
         receipts=service.receipts.level,
         engines=[_engine(link) for link in fleet.links],
         num_open=len(service.open),
-        requests=_rows(service),
+        requests=_rows(service, owner),
         buckets=SECONDS,
         latencies=service.metrics.latencies(),
         num_restarts=fleet.num_restarts,
@@ -86,10 +86,10 @@ def state_of(service: Service, version: str, *, demo: bool) -> State:
     )
 
 
-def _rows(service: Service) -> list[Row]:
-    rows = service.history.rows(service.open.values(), MOST_ROWS)
+def _rows(service: Service, owner: str) -> list[Row]:
+    rows = service.history.rows(service.open.values(), MOST_ROWS, owner)
     for row in rows:
-        row.has_receipt = service.receipts.find(row.name) is not None
+        row.has_receipt = service.receipts.find(owner, row.name) is not None
     return rows
 
 

@@ -53,12 +53,13 @@ class Answer:
         num_cached_tokens: prompt tokens that the prefix cache had, once it has ended.
         num_preemptions: times that the engine which has it took its blocks.
         name: the id of its reply, or a name of its verification; empty before there is one.
+        owner: sha256 of the API key that a reply is for; empty where nobody can ask for it by its name.
     """
 
     __slots__ = (
         "_told_prompt_logprobs", "arrival", "deaths", "deaths_alone", "engine", "error", "finished",
-        "first_token", "name", "news", "num_cached_tokens", "num_preemptions", "params", "priority", "prompt_ids",
-        "prompt_logprobs", "queued_seconds", "request_id", "samples", "tries",
+        "first_token", "name", "news", "num_cached_tokens", "num_preemptions", "owner", "params", "priority",
+        "prompt_ids", "prompt_logprobs", "queued_seconds", "request_id", "samples", "tries",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +77,7 @@ class Answer:
         self.prompt_logprobs: list[Token | None] = []
         self.error: DetcompileError | None = None
         self.finished = False
-        self.name = ""
+        self.name = self.owner = ""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.queued_seconds: float | None = None

@@ -47,6 +47,8 @@ class Job:
         created: when it was first asked for, in seconds since 1970.
         issued: the receipt, once there is one.
         cancelled: whether its client has ended it, so that what was drawn by then is all of it.
+        begun_before: whether it is drawn again, so that clients may have been sent more of it than there is by now.
+        owner: sha256 of the API key that it came with, in hex; empty where the server has none. Nobody else finds it.
     """
 
     ask: Ask
@@ -58,6 +60,10 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
     issued: Issued | None = None
     cancelled: bool = False
+    owner: str = ""
+    begun_before: bool = False
 
     def __post_init__(self) -> None:
         self.name = self.name or self.ask.prefix + secrets.token_hex(12)
+        for answer in self.answers:
+            answer.name, answer.owner = self.name, self.owner

@@ -93,7 +93,8 @@ class Jobs:
         """
         if call.key is None or self._journal is None:
             asked = await ask()
-            return Job(asked, self._submit(asked.prompts, asked.params, asked.priority), self._salt(), self._release)
+            answers = self._submit(asked.prompts, asked.params, asked.priority)
+            return Job(asked, answers, self._salt(), self._release, owner=call.owner)
         place = (call.owner, call.key)
         if place not in self._live:
             task = asyncio.get_running_loop().create_task(self._kept(self._journal, call, ask))
@@ -150,7 +151,8 @@ class Jobs:
         record = await self._written(lambda journal: journal.find(call.owner, key=call.key))
         if record is None:
             asked = await ask()
-            job = Job(asked, self._submit(asked.prompts, asked.params, asked.priority), self._salt(), _nothing, True)
+            answers = self._submit(asked.prompts, asked.params, asked.priority)
+            job = Job(asked, answers, self._salt(), _nothing, True, owner=call.owner)
             hello = self._hello()
             new = record_of(job, (call.owner, call.key), (call.endpoint, call.body), hello.fingerprint)
             try:
@@ -167,7 +169,8 @@ class Jobs:
         else:
             await self._require_model(record)
             answers = self._submit(asked.prompts, asked.params, asked.priority)
-        job = Job(asked, answers, record.work.salt, _nothing, True, record.name, record.created)
+        known = (record.name, record.created)
+        job = Job(asked, answers, record.work.salt, _nothing, True, *known, owner=record.owner, begun_before=True)
         if record.outcome is not None:
             job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled
         return job

@@ -9,7 +9,7 @@ import msgspec
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
-from detcompile.serving.http_errors import error_of
+from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.reply import as_int64, headers_of
@@ -52,7 +52,7 @@ class Recording:
         messages: list[Message],
     ) -> None:
         [answer] = job.answers
-        self.name = job.name
+        self.name, self.owner = job.name, job.owner
         self.events: list[bytes] = []
         self.ended: float | None = None
         self.error: DetcompileError | None = None
@@ -61,7 +61,6 @@ class Recording:
         self._service = service
         self._job = job
         self.answer: Answer = answer
-        answer.name = self.name
         self._fields = fields
         self._status: Status = "in_progress"
         self._failure: dict[str, Any] | None = None
@@ -97,8 +96,16 @@ class Recording:
             await self._news.wait()
 
     async def read(self, start: int = 0) -> AsyncIterator[bytes]:
-        """Its events from one on, until the last; those that are there together."""
+        """Its events from one on, until the last; those that are there together.
+
+        Raises:
+            HTTPError: nobody was sent the event before.
+        """
         while True:
+            if start > len(self.events) and (self.ended is not None or not self._job.begun_before):
+                last = len(self.events) - 1
+                said = f"starting_after {start - 1} is no event's sequence_number: the last one's is {last}"
+                raise HTTPError(400, said, param="starting_after")
             found, news = b"".join(self.events[start:]), self._news
             start = max(start, len(self.events))
             if found:

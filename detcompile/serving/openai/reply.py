@@ -61,8 +61,9 @@ class Reply(ABC):
         self._whole = True
         self._beginning = b""  # of every event
         count = sum(len(answer.samples) for answer in job.answers)
+        num_tail = int(with_receipt) + int(self._include_usage)
         goes_on = last_event is not None and job.kept  # a request without a key is another one each time
-        self._told = Cursor.at(last_event or "", job.name, count) if goes_on else Cursor(job.name, count)
+        self._told = Cursor.at(last_event or "", job.name, count, num_tail) if goes_on else Cursor(job.name, count)
         self.seed = as_int64(job.ask.params.seed or 0)
         self._head: dict[str, Any] = {
             "id": job.name,
@@ -71,8 +72,6 @@ class Reply(ABC):
             "system_fingerprint": service.hello.fingerprint,
             "seed": self.seed,
         }
-        for answer in job.answers:
-            answer.name = job.name
         self.headers = headers_of(job.name, job.ask.params.seed, job.salt)
 
     def whole(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class Reply(ABC):
         """The answer as it comes: what is new of all choices at a time, as events.
 
         Raises:
-            DetcompileError: an answer's error.
+            DetcompileError: an answer's error. HTTPError: it goes on behind an event that never was.
         """
         self._whole = False
         told, tail = self._told, self._told.tail
@@ -113,9 +112,15 @@ class Reply(ABC):
                 yield self._chunk([], **part)
 
     def _catches_up(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> bool:
-        """Read what was told of a choice before, once it is there."""
-        over, num_read = self._told.over[index], self._told.num_read[index]
-        if sample.finish_reason is None if over else len(sample.token_ids) < num_read:
+        """Read what was told of a choice before, once it is there.
+
+        Raises:
+            HTTPError: it never was.
+        """
+        over, num_read, ended = self._told.over[index], self._told.num_read[index], sample.finish_reason is not None
+        if ended or not self._job.begun_before:
+            self._told.require(index, len(sample.token_ids), ended=ended)
+        elif over or len(sample.token_ids) < num_read:
             return False
         new, read = text.take(None if over else num_read)
         self._choice(index, answer, sample, new, read, ended=over)  # what it keeps of the choice is as it was then

@@ -28,6 +28,11 @@ TOLD: tuple[tuple[str, Any], ...] = (  # fields that a response repeats of its r
     ("parallel_tool_calls", True), ("previous_response_id", None), ("tool_choice", "auto"), ("tools", []),
     ("top_logprobs", 0),
 )  # fmt: skip
+UNFINISHED: dict[str, str] = {  # statuses whose output is not what the model says, but a part of it, cut anywhere
+    "in_progress": "still runs: wait until it has ended",
+    "failed": "has failed: send its input again",
+    "cancelled": "was cancelled: send its input again",
+}
 
 
 async def respond(service: Service, asked: ResponsesRequest, call: Call) -> Response:
@@ -87,7 +92,7 @@ async def dropped_response(service: Service, place: tuple[str, str]) -> Response
     """
     recording = await _found(service, *place)
     recording.cancel()
-    service.responses.drop(recording.name)
+    service.responses.drop(*place)
     await service.jobs.drop(*place)
     return _json({"id": recording.name, "object": "response", "deleted": True})
 
@@ -114,7 +119,7 @@ async def _recorded(
 ) -> Recording:
     """The recording of a request, which is the one that it has, or a new one."""
     job = await service.jobs.job(call, ask)
-    found = service.responses.find(job.name)
+    found = service.responses.find(job.owner, job.name)
     if found is not None:
         assert isinstance(found, Recording)
         return found
@@ -178,7 +183,7 @@ def _stream(
 
 async def _found(service: Service, owner: str, name: str) -> Recording:
     """A response by its id, which goes on where a server before this one has begun it."""
-    found = service.responses.find(name)
+    found = service.responses.find(owner, name)
     if found is None:
         call = await service.jobs.call(owner, name)
         if call is None or call.endpoint != RESPONSES:
@@ -204,12 +209,16 @@ async def _before(service: Service, owner: str, name: str | None) -> list[Messag
     """The conversation that a request goes on with.
 
     Raises:
-        HTTPError: 404.
+        HTTPError: 404, or 400 for a response that has no whole output.
     """
     if name is None:
         return []
     recording = await _found(service, owner, name)
-    output = msgspec.convert(recording.response()["output"], list[InputItem])
+    found = recording.response()
+    if found["status"] in UNFINISHED:
+        said = f"previous_response_id names a response that {UNFINISHED[found['status']]}"
+        raise HTTPError(400, said, param="previous_response_id", code="response_not_finished")
+    output = msgspec.convert(found["output"], list[InputItem])
     return [*recording.messages, *messages_of(output)]
 
 

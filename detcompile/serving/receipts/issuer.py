@@ -67,7 +67,7 @@ class Issuer:
         self.key = key
         self._log = log
         self._version = version
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by owner and the answer's id
         self._num_bytes = 0
 
     def salt(self) -> bytes | None:
@@ -83,6 +83,7 @@ class Issuer:
         *,
         template: str | None,
         salt: bytes | None,
+        owner: str,
     ) -> Issued | None:
         """The receipt of answers that have ended, those of one request; None at level "off".
 
@@ -90,6 +91,7 @@ class Issuer:
             name: the answer's id, when it was made, and the model's name.
             template: sha256 of the chat template that made the prompt.
             salt: what ``salt`` gave for them.
+            owner: sha256 of the API key that they came with, in hex; empty where the server has none.
 
         Raises:
             StorageError: the log cannot be written.
@@ -116,15 +118,15 @@ class Issuer:
         envelope = seal(encode_receipt(receipt), self.key)
         if self._log is not None:
             self._log.append(envelope)
-        self._keep(receipt.id, msgspec.json.encode(envelope))
+        self._keep((owner, receipt.id), msgspec.json.encode(envelope))
         return Issued(envelope, payload_digest(envelope))
 
-    def find(self, name: str) -> bytes | None:
-        """The envelope of an answer's receipt as JSON, by the answer's id; None where it is not kept."""
-        return self._kept.get(name)
+    def find(self, owner: str, name: str) -> bytes | None:
+        """The envelope of this owner's answer's receipt as JSON, by the answer's id; None where it is not kept."""
+        return self._kept.get((owner, name))
 
-    def _keep(self, name: str, data: bytes) -> None:
-        self._kept[name] = data
+    def _keep(self, place: tuple[str, str], data: bytes) -> None:
+        self._kept[place] = data
         self._num_bytes += len(data)
         while self._num_bytes > KEPT_BYTES:
             self._num_bytes -= len(self._kept.popitem(last=False)[1])

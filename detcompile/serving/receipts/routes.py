@@ -16,13 +16,13 @@ from detcompile.serving.service import Service
 __all__ = ["found_receipt", "verify"]
 
 
-def found_receipt(service: Service, name: str) -> Response:
-    """The receipt of an answer, by the answer's id.
+def found_receipt(service: Service, owner: str, name: str) -> Response:
+    """The receipt of an answer, by the answer's id, for the owner of the API key that the answer was made for.
 
     Raises:
         HTTPError: 404.
     """
-    found = service.receipts.find(name)
+    found = service.receipts.find(owner, name)
     if found is None:
         said = "there is no receipt of this id: none was made, or newer ones took its place in memory"
         raise HTTPError(404, said, code="receipt_not_found")

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from detcompile.passes.programs.layer_views import layer_list, layers_of, view_of
+from detcompile.weights import tensor_digest
 
 __all__ = ["Repeats", "Shown", "operations_of", "repeats_of"]
 
@@ -91,8 +92,11 @@ class Shown(NamedTuple):
 
 
 def operations_of(model: PreTrainedModel, run: Callable[[PreTrainedModel], None]) -> list[Any]:
-    """The operations of a run in their order, each with its arguments by name and form; nothing is computed."""
-    recorder = _Recorder(model, [])
+    """The operations of a run in their order, each with its arguments by name and form; nothing is computed.
+
+    Of a tensor that is none of the model's and comes from outside, as one made of Python's numbers, by its contents.
+    """
+    recorder = _Recorder(model, [], contents=True)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         run(model)
     return recorder.operations()
@@ -118,10 +122,14 @@ class _Recorder(TorchDispatchMode):
     An origin is ``("weight", name)``, ``("own", name within the layer)``, ``("rows",)`` for what the layer before gave,
     ``(part, place, index)`` for the result of an operation, or ``("given", number)`` for what came from outside.
     A layer's part begins where the layer before it ends, and that of the first layer where it is called.
+
+    Args:
+        contents: whether what came from outside is written down with a digest of its contents.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], contents: bool = False) -> None:
         super().__init__()
+        self._contents = contents
         self._names: dict[int, tuple[int | None, str]] = {}  # of parameters and buffers: which layer's, and its name
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             self._names.setdefault(id(tensor), (None, name))
@@ -199,7 +207,11 @@ class _Recorder(TorchDispatchMode):
             part, place, index = self._origins[id(tensor)]
             return ("made here" if part == self._part else part, place, index)
         self._kept.append(tensor)
-        return "given", self._objects.setdefault(id(tensor), len(self._objects))
+        number = self._objects.setdefault(id(tensor), len(self._objects))
+        if not self._contents or isinstance(tensor, FakeTensor):
+            return "given", number
+        with _disable_current_modes():  # as there is nothing to read in a run that computes nothing
+            return "given", number, tensor_digest(tensor)
 
 
 def _alike(one: nn.Module, other: nn.Module, indices: tuple[int, int]) -> bool:

@@ -5,12 +5,9 @@ import sys
 import types
 from typing import Any
 
-from detcompile.passes.warm.descriptions import PLAIN, code_lines
+from detcompile.passes.warm.descriptions import PINNED, PLAIN, code_lines
 
 __all__ = ["CalledCode"]
-
-# Told by the versions of torch and Python, and by a digest of our own sources. Some of what they do is done once.
-PINNED = {"torch", "detcompile", "sympy", "mpmath", "typing_extensions", *sys.stdlib_module_names} - {"__main__"}
 
 
 class CalledCode:

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from detcompile.weights import tensor_digest
 
-__all__ = ["Descriptions", "Undescribed", "code_lines"]
+__all__ = ["Descriptions", "PINNED", "Undescribed", "code_lines"]
 
 BUILTIN = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 PLAIN = (*BUILTIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -24,6 +25,8 @@ OWN_TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
 # another in every process.
 WRITTEN = ("transformers_version", "_auto_class", "_original_object_hash", "_weight_conversions")
 VOLATILE = ("_name_or_path", "name_or_path", "_commit_hash", *WRITTEN)
+# Packages whose code the versions of torch and Python tell, and a digest of our own sources.
+PINNED = {"torch", "detcompile", "sympy", "mpmath", "typing_extensions", *sys.stdlib_module_names} - {"__main__"}
 HOOKS = ("hooks", "hooks_always_called", "hooks_with_kwargs")  # ends of names of what is kept by a number of its own
 
 
@@ -42,10 +45,11 @@ class Descriptions:
         self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
         self._names |= {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._seen: dict[int, int] = {}
+        self._classes: set[type] = set()
         self._kept: list[Any] = []  # an id is that of one object only while it lives
 
     def module(self, module: nn.Module) -> Any:
-        """Class, attributes, and the form of each parameter and buffer, whose values are left out.
+        """Class, what it holds, attributes, and the form of each parameter and buffer, whose values are left out.
 
         Raises:
             Undescribed: an attribute has a state that cannot be seen.
@@ -58,7 +62,7 @@ class Descriptions:
         own = {name: value for name, value in vars(module).items() if name not in (*OWN_TABLES, *VOLATILE)}
         own = {name: list(value.values()) if name.endswith(HOOKS) and value else value for name, value in own.items()}
         children = {name: None if child is None else self._names[id(child)] for name, child in module._modules.items()}
-        return [_class(type(module)), tensors, children, self.of(own)]
+        return [_class(type(module)), self._held_by(type(module)), tensors, children, self.of(own)]
 
     def of(self, value: Any) -> Any:
         """The description of an attribute.
@@ -81,6 +85,28 @@ class Descriptions:
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
         return self._object(value)
+
+    def _held_by(self, kind: type) -> Any:
+        """Attributes of a class and of those it comes from, with the defaults of their functions, once each class."""
+        new = [own for own in kind.__mro__ if own not in self._classes and not _is_pinned(own)]
+        self._classes.update(new)
+        return [
+            [_class(own), [[name, self._held(value)] for name, value in sorted(vars(own).items()) if name[:2] != "__"]]
+            for own in new
+        ]
+
+    def _held(self, value: Any) -> Any:
+        """An attribute of a class, of an object whose state cannot be seen by its class alone."""
+        if isinstance(value, property):
+            return [self._held(part) for part in (value.fget, value.fset)]
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, types.FunctionType):  # its code counts where it is called
+            value = [value.__defaults__, value.__kwdefaults__]
+        try:
+            return self.of(value)
+        except Undescribed:
+            return ["object", _class(type(value))]
 
     def _object(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -132,6 +158,10 @@ def code_lines(code: types.CodeType) -> list[Any]:
         code.co_kwonlyargcount,
         code.co_flags,
     ]
+
+
+def _is_pinned(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in PINNED
 
 
 def _class(kind: type) -> str:

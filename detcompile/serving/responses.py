@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, progress
-from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 
 __all__ = ["ANSWERS", "Events", "JSON", "Whole", "event"]
 
@@ -145,6 +145,10 @@ class Events(_Awaited):
                 await self._refuse(send, refusal)
                 return
             await send(_body(refusal.event(self._path)))
+        except Exception:  # a fault of this program
+            if begun and not self._left:
+                await send(_body(HTTPError(500, FAULT).event(self._path), last=True))
+            raise
         if not begun:
             await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
         await send(_body(self._last, last=True))

@@ -1,15 +1,16 @@
 """Recording: a response in the making, whose events are kept, so that who lost a stream reads on where it was."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
 
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, EngineError
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
-from detcompile.serving.http_errors import error_of
+from detcompile.serving.http_errors import FAULT, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.logprobs import chat_entry
 from detcompile.serving.openai.reply import as_int64, headers_of
@@ -24,6 +25,7 @@ __all__ = ["Recording", "Status"]
 
 TOKEN_BYTES = 64  # of a prompt's token: its id, and its letters in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+logger = logging.getLogger(__name__)
 
 
 class Recording:
@@ -127,6 +129,23 @@ class Recording:
         }
 
     async def _record(self) -> None:
+        """Take all of the answer; whoever waits is woken in the end, whatever is raised."""
+        try:
+            await self._told()
+            self._end()
+        except Exception:  # a fault of this program
+            logger.exception("%s failed", self.name)
+            self._status, self._output = "in_progress", ResponseOutput(self.name)  # it may be what cannot be told
+            self._fail(EngineError(FAULT))
+            self._end()
+        finally:
+            self._status = "failed" if self._status == "in_progress" else self._status
+            self.ended = self.ended or time.monotonic()
+            self._wake()
+            self._job.release([self.answer])
+
+    async def _told(self) -> None:
+        """Tell of the answer, up to its end."""
         self._tell("response.created")
         self._tell("response.in_progress")
         sample = self.answer.samples[0]
@@ -141,12 +160,11 @@ class Recording:
                 self._finish(sample.finish_reason)
         except DetcompileError as error:
             self._fail(error)
-        finally:
-            self._job.release([self.answer])
-            self.ended = time.monotonic()
-            self._status = "failed" if self._status == "in_progress" else self._status  # by a fault of this program
-            last = "incomplete" if self._status == "cancelled" else self._status
-            self._tell(f"response.{last}")
+
+    def _end(self) -> None:
+        self.ended = time.monotonic()
+        last = "incomplete" if self._status == "cancelled" else self._status
+        self._tell(f"response.{last}")
 
     def _take(self, text: SampleText, sample: AnswerSample) -> None:
         """Take what is new, token by token: so events are a function of the tokens, whenever these come."""
@@ -201,6 +219,9 @@ class Recording:
         data = msgspec.json.encode(event | {"sequence_number": len(self.events)})
         self.events.append(b"event: " + str(event["type"]).encode() + b"\ndata: " + data + b"\n\n")
         self.num_bytes += len(self.events[-1])
+        self._wake()
+
+    def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 

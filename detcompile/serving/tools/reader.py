@@ -1,10 +1,10 @@
 """Reader: an answer's text, as it comes, to content and calls. A text has one reading, however it is cut."""
 
-import json
 from collections.abc import Generator
 from typing import NamedTuple
 
 from detcompile.serving.tools.families import Family
+from detcompile.serving.tools.written_json import read_json
 
 __all__ = ["Piece", "Reader"]
 
@@ -179,7 +179,7 @@ class Reader:
         if not (yield from self._next_is('"')):
             return None
         try:
-            found = json.loads((yield from self._value(None)))
+            found = read_json((yield from self._value(None)))
         except ValueError:
             return None
         assert isinstance(found, str)

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -80,17 +80,23 @@ class Whole(_Awaited):
     """The result as JSON, once all answers have ended.
 
     Args:
-        result: makes it of the answers.
+        result: makes it of the answers; others are to be served meanwhile where that takes long.
     """
 
-    def __init__(self, answers: Sequence[Answer], release: Any, headers: Mapping[str, str], result: Any) -> None:
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        release: Any,
+        headers: Mapping[str, str],
+        result: Callable[[], Awaitable[Any]],
+    ) -> None:
         super().__init__(answers, release, headers)
-        self._result: Callable[[], Any] = result
+        self._result = result
 
     async def _send(self, send: Send) -> None:
         try:
             await self._ended()
-            body = msgspec.json.encode(self._result())
+            body = msgspec.json.encode(await self._result())
         except DetcompileError as error:
             if not self._left:
                 await self._refuse(send, error_of(error))

@@ -13,7 +13,7 @@ from detcompile.serving.engines.answers import Answer, AnswerSample, progress
 from detcompile.serving.http_errors import FAULT, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.logprobs import chat_entry
-from detcompile.serving.openai.reply import as_int64, headers_of
+from detcompile.serving.openai.reply import AT_ONCE, as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
 from detcompile.serving.service import Service
@@ -152,12 +152,12 @@ class Recording:
         text = SampleText(self._service.texts, self.answer.params, sample)
         try:
             async for _ in progress([self.answer]):
-                self._take(text, sample)
+                await self._take(text, sample)
             if self._job.cancelled:  # at a server before this one
                 self._status = "cancelled"
                 self._close("incomplete")
             else:
-                self._finish(sample.finish_reason)
+                await self._finish(sample.finish_reason)
         except DetcompileError as error:
             self._fail(error)
 
@@ -166,11 +166,14 @@ class Recording:
         last = "incomplete" if self._status == "cancelled" else self._status
         self._tell(f"response.{last}")
 
-    def _take(self, text: SampleText, sample: AnswerSample) -> None:
+    async def _take(self, text: SampleText, sample: AnswerSample) -> None:
         """Take what is new, token by token: so events are a function of the tokens, whenever these come."""
         count, ended = len(sample.token_ids), sample.finish_reason is not None
-        for end in range(text.num_read + 1, count + 1):
+        first = text.num_read
+        for end in range(first + 1, count + 1):
             start, last = text.num_read, ended and end == count
+            if (end - first) % AT_ONCE == 0:
+                await asyncio.sleep(0)
             new, _ = text.take(None if last else end)
             self._add(new, slice(start, end), last=last)
             self._whole = last
@@ -189,9 +192,9 @@ class Recording:
                 for event in self._output.add(piece, logprobs):
                     self._send(event)
 
-    def _finish(self, reason: str | None) -> None:
+    async def _finish(self, reason: str | None) -> None:
         """The answer has ended: so do its items."""
-        self._service.issue(self._job)
+        await self._service.issue(self._job)
         self._status = "incomplete" if reason == "length" else "completed"
         if reason == "length":
             self._incomplete = {"reason": "max_output_tokens"}

@@ -20,7 +20,7 @@ from detcompile.serving.anthropic.schema import CountTokensRequest, MessagesRequ
 from detcompile.serving.dashboard.kill_switch import KillRequest, kill_engine
 from detcompile.serving.dashboard.page import page
 from detcompile.serving.dashboard.state import state_of
-from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import chat
 from detcompile.serving.openai.completions import complete
@@ -295,4 +295,4 @@ async def _no_parameter(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, _error: Exception) -> Response:
-    return _answered(HTTPError(500, "the server failed at this request; its log says why"), request.url.path)
+    return _answered(HTTPError(500, FAULT), request.url.path)

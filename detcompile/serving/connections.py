@@ -1,6 +1,8 @@
 """Connections that make no progress are closed: requests that do not arrive whole, and answers that nobody reads."""
 
 import asyncio
+import contextlib
+import importlib
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -17,12 +19,14 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     One is closed whose request, from its first byte or, where it is the first, from the connection's beginning, did not
     arrive whole in this time; and one that took none of the bytes that lay ready for it. Its request is then cancelled,
     as that of any client that leaves. A head that is longer than MOST_HEAD is refused before it has come.
+    Offers to go on by another protocol (RFC 9110, section 7.8), such as h2c, are ignored.
     """
     return type("BoundedProtocol", (_Connection,), {"stall": seconds})
 
 
 _BASE: Any = AutoHTTPProtocol
 _COUNTS = hasattr(_BASE, "on_body")  # httptools, which keeps heads of any length; h11 bounds them itself
+_HTTPTOOLS: Any = importlib.import_module("httptools") if _COUNTS else None
 
 
 class _Connection(_BASE):
@@ -37,6 +41,10 @@ class _Connection(_BASE):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to look."""
         super().connection_made(transport)
+        self._unfed: list[Any] = []  # what the parser is to read next, the first of it last
+        self._offers = False  # whether the request that is read offers another protocol
+        if _COUNTS:
+            self.parser = _new_parser(self)
         self._begun: tuple[Any, ...] = ()
         self._reads = False  # whether a request has begun, and is not whole
         self._unread = 0  # bytes since a head, a part of a body or a request was whole
@@ -53,7 +61,9 @@ class _Connection(_BASE):
     def data_received(self, data: bytes) -> None:
         """Read, as long as something becomes whole."""
         self._unread += len(data)
-        super().data_received(data)
+        self._unfed = [data]
+        while self._unfed and not self.transport.is_closing():
+            super().data_received(self._unfed.pop())
         if _COUNTS and self._unread > MOST_HEAD and not self.transport.is_closing():
             if any(not cycle.response_complete for cycle in self._begun):
                 self.transport.abort()  # nothing can be said in the middle of an answer
@@ -72,15 +82,36 @@ class _Connection(_BASE):
 
     def on_message_complete(self) -> None:
         """A request is there."""
+        if self._offers:
+            return  # without its body: ``decline`` has it read once more
         self._reads, self._unread = False, 0
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         """Remember the request: uvicorn knows the newest one alone, and an earlier one may be answered still."""
+        if _COUNTS and self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._offers = True
+            return
         self._unread = 0
         super().on_headers_complete()
         begun = (*self._begun, self.cycle)
         self._begun = tuple(cycle for cycle in begun if cycle is not None and not cycle.response_complete)
+
+    def decline(self, rest: memoryview) -> bool:
+        """Have a request read without its offer, if it makes one: at such heads httptools stops, and takes no body.
+
+        Args:
+            rest: what came behind the head.
+        """
+        if not self._offers:
+            return False
+        self._offers = False
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self.parser = _new_parser(self)
+        self._unfed += [rest, b"\r\n".join([*lines, b"\r\n"])]
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no request, and close the connection."""
@@ -106,3 +137,27 @@ class _Connection(_BASE):
             self.transport.abort()
             return
         self._timer = asyncio.get_running_loop().call_later(self.stall / LOOKS, self._look)
+
+
+class _Parser(_HTTPTOOLS.HttpRequestParser if _COUNTS else object):  # type: ignore[misc]
+    """httptools' parser, which asks its connection to decline what would end the reading of HTTP."""
+
+    def __init__(self, connection: _Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: bytes | memoryview) -> None:
+        """Read."""
+        try:
+            super().feed_data(data)
+        except _HTTPTOOLS.HttpParserUpgrade as offer:
+            if not self._connection.decline(memoryview(data)[offer.args[0] :]):
+                raise
+
+
+def _new_parser(connection: _Connection) -> _Parser:
+    """A parser as uvicorn makes them."""
+    parser = _Parser(connection)
+    with contextlib.suppress(AttributeError):  # httptools before 0.6.3
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser

@@ -6,7 +6,7 @@ import msgspec
 
 from detcompile.errors import DetcompileError, InvalidInput, WorkerError
 
-__all__ = ["HTTPError", "OverdueError", "error_of"]
+__all__ = ["FAULT", "HTTPError", "OverdueError", "error_of"]
 
 TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
     401: "authentication_error",
@@ -73,6 +73,7 @@ class OverdueError(DetcompileError):
 
 ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
 OVERDUE_RETRY_SECONDS = 10
+FAULT = "the server failed at this request; its log says why"
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, progress
-from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 
 __all__ = ["ANSWERS", "Events", "JSON", "Whole", "event"]
 
@@ -80,17 +80,23 @@ class Whole(_Awaited):
     """The result as JSON, once all answers have ended.
 
     Args:
-        result: makes it of the answers.
+        result: makes it of the answers; others are to be served meanwhile where that takes long.
     """
 
-    def __init__(self, answers: Sequence[Answer], release: Any, headers: Mapping[str, str], result: Any) -> None:
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        release: Any,
+        headers: Mapping[str, str],
+        result: Callable[[], Awaitable[Any]],
+    ) -> None:
         super().__init__(answers, release, headers)
-        self._result: Callable[[], Any] = result
+        self._result = result
 
     async def _send(self, send: Send) -> None:
         try:
             await self._ended()
-            body = msgspec.json.encode(self._result())
+            body = msgspec.json.encode(await self._result())
         except DetcompileError as error:
             if not self._left:
                 await self._refuse(send, error_of(error))
@@ -145,6 +151,10 @@ class Events(_Awaited):
                 await self._refuse(send, refusal)
                 return
             await send(_body(refusal.event(self._path)))
+        except Exception:  # a fault of this program
+            if begun and not self._left:
+                await send(_body(HTTPError(500, FAULT).event(self._path), last=True))
+            raise
         if not begun:
             await self._begin(send, 200, EVENT_STREAM, {"Cache-Control": "no-cache"})
         await send(_body(self._last, last=True))

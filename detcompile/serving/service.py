@@ -246,17 +246,18 @@ class Service:
             if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
 
-    def issue(self, job: Job) -> Issued | None:
+    async def issue(self, job: Job) -> Issued | None:
         """The receipt of a job whose answers have ended, made once; None where none are made.
 
         Raises:
             StorageError: the log cannot be written.
         """
-        if job.issued is None:
-            name, template = (job.name, job.created, self.name), job.ask.template
-            job.issued = self.receipts.issue(
-                name, job.answers, self.hello, self.texts, template=template, salt=job.salt, owner=job.owner
-            )
+        async with job.issuing:
+            if job.issued is None:
+                name, template = (job.name, job.created, self.name), job.ask.template
+                job.issued = await self.receipts.issue(
+                    name, job.answers, self.hello, self.texts, template=template, salt=job.salt, owner=job.owner
+                )
         return job.issued
 
     def require_room(self, num_tokens: int, num_samples: int) -> None:

@@ -162,7 +162,15 @@ class SampleText:
         self._detokenizer: Any = Detokenizer(texts, params) if texts.present else None
         self._sample = sample
         self._finished = False
+        self._parts: list[str] = []  # what was taken
         self.num_read = 0  # tokens taken so far
+
+    async def rest(self) -> tuple[str, slice]:
+        """What ``take`` gives of a sample that has ended. Others are served too: it may be long, or one of many."""
+        if len(self._sample.token_ids) - self.num_read > SHORT:
+            return await asyncio.to_thread(self.take)
+        await asyncio.sleep(0)
+        return self.take()
 
     def take(self, end: int | None = None) -> tuple[str, slice]:
         """Text that is new, and which tokens are; the rest of it once the sample has ended.
@@ -179,7 +187,12 @@ class SampleText:
         silent = ended and isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
         new = sample.token_ids[start : self.num_read - silent]
         self._finished = ended
-        return self._detokenizer.finish(new) if ended else self._detokenizer.append(new), read
+        if ended and start == 0 and sample.text is not None:  # whoever else shows this sample has read it
+            return sample.text, read
+        self._parts.append(self._detokenizer.finish(new) if ended else self._detokenizer.append(new))
+        if ended:
+            sample.text = "".join(self._parts)
+        return self._parts[-1], read
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 A sample gets one token every 20 ms, up to its max_tokens, each with the logprob -0.5 and the next tokens as
 alternatives where they are asked for. It starts in tenths of a second. A prompt of one or two tokens that holds POISON
 kills it at its fifth token; one with SILENT draws nothing; the fourth token of one with FICKLE is another each time.
+With SCRIPTED_TEXT in the environment samples are this text, and end with it.
 """
 
 import itertools
@@ -13,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 import detcompile
 from detcompile.config import engine_secret
 from detcompile.serving.engines import protocol
@@ -22,7 +25,9 @@ POISON = 666
 SILENT = 667
 FICKLE = 668
 OTHERS = itertools.count(1000)
+TEXT = os.environ.get("SCRIPTED_TEXT")
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
+WRITTEN = None if TEXT is None else Tokenizer.from_file(str(TOKENIZER)).encode(TEXT, add_special_tokens=False).ids
 HELLO = protocol.Hello(
     name="scripted",
     fingerprint="f" * 64,
@@ -46,12 +51,12 @@ def holds(add: protocol.Add, token: int) -> bool:
 
 
 def samples(add: protocol.Add, count: int, ended: bool) -> list[protocol.SampleDelta]:
-    token, most = 39 + count, add.params.get("logprobs")
+    token, most = 39 + count if WRITTEN is None else WRITTEN[count - 1], add.params.get("logprobs")
     if holds(add, FICKLE) and count == 4:
         token = next(OTHERS)
     top = [(token + place, -0.5 - place) for place in range(most or 0)][:3]
     logprobs = None if most is None else [protocol.Token(token, -0.5, top)]
-    reason = "length" if ended else None
+    reason = None if not ended else "length" if WRITTEN is None else "stop"
     return [protocol.SampleDelta(place, [token], logprobs, reason, None) for place in range(add.params.get("n", 1))]
 
 
@@ -91,14 +96,14 @@ def serve(connection: socket.socket) -> None:
         drawn: dict[str, int] = {}
         num_steps = 0
         while True:
-            time.sleep(0.02)
+            time.sleep(0.02 if WRITTEN is None else 0.001)
             deltas = []
             for name, add in [(name, add) for name, add in open_requests.items() if not holds(add, SILENT)]:
                 before = len((add.resume or {}).get(0, ()))
                 count = drawn[name] = drawn.get(name, before) + 1
                 if holds(add, POISON) and count == 5:
                     os.abort()
-                ended = count >= add.params.get("max_tokens", 16)
+                ended = count >= (add.params.get("max_tokens", 16) if WRITTEN is None else len(WRITTEN))
                 if ended:
                     open_requests.pop(name, None)
                 deltas.append(protocol.Delta(name, samples(add, count, ended), ended, None, None, 0, None))

@@ -21,7 +21,12 @@ from detcompile.serving.openai.schema import ChatRequest, CompletionRequest, Mes
 from detcompile.serving.texts import Texts
 from tests.serving.scripted_engine import HELLO
 
-SERVICE: Any = SimpleNamespace(texts=Texts(HELLO), name="scripted", hello=HELLO, issue=lambda job: None)
+
+async def no_receipt(job: Job) -> None:
+    return None
+
+
+SERVICE: Any = SimpleNamespace(texts=Texts(HELLO), name="scripted", hello=HELLO, issue=no_receipt)
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_tokens": 10}
 MESSAGES = [Message(role="user", content="x")]
 

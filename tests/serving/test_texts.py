@@ -1,13 +1,29 @@
 """The front reads long texts, and many of them, while it serves others."""
 
 import asyncio
+import json
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from detcompile.models.hub import TINY_FOLDER
+from detcompile.runtime.requests.detokenizer import Detokenizer
+from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.serving.engines.answers import Answer
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
+from detcompile.serving.journal.job import Ask, Job
+from detcompile.serving.openai.completions import _Completion
+from detcompile.serving.openai.recording import Recording
+from detcompile.serving.receipts.envelope import payload_of
+from detcompile.serving.receipts.receipt import commitment, decode_receipt
 from detcompile.serving.texts import Texts
+from tests.serving.scripted_engine import HELLO
+from tests.serving.scripted_service import scripted
 
 PARAGRAPH = "def add(a, b):\n    return a + b  # é東 🎉\n\n"
 
@@ -71,3 +87,69 @@ def test_long_texts_are_read_as_short_ones_are(texts: Texts) -> None:
     assert asyncio.run(texts.encode_pair(long, PARAGRAPH)) == (pair.ids, pair.type_ids)
     assert asyncio.run(texts.text_of(alone)) == backend.decode(alone, skip_special_tokens=False)
     assert asyncio.run(texts.ids_of([long, [1, 2], "x"])) == [alone, [1, 2], backend.encode("x").ids]
+
+
+@pytest.mark.parametrize("way", ["whole", "events"])
+@pytest.mark.parametrize("params", [{"stop": ["no such text"]}, {"logprobs": 2}, {}], ids=str)
+def test_others_are_served_between_samples_which_are_read_once(
+    way: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []  # turn of the event loop, and tokens
+    finish, turn = Detokenizer.finish, 0
+
+    def finished(self: Detokenizer, token_ids: Sequence[int] = ()) -> str:
+        read.append((turn, len(token_ids)))
+        return finish(self, token_ids)
+
+    monkeypatch.setattr(Detokenizer, "finish", finished)
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    async def scenario() -> None:
+        asked = SamplingParams(n=9, seed=1, max_tokens=100, **params)
+        answer = Answer("1", [5], asked, News())
+        tokens = [Token(42, -0.5, [(43, -1.0)])] * 100
+        deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
+        answer.extend(Delta("1", deltas, True, None, None, 0, None))
+        service = scripted()
+        service.name, service.fleet.hello, service.texts = "scripted", HELLO, Texts(HELLO)
+        job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None)
+        reply, other = _Completion(service, job), asyncio.create_task(others())
+        await asyncio.sleep(0)
+        if way == "whole":
+            choices = json.loads(msgspec.json.encode(await reply.whole()))["choices"]
+            shown = [choice["text"] for choice in choices]
+        else:
+            events = b"".join([data async for data in reply.events()]).decode().split("\n\n")[:-1]
+            shown = [json.loads(data.removeprefix("data: "))["choices"][0]["text"] for data in events]
+        issued, again = await asyncio.gather(service.issue(job), service.issue(job))
+        other.cancel()
+        assert issued is again is not None and issued.digest in reply.headers.values()
+        samples = decode_receipt(payload_of(issued.envelope)).prompts[0].samples
+        assert [sample.text for sample in samples] == [commitment(text) for text in shown]
+
+    asyncio.run(scenario())
+    assert [count for _, count in read] == [100] * 9, "each sample once"
+    assert len({turn for turn, _ in read}) == 9, "one a turn"
+
+
+def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> None:
+    async def scenario() -> int:
+        asked = SamplingParams(seed=1, max_tokens=900)
+        answer = Answer("1", [5], asked, News())
+        answer.extend(Delta("1", [SampleDelta(0, [42] * 900, None, "length", None)], True, None, None, 0, None))
+        service = scripted()
+        service.name, service.fleet.hello, service.texts = "scripted", HELLO, Texts(HELLO)
+        job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, lambda answers: None)
+        recording, turns = Recording(service, job, {}, None, []), 0
+        while recording.ended is None:
+            await asyncio.sleep(0)
+            turns += 1
+        assert recording.response()["status"] == "incomplete" and len(recording.events) > 900
+        return turns
+
+    assert asyncio.run(scenario()) >= 10

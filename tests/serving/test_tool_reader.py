@@ -36,6 +36,10 @@ CASES = [
     (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": {}}', "", [("add", '{"a": 1}'), ("sub", '{"b": {}}')]),
     (MISTRAL, "text [TOOL_CALLS] [] more", "text [TOOL_CALLS] [] more", []),
     (MISTRAL, "[TOOL_CALLS]" + "x" * 300, "[TOOL_CALLS]" + "x" * 300, []),
+    *((MISTRAL, f"[TOOL_CALLS]{'x' * size}[TOOL_CALLS]f{{}}", f"[TOOL_CALLS]{'x' * size}", [("f", "{}")])
+      for size in (245, 250, 255, 256, 257, 300)),
+    (MISTRAL, "[TOOL_CALLS]" + "x" * 255 + "{}", "", [("x" * 255, "{}")]),
+    (MISTRAL, "[TOOL_CALLS]" + "x" * 256 + "{}", "[TOOL_CALLS]" + "x" * 256 + "{}", []),
     (MISTRAL, "[TOOL_CALLS]{}", "[TOOL_CALLS]{}", []),
 ]  # fmt: skip
 
@@ -68,7 +72,8 @@ def test_each_family_is_read(family, text, content, calls) -> None:
 
 TEXTS = st.lists(
     st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", ONE, TWO, "{", "}", '"name"', ":",
-                     ",", "[", "]", ";", " ", "\n", '"a"', "\\", '"', "3", "[ARGS]", "arguments", "word", "<tool"]),
+                     ",", "[", "]", ";", " ", "\n", '"a"', "\\", '"', "3", "[ARGS]", "arguments", "word", "<tool",
+                     "x" * 100, "x" * 250]),
     max_size=14,
 ).map("".join)  # fmt: skip
 

@@ -1,10 +1,10 @@
 """Blocks: the content of a message as its text comes, and the events that tell of it."""
 
-import json
 from typing import Any
 
 from detcompile.serving.openai.tools import ToolUse, call_id
 from detcompile.serving.tools.reader import Piece, Reader
+from detcompile.serving.tools.written_json import read_json
 
 __all__ = ["Blocks"]
 
@@ -78,7 +78,7 @@ class Blocks:
 def _input(arguments: str) -> dict[str, Any]:
     """The input of a call; empty where its arguments are no JSON object, as where max_tokens cuts them."""
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
+        found = read_json(arguments)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -71,12 +71,12 @@ class _Message:
         self._blocks = Blocks(job.name, use)
         self.headers = headers_of(job.name, self._answer.params.seed, job.salt) | {"Request-Id": job.name}
 
-    def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """The message in one piece; the answer has ended."""
         [sample] = self._answer.samples
-        text, _ = SampleText(self._service.texts, self._answer.params, sample).take()
+        text, _ = await SampleText(self._service.texts, self._answer.params, sample).rest()
         self._blocks.add(text, last=True)
-        end = self._end(sample)
+        end = await self._end(sample)
         return self._head() | {"content": self._blocks.content, **end.pop("delta"), **end}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -96,7 +96,7 @@ class _Message:
             begun = True
             new, _ = text.take()
             yield b"".join(map(_event, [*start, *self._blocks.add(new, last=ended)]))
-        yield _event({"type": "message_delta", **self._end(sample)}) + _event({"type": "message_stop"})
+        yield _event({"type": "message_delta", **await self._end(sample)}) + _event({"type": "message_stop"})
 
     def _head(self) -> dict[str, Any]:
         """The message before its content."""
@@ -113,7 +113,7 @@ class _Message:
             "seed": as_int64(self._answer.params.seed or 0),
         }
 
-    def _end(self, sample: AnswerSample) -> dict[str, Any]:
+    async def _end(self, sample: AnswerSample) -> dict[str, Any]:
         """Why it has ended, and what that took; with the receipt where it was asked for.
 
         Raises:
@@ -124,7 +124,7 @@ class _Message:
         reason = "max_tokens" if sample.finish_reason == "length" else "stop_sequence" if stop is not None else reason
         usage = self._usage(self._answer.num_cached_tokens, self._answer.num_tokens)
         end: dict[str, Any] = {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
-        issued = self._service.issue(self._job)
+        issued = await self._service.issue(self._job)
         if issued is not None:
             self.headers["X-Detcompile-Receipt"] = issued.digest
         return end | ({"receipt": issued.envelope} if issued is not None and self._with_receipt else {})

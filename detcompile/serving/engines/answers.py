@@ -25,15 +25,17 @@ class AnswerSample:
 
     Attributes:
         finish_reason: None while it runs.
+        text: all of it, once it has ended and somebody has read it; None before.
     """
 
-    __slots__ = ("finish_reason", "logprobs", "stop_reason", "token_ids")
+    __slots__ = ("finish_reason", "logprobs", "stop_reason", "text", "token_ids")
 
     def __init__(self, wants_logprobs: bool) -> None:
         self.token_ids = array("i")
         self.logprobs: list[Token] | None = [] if wants_logprobs else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.text: str | None = None
 
 
 class Answer:

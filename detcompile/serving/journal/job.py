@@ -1,5 +1,6 @@
 """Job: a request that is answered, under one name however often its client comes back for the answer."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class Job:
         name: the id that clients are told.
         created: when it was first asked for, in seconds since 1970.
         issued: the receipt, once there is one.
+        issuing: held by who makes it, as it is made once.
         cancelled: whether its client has ended it, so that what was drawn by then is all of it.
         begun_before: whether it is drawn again, so that clients may have been sent more of it than there is by now.
         owner: sha256 of the API key that it came with, in hex; empty where the server has none. Nobody else finds it.
@@ -62,6 +64,7 @@ class Job:
     cancelled: bool = False
     owner: str = ""
     begun_before: bool = False
+    issuing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.ask.prefix + secrets.token_hex(12)

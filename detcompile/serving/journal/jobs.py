@@ -66,7 +66,7 @@ class Jobs:
         self,
         submit: Callable[[Sequence[list[int]], Any, int], list[Answer]],
         release: Callable[[Sequence[Answer]], None],
-        issue: Callable[[Job], Any],
+        issue: Callable[[Job], Awaitable[Any]],
         hello: Callable[[], Hello],
         salt: Callable[[], bytes | None],
         journal: Journal | None = None,
@@ -197,7 +197,7 @@ class Jobs:
         try:
             async for _ in progress(job.answers):
                 continue
-            self._issue(job)
+            await self._issue(job)
         except DetcompileError:
             if not job.cancelled:
                 raise

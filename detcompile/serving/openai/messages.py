@@ -1,12 +1,12 @@
 """Messages of a conversation: from a request's to what chat templates take, and to token ids."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import Message, Part, Tool
 from detcompile.serving.service import Service
+from detcompile.serving.tools.written_json import read_json
 
 __all__ = ["NO_TEMPLATE", "prompt_of"]
 
@@ -62,8 +62,8 @@ def _text(part: Part, where: str) -> str:
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
+        found = read_json(text or "{}")
+    except ValueError as error:
         raise HTTPError(400, f"{where} are no JSON: {error}", param=where) from error
     if not isinstance(found, dict):
         raise HTTPError(400, f"{where} are no JSON object", param=where)

@@ -1,18 +1,19 @@
 """Recording: a response in the making, whose events are kept, so that who lost a stream reads on where it was."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
 
-from detcompile.errors import DetcompileError
+from detcompile.errors import DetcompileError, EngineError
 from detcompile.serving.engines.answers import Answer, AnswerSample, progress
-from detcompile.serving.http_errors import HTTPError, error_of
+from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 from detcompile.serving.journal.job import Job
 from detcompile.serving.openai.logprobs import chat_entry
-from detcompile.serving.openai.reply import as_int64, headers_of
+from detcompile.serving.openai.reply import AT_ONCE, as_int64, headers_of
 from detcompile.serving.openai.response_output import ResponseOutput
 from detcompile.serving.openai.schema import Message
 from detcompile.serving.service import Service
@@ -24,6 +25,7 @@ __all__ = ["Recording", "Status"]
 
 TOKEN_BYTES = 64  # of a prompt's token: its id, and its letters in the messages
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+logger = logging.getLogger(__name__)
 
 
 class Recording:
@@ -134,32 +136,51 @@ class Recording:
         }
 
     async def _record(self) -> None:
+        """Take all of the answer; whoever waits is woken in the end, whatever is raised."""
+        try:
+            await self._told()
+            self._end()
+        except Exception:  # a fault of this program
+            logger.exception("%s failed", self.name)
+            self._status, self._output = "in_progress", ResponseOutput(self.name)  # it may be what cannot be told
+            self._fail(EngineError(FAULT))
+            self._end()
+        finally:
+            self._status = "failed" if self._status == "in_progress" else self._status
+            self.ended = self.ended or time.monotonic()
+            self._wake()
+            self._job.release([self.answer])
+
+    async def _told(self) -> None:
+        """Tell of the answer, up to its end."""
         self._tell("response.created")
         self._tell("response.in_progress")
         sample = self.answer.samples[0]
         text = SampleText(self._service.texts, self.answer.params, sample)
         try:
             async for _ in progress([self.answer]):
-                self._take(text, sample)
+                await self._take(text, sample)
             if self._job.cancelled:  # at a server before this one
                 self._status = "cancelled"
                 self._close("incomplete")
             else:
-                self._finish(sample.finish_reason)
+                await self._finish(sample.finish_reason)
         except DetcompileError as error:
             self._fail(error)
-        finally:
-            self._job.release([self.answer])
-            self.ended = time.monotonic()
-            self._status = "failed" if self._status == "in_progress" else self._status  # by a fault of this program
-            last = "incomplete" if self._status == "cancelled" else self._status
-            self._tell(f"response.{last}")
 
-    def _take(self, text: SampleText, sample: AnswerSample) -> None:
+    def _end(self) -> None:
+        self.ended = time.monotonic()
+        last = "incomplete" if self._status == "cancelled" else self._status
+        self._tell(f"response.{last}")
+
+    async def _take(self, text: SampleText, sample: AnswerSample) -> None:
         """Take what is new, token by token: so events are a function of the tokens, whenever these come."""
         count, ended = len(sample.token_ids), sample.finish_reason is not None
-        for end in range(text.num_read + 1, count + 1):
+        first = text.num_read
+        for end in range(first + 1, count + 1):
             start, last = text.num_read, ended and end == count
+            if (end - first) % AT_ONCE == 0:
+                await asyncio.sleep(0)
             new, _ = text.take(None if last else end)
             self._add(new, slice(start, end), last=last)
             self._whole = last
@@ -178,9 +199,9 @@ class Recording:
                 for event in self._output.add(piece, logprobs):
                     self._send(event)
 
-    def _finish(self, reason: str | None) -> None:
+    async def _finish(self, reason: str | None) -> None:
         """The answer has ended: so do its items."""
-        self._service.issue(self._job)
+        await self._service.issue(self._job)
         self._status = "incomplete" if reason == "length" else "completed"
         if reason == "length":
             self._incomplete = {"reason": "max_output_tokens"}
@@ -208,6 +229,9 @@ class Recording:
         data = msgspec.json.encode(event | {"sequence_number": len(self.events)})
         self.events.append(b"event: " + str(event["type"]).encode() + b"\ndata: " + data + b"\n\n")
         self.num_bytes += len(self.events[-1])
+        self._wake()
+
+    def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 

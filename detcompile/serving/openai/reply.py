@@ -1,5 +1,6 @@
 """Reply: OpenAI's answer to a request, in one piece or as a stream, of the answers that the engine makes."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,8 +17,9 @@ from detcompile.serving.responses import event
 from detcompile.serving.service import Service
 from detcompile.serving.texts import SampleText
 
-__all__ = ["Reply", "as_int64", "headers_of"]
+__all__ = ["AT_ONCE", "Reply", "as_int64", "headers_of"]
 
+AT_ONCE = 64  # tokens that are read before others have their turn
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -74,15 +76,16 @@ class Reply(ABC):
         }
         self.headers = headers_of(job.name, job.ask.params.seed, job.salt)
 
-    def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """The answer in one piece; every answer has ended."""
-        choices: list[dict[str, Any]] = []
+        choices: list[msgspec.Raw] = []
         for answer in self._answers:
             for sample in answer.samples:
-                text, read = SampleText(self.texts, answer.params, sample).take()
-                choices.append(self._choice(len(choices), answer, sample, text, read, ended=True))
+                text, read = await SampleText(self.texts, answer.params, sample).rest()
+                choice = self._choice(len(choices), answer, sample, text, read, ended=True)
+                choices.append(msgspec.Raw(msgspec.json.encode(choice)))
         found = {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
-        return found | self._receipt()
+        return found | await self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes: what is new of all choices at a time, as events.
@@ -98,15 +101,21 @@ class Reply(ABC):
         told.tail = 0
         async for _ in progress(self._answers):
             parts: list[bytes] = []
+            due = 0
             for index, (answer, sample) in enumerate(places):
+                if due >= AT_ONCE:
+                    due = 0
+                    await asyncio.sleep(0)  # others have their turn
+                due -= texts[index].num_read
                 if index in behind and self._catches_up(index, answer, sample, texts[index]):
                     behind.remove(index)
                 ended = sample.finish_reason is not None
                 if index not in behind and not told.over[index] and (ended or sample.token_ids):
                     parts += self._news(index, answer, sample, texts[index])
+                due += texts[index].num_read
             if parts:
                 yield b"".join(parts)
-        for number, part in enumerate(self._tail(), 1):
+        for number, part in enumerate(await self._tail(), 1):
             told.tail = number
             if number > tail:
                 yield self._chunk([], **part)
@@ -137,9 +146,9 @@ class Reply(ABC):
             parts.append(self._chunk([self._choice(index, answer, sample, new, read, ended=told.over[index])]))
         return parts
 
-    def _tail(self) -> list[dict[str, Any]]:
+    async def _tail(self) -> list[dict[str, Any]]:
         """What chunks without choices have, behind the last one that has any."""
-        receipt = self._receipt()
+        receipt = await self._receipt()
         return ([{"more": receipt}] if receipt else []) + ([{"usage": self._usage()}] if self._include_usage else [])
 
     def _choice(
@@ -177,13 +186,13 @@ class Reply(ABC):
         """Why a choice has ended, as clients are told it."""
         return reason
 
-    def _receipt(self) -> dict[str, Any]:
+    async def _receipt(self) -> dict[str, Any]:
         """Make the receipt, and name it in the headers; with its envelope for the body, where it was asked for.
 
         Raises:
             StorageError: the log cannot be written.
         """
-        issued = self._service.issue(self._job)
+        issued = await self._service.issue(self._job)
         if issued is None:
             return {}
         self.headers["X-Detcompile-Receipt"] = issued.digest

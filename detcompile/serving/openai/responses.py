@@ -141,13 +141,16 @@ class _Result(Whole):
             if not goes_on:
                 recording.cancel()
 
-        super().__init__([recording.answer], release, headers, recording.response)
+        super().__init__([recording.answer], release, headers, self._response)
         self._recording = recording
 
     async def _ended(self) -> None:
         await self._recording.settled()
         if self._recording.error is not None:
             raise self._recording.error
+
+    async def _response(self) -> dict[str, Any]:
+        return self._recording.response()
 
 
 async def _answered(recording: Recording, asked: ResponsesRequest, *, background: bool, goes_on: bool) -> Response:

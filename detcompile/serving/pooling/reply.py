@@ -1,5 +1,6 @@
 """What routes over whole sequences share: prompts are checked, rows waited for, and answers have one head."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -91,8 +92,8 @@ def pooled(
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
-    def whole() -> dict[str, Any]:
-        return head | result(_rows(asked))
+    async def whole() -> dict[str, Any]:
+        return head | await asyncio.to_thread(result, _rows(asked))
 
     return Whole([asked], service.release, {"X-Request-Id": asked.name}, whole)
 

@@ -74,7 +74,7 @@ class Issuer:
         """A fresh salt for an answer; None at a level that hides nothing."""
         return secrets.token_bytes(SALT_BYTES) if self.level == "hashes" else None
 
-    def issue(
+    async def issue(
         self,
         name: tuple[str, int, str],
         answers: Sequence[Answer],
@@ -87,6 +87,8 @@ class Issuer:
     ) -> Issued | None:
         """The receipt of answers that have ended, those of one request; None at level "off".
 
+        Others are served between two samples, and then the receipt is made and logged in one piece.
+
         Args:
             name: the answer's id, when it was made, and the model's name.
             template: sha256 of the chat template that made the prompt.
@@ -98,7 +100,7 @@ class Issuer:
         """
         if self.level == "off":
             return None
-        params = answers[0].params
+        params, prompts = answers[0].params, [await _prompt(answer, texts, salt) for answer in answers]
         receipt = Receipt(
             id=name[0],
             created=name[1],
@@ -112,7 +114,7 @@ class Issuer:
             params=written_params(params),
             seed=str(params.seed),
             grammar=written_grammar(params, salt),
-            prompts=[_prompt(answer, texts, salt) for answer in answers],
+            prompts=prompts,
             log=None if self._log is None else self._log.place,
         )
         envelope = seal(encode_receipt(receipt), self.key)
@@ -132,11 +134,11 @@ class Issuer:
             self._num_bytes -= len(self._kept.popitem(last=False)[1])
 
 
-def _prompt(answer: Answer, texts: Texts, salt: bytes | None) -> Prompt:
+async def _prompt(answer: Answer, texts: Texts, salt: bytes | None) -> Prompt:
     known = None if answer.params.prompt_logprobs is None else commitment(answer.prompt_logprobs, salt or b"")
     samples = []
     for index, sample in enumerate(answer.samples):
-        text = SampleText(texts, answer.params, sample).take()[0] if texts.present else None
+        text = (await SampleText(texts, answer.params, sample).rest())[0] if texts.present else None
         reasons = (sample.finish_reason, sample.stop_reason)
         samples.append(recorded_sample(index, sample.token_ids, reasons, text, sample.logprobs, salt))
     return Prompt(token_ids=recorded(answer.prompt_ids, salt), logprobs=known, samples=samples)

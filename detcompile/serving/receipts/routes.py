@@ -1,5 +1,7 @@
 """GET /v1/receipts/{id} and POST /v1/verify: receipts that were made here, and verdicts on any."""
 
+import functools
+
 import msgspec
 from starlette.responses import Response
 
@@ -49,7 +51,7 @@ async def verify(service: Service, asked: Envelope) -> Response:
         return _told(apart)
     verification = service.verify(payload, _lengths(receipt))
     signature = "unchecked" if key is None else "valid"
-    return Whole([verification], service.release, {}, lambda: _signed(verification, signature))
+    return Whole([verification], service.release, {}, functools.partial(_signed, verification, signature))
 
 
 def _lengths(receipt: Receipt) -> list[int]:
@@ -65,7 +67,7 @@ def _lengths(receipt: Receipt) -> list[int]:
     return lengths
 
 
-def _signed(verification: Verification, signature: str) -> Verdict:
+async def _signed(verification: Verification, signature: str) -> Verdict:
     verdict = verification.verdict
     assert verdict is not None
     verdict.signature = signature  # type: ignore[assignment]

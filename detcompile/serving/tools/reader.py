@@ -1,17 +1,17 @@
 """Reader: an answer's text, as it comes, to content and calls. A text has one reading, however it is cut."""
 
-import json
 from collections.abc import Generator
 from typing import NamedTuple
 
 from detcompile.serving.tools.families import Family
+from detcompile.serving.tools.written_json import read_json
 
 __all__ = ["Piece", "Reader"]
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
 SPLITS = "[ARGS]"  # between a name and its arguments, where they are no JSON together
-MOST_NAME = 256  # letters of a name that is no JSON
+MOST_NAME = 256  # letters of a name that is no JSON, up to its arguments and with their first one
 Reading = Generator[None, None, bool]  # waits for more text at each yield
 
 
@@ -101,15 +101,16 @@ class Reader:
 
     def _named(self) -> Reading:
         """A call that is a name, perhaps SPLITS, and arguments."""
-        start = self._at
-        while "{" not in self._text[start:] and not self._last and len(self._text) - start < MOST_NAME:
+        start, end = self._at, self._at + MOST_NAME
+        while "{" not in self._text[start:end] and not self._last and len(self._text) < end:
             yield
-        name, brace, _ = self._text[start:].partition("{")
+        name, brace, _ = self._text[start:end].partition("{")
+        if not brace:
+            return False  # another call may open in there
+        self._at += len(name)
         plain = name.strip(SPACE).removesuffix(SPLITS).strip(SPACE)
-        if not brace or not plain or len(name) > MOST_NAME:
-            self._at = len(self._text) if not brace else start + len(name)
+        if not plain:
             return False
-        self._at = start + len(name)
         self._begin(plain)
         yield from self._value(self.num_calls - 1)
         return True
@@ -179,7 +180,7 @@ class Reader:
         if not (yield from self._next_is('"')):
             return None
         try:
-            found = json.loads((yield from self._value(None)))
+            found = read_json((yield from self._value(None)))
         except ValueError:
             return None
         assert isinstance(found, str)

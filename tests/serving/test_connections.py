@@ -1,0 +1,104 @@
+"""Requests that offer another protocol are answered by HTTP/1.1, however their bytes come."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from detcompile.serving.connections import bounded_protocol
+
+OFFERS = [  # Java's java.net.http.HttpClient makes the first one with every request
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    b"Upgrade: TLS/1.0, HTTP/2.0\r\nConnection: keep-alive, upgrade\r\nX: y\r\n",
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n",
+    b"",
+]
+
+
+def asked(offer: bytes) -> list[bytes]:
+    return [
+        b"POST /one?a=%20b HTTP/1.1\r\nHost: x\r\n" + offer + b"Content-Length: 5\r\nx-own: 1\r\n\r\nhello",
+        b"GET /two HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\n",
+        b"POST /one HTTP/1.1\r\n" + offer + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n",
+    ]
+
+
+TOLD = [["POST", "/one", "a=%20b", "hello"], ["GET", "/two", "", ""], ["POST", "/one", "", "abc"]]
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Tells a request."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        assert message["type"] == "http.request"
+        body, more = body + message["body"], message.get("more_body", False)
+    told = [scope["method"], scope["path"], scope["query_string"].decode(), body.decode()]
+    data = json.dumps(told).encode() + b"\n"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(data))]})
+    await send({"type": "http.response.body", "body": data})
+
+
+@contextlib.asynccontextmanager
+async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    config = uvicorn.Config(app, http=bounded_protocol(5), ws="none", lifespan="off", log_level="critical")
+    config.load()
+    make: Any = config.http_protocol_class
+    loop, state = asyncio.get_running_loop(), ServerState()
+    server = await loop.create_server(lambda: make(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    try:
+        async with asyncio.timeout(10):
+            yield reader, writer
+    finally:
+        writer.close()
+        server.close()
+
+
+async def answers(parts: Sequence[bytes]) -> list[Any]:
+    """What is told of requests whose bytes come in these parts."""
+    found: list[Any] = []
+    async with connected() as (reader, writer):
+        for part in parts:
+            writer.write(part)
+            for _ in range(4 if len(parts) > 1 else 0):  # so that a part is read alone
+                await asyncio.sleep(0)
+        while len(found) < len(TOLD):
+            line = await reader.readline()
+            assert line and (b" 200 " in line or not line.startswith(b"HTTP")), (line, found)
+            found += [json.loads(line)] if line.startswith(b"[") else []
+    return found
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "TLS", "websocket", "none"])
+def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
+    async def scenario() -> None:
+        one, two, three = asked(offer)
+        sent = one + two + three
+        for parts in ([sent], [one, two, three], [one[:-5], b"hello" + two, three], [bytes([own]) for own in sent]):
+            assert await answers(parts) == TOLD
+        for cut in range(1, len(sent), 7):
+            assert await answers([sent[:cut], sent[cut:]]) == TOLD, cut
+
+    asyncio.run(scenario())
+
+
+def test_many_offers_in_one_packet() -> None:
+    async def scenario() -> None:
+        assert await answers([b"".join(asked(OFFERS[0])) * 400]) == TOLD
+
+    asyncio.run(scenario())
+
+
+def test_what_is_no_request_behind_an_offer_is_refused_once() -> None:
+    async def scenario() -> bytes:
+        async with connected() as (reader, writer):
+            writer.write(asked(OFFERS[0])[1] + b"nothing\r\n\r\n")
+            return await reader.read()
+
+    assert asyncio.run(scenario()).count(b"HTTP/1.1 400") == 1

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Literal
 
 from detcompile.errors import DetcompileError, WorkerError
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
@@ -186,12 +187,14 @@ class Service:
         if asked and self.receipts.level == "off":
             raise HTTPError(400, "receipt: this server makes none (--receipts off)", param="receipt")
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int) -> list[Answer]:
+    async def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int) -> list[Answer]:
         """Have prompts answered; ``release`` them in the end, whatever comes.
 
         Raises:
             HTTPError: 429 where too much waits already, 400 for what is never taken at once, 503 without an engine.
+            InvalidInput: the grammar.
         """
+        await self.grammars.require(params.grammar)
         self.require_ready()
         self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
         news = News()
@@ -199,16 +202,18 @@ class Service:
         self._add(answers)
         return answers
 
-    def verify(self, receipt: bytes, lengths: Sequence[int]) -> Verification:
+    async def verify(self, receipt: bytes, lengths: Sequence[int], grammar: Grammar | None) -> Verification:
         """Have a receipt replayed, within the bounds of answers; ``release`` it in the end, whatever comes.
 
         Args:
             receipt: a receipt as JSON.
             lengths: tokens of each of its samples, with those of its prompt.
+            grammar: what they had to match.
 
         Raises:
-            HTTPError: as of ``submit``.
+            HTTPError: as of ``submit``. InvalidInput: the grammar.
         """
+        await self.grammars.require(grammar)
         self.require_ready()
         self.require_room(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)

@@ -64,7 +64,7 @@ class Jobs:
 
     def __init__(
         self,
-        submit: Callable[[Sequence[list[int]], Any, int], list[Answer]],
+        submit: Callable[[Sequence[list[int]], Any, int], Awaitable[list[Answer]]],
         release: Callable[[Sequence[Answer]], None],
         issue: Callable[[Job], Any],
         hello: Callable[[], Hello],
@@ -93,7 +93,8 @@ class Jobs:
         """
         if call.key is None or self._journal is None:
             asked = await ask()
-            return Job(asked, self._submit(asked.prompts, asked.params, asked.priority), self._salt(), self._release)
+            answers = await self._submit(asked.prompts, asked.params, asked.priority)
+            return Job(asked, answers, self._salt(), self._release)
         place = (call.owner, call.key)
         if place not in self._live:
             task = asyncio.get_running_loop().create_task(self._kept(self._journal, call, ask))
@@ -150,7 +151,8 @@ class Jobs:
         record = await self._written(lambda journal: journal.find(call.owner, key=call.key))
         if record is None:
             asked = await ask()
-            job = Job(asked, self._submit(asked.prompts, asked.params, asked.priority), self._salt(), _nothing, True)
+            answers = await self._submit(asked.prompts, asked.params, asked.priority)
+            job = Job(asked, answers, self._salt(), _nothing, True)
             hello = self._hello()
             new = record_of(job, (call.owner, call.key), (call.endpoint, call.body), hello.fingerprint)
             try:
@@ -166,7 +168,7 @@ class Jobs:
             restore(answers, record.outcome)
         else:
             await self._require_model(record)
-            answers = self._submit(asked.prompts, asked.params, asked.priority)
+            answers = await self._submit(asked.prompts, asked.params, asked.priority)
         job = Job(asked, answers, record.work.salt, _nothing, True, record.name, record.created)
         if record.outcome is not None:
             job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled

@@ -60,7 +60,6 @@ async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, pr
     """
     params = chat_params(asked, service.hello.default_params, use)
     service.require_room(0, params.n)
-    await service.grammars.require(params.grammar)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
     return Ask([prompt], params, asked.priority or 0, prefix, template)

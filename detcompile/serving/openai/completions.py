@@ -55,7 +55,6 @@ async def _ask(service: Service, asked: CompletionRequest, written: list[str | l
     """What a request asks of the engines."""
     params = completion_params(asked, service.hello.default_params)
     service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
-    await service.grammars.require(params.grammar)
     special = asked.add_special_tokens is not False
     prompts = await service.texts.ids_of(written, special)
     if asked.echo:

@@ -147,6 +147,9 @@ class Replayer:
         answers = [one.token_ids for one in prompt.samples if not isinstance(one.token_ids, str)]
         if isinstance(prompt.token_ids, str) or len(answers) < len(prompt.samples):
             raise InvalidInput(HASHED)
+        fault = _other_samples(prompt, params)
+        if fault is not None:
+            return fault
         request = self._admission.request(
             "receipt", prompt.token_ids, params, arrival=0, priority=0, stream_text=False
         )
@@ -169,10 +172,6 @@ class Replayer:
 
     def _misshapen(self, prompt: Prompt, request: Request, answers: Sequence[list[int]]) -> Verdict | None:
         """What no answer to this request can be; None where it may be one."""
-        indices = [sample.index for sample in prompt.samples]
-        wanted = list(range(request.params.n))
-        if indices != wanted:
-            return differs("samples", f"there are samples {indices} of n={len(wanted)}", expected=indices, found=wanted)
         if (request.params.prompt_logprobs is None) != (prompt.logprobs is None):
             return differs("prompt_logprobs", "it has logprobs of its prompt that were not asked for, or lacks them")
         most = min(self._model.facts.num_token_ids, self._model.facts.num_logits)
@@ -208,6 +207,14 @@ class Replayer:
             if fault is not None:
                 return fault
         return Verdict(outcome="equal", num_tokens=sum(map(len, answers)))
+
+
+def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
+    """What is wrong where there are not n samples; looked at first, as a request for as many may take all memory."""
+    indices, wanted = [sample.index for sample in prompt.samples], list(range(params.n))
+    if indices == wanted:
+        return None
+    return differs("samples", f"there are samples {indices} of n={len(wanted)}", expected=indices, found=wanted)
 
 
 def _finished(request: Request, index: int, tokens: Sequence[int]) -> Verdict | None:

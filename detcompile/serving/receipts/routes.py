@@ -8,7 +8,7 @@ from detcompile.serving.engines.answers import Verification
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.envelope import Envelope, payload_of, unsealed
-from detcompile.serving.receipts.receipt import Receipt, decode_receipt
+from detcompile.serving.receipts.receipt import MAX_STOPS, Receipt, decode_receipt, params_of
 from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_verdict
 from detcompile.serving.responses import JSON, Whole
 from detcompile.serving.service import Service
@@ -47,7 +47,10 @@ async def verify(service: Service, asked: Envelope) -> Response:
     apart = fingerprint_verdict(receipt, service.hello.fingerprint_parts, tokenizer_digest(service.hello.tokenizer))
     if apart is not None:
         return _told(apart)
-    verification = service.verify(payload, _lengths(receipt))
+    lengths, params = _lengths(receipt), params_of(receipt)
+    if len(params.stop) > MAX_STOPS:
+        raise InvalidInput(f"the receipt has over {MAX_STOPS} stop strings, which no server takes")
+    verification = await service.verify(payload, lengths, params.grammar)
     signature = "unchecked" if key is None else "valid"
     return Whole([verification], service.release, {}, lambda: _signed(verification, signature))
 

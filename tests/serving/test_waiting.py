@@ -1,6 +1,8 @@
 """What no engine sees yet: grammars that are checked first, and texts that are tokenized; both wait within bounds."""
 
 import asyncio
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 
 from detcompile.digests import fingerprint
 from detcompile.runtime.grammars.compiler import llguidance_version
-from detcompile.serving.grammar_check import GrammarCheck
+from detcompile.serving.app import new_app
+from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.grammars.turns import Turns
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.envelope import seal
@@ -73,3 +77,112 @@ def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: 
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
     assert checked == ["a+", "a+"]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sources of the grammars that were checked, in this order: each takes the hundredths that its number says."""
+    checked: list[str] = []
+
+    async def refusal(self: GrammarCheck, tokenizer: str, grammar: Any) -> str:
+        checked.append(grammar.source)
+        await asyncio.sleep(int(grammar.source[1:]) / 100)
+        return "grammar: no" if grammar.source[0] == "n" else ""
+
+    monkeypatch.setattr(GrammarCheck, "_refusal", refusal)
+    return checked
+
+
+async def ask(client: Any, source: str, key: str = "") -> tuple[int, dict[str, Any]]:
+    body = {"prompt": [5], "max_tokens": 1, "guided_regex": source}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = await client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200 or answer.status_code == 400 or answer.headers["retry-after"]
+    return answer.status_code, answer.json()
+
+
+def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> None:
+    async def scenario() -> None:
+        digests = [hashlib.sha256(key.encode()).digest() for key in ("a", "b")]
+        async with running(scripted(max_queue=8), digests) as client:
+            slow = [asyncio.create_task(ask(client, f"a{20 + number}", "a")) for number in range(7)]
+            while not checks:
+                await asyncio.sleep(0.01)
+            quick = await asyncio.gather(*[ask(client, f"b{number}", "b") for number in range(3)])
+            assert [status for status, _ in quick] == [200] * 3
+            assert [source[0] for source in checks][:4] == ["a", "b", "b", "b"]
+            found = sorted(status for status, _ in await asyncio.gather(*slow))
+            assert found == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks: list[str]) -> None:
+    async def scenario() -> None:
+        service = scripted(queue_timeout=0.3)
+        async with running(service) as client:
+            slow = asyncio.create_task(ask(client, "n60"))
+            while not checks:
+                await asyncio.sleep(0.01)
+            same = asyncio.create_task(ask(client, "n60"))
+            status, told = await ask(client, "b0")
+            assert status == 503 and "check of its grammar for over 0.3 s" in told["error"]["message"]
+            assert (await same)[0] == 503 and (await slow)[0] == 400
+            assert await ask(client, "n60") == await slow and checks == ["n60"]
+            assert (await ask(client, "b0"))[0] == 200 and service.room.num_waiting == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
+    body = json.dumps({"prompt": [5], "max_tokens": 1, "guided_regex": "b0"}).encode()
+    fields = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": fields, "query_string": b""}
+
+    async def scenario() -> None:
+        service = scripted()
+        async with running(service) as client:
+            slow = asyncio.create_task(ask(client, "a30"))
+            while not checks:
+                await asyncio.sleep(0.01)
+            left, parts = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> dict[str, Any]:
+                if parts:
+                    return parts.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(_message: Any) -> None:
+                """Nobody is there."""
+
+            asked = asyncio.create_task(new_app(service, "test")(scope, receive, send))
+            while not service.room.num_waiting:
+                await asyncio.sleep(0.01)
+            left.set()
+            await asked
+            assert not slow.done() and service.room.num_waiting == 0
+            assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
+    async def scenario() -> None:
+        turns, had = Turns(), []
+
+        async def work(owner: str) -> None:
+            async with turns.turn(owner, 5):
+                had.append(owner)
+                await asyncio.sleep(0)
+
+        tasks = {owner: asyncio.create_task(work(owner)) for owner in "abc"}
+        while not had:
+            await asyncio.sleep(0)
+        while turns.num_waiting("b"):
+            await asyncio.sleep(0)
+        tasks["b"].cancel()  # it has been called, and does not know yet
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert had == ["a", "c"] and not turns.num_waiting("c")
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

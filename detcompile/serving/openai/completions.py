@@ -54,7 +54,7 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
 async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
     """What a request asks of the engines."""
     params = completion_params(asked, service.hello.default_params)
-    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
+    service.room.require(0, len(written) * params.n)  # before the prompts are tokenized
     special = asked.add_special_tokens is not False
     prompts = await service.texts.ids_of(written, special)
     if asked.echo:

@@ -102,7 +102,7 @@ class Service:
         await self.fleet.start(spec)
         hello = await self.fleet.settled()
         self.name = self._name or hello.name
-        self.texts = Texts(hello)
+        self.texts = Texts(hello, self.room.waiting)
         self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.room.waiting)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
@@ -115,6 +115,7 @@ class Service:
         await self.fleet.stop()
         await self.jobs.stop()
         if self.serves:
+            self.texts.stop()
             await self.grammars.stop()
 
     @property

@@ -3,6 +3,9 @@
 import asyncio
 import hashlib
 import json
+import sys
+import threading
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ from detcompile.serving.app import new_app
 from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.grammars.turns import Turns
 from detcompile.serving.journal.journal import Journal
-from detcompile.serving.plain_tokenizer import tokenizer_digest
+from detcompile.serving.plain_tokenizer import NFC_SHRINKS, longest_token, tokenizer_digest
 from detcompile.serving.receipts.envelope import seal
 from detcompile.serving.receipts.receipt import Prompt, Receipt, Sample, Served, WrittenGrammar, encode_receipt
+from detcompile.serving.texts import LONG, Texts
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import running, scripted
 
@@ -186,3 +190,104 @@ def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
         assert had == ["a", "c"] and not turns.num_waiting("c")
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = Texts._encode
+
+    def encode(self: Texts, text: str, add_special_tokens: bool) -> list[int]:
+        read.append(len(text))
+        return real(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Texts, "_encode", encode)
+    endless = "\n" * (1 + HELLO.max_context * 4 * 32)  # of the longest token, and what NFC may make shorter
+
+    async def scenario() -> None:
+        async with running(scripted(chat_template="{{ messages[0].content }}")) as client:
+            chat = {"messages": [{"role": "user", "content": endless}]}
+            for path, body in [
+                ("/v1/completions", {"prompt": endless}),
+                ("/v1/completions", {"prompt": ["short", endless]}),
+                ("/v1/chat/completions", chat),
+                ("/v1/responses", {"input": endless}),
+                ("/v1/messages", chat | {"max_tokens": 4}),
+            ]:
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 400 and not read, (path, answer.text)
+                assert "over 2048 tokens, and the model was compiled for 2048" in answer.json()["error"]["message"]
+            for path in ("/tokenize", "/v1/messages/count_tokens"):  # whose texts need not fit
+                answer = await client.post(path, json=chat)
+                assert answer.status_code == 200 and read.pop() == len(endless)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, real = threading.Event(), Texts._encode
+
+    def encode(self: Texts, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG:
+            goes_on.wait(10)
+        return real(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Texts, "_encode", encode)
+
+    async def scenario() -> None:
+        service = scripted(max_queue=4)
+        async with running(service) as client:
+            long = [asyncio.create_task(client.post("/tokenize", json={"prompt": "a " * (LONG // 2 + 1)})) for _ in range(3)]
+            while service.room.num_waiting < 3:
+                await asyncio.sleep(0.01)
+            short = await client.post("/v1/completions", json={"prompt": "a " * 3000, "max_tokens": 1})
+            assert short.status_code == 200, short.text
+            long.append(asyncio.create_task(client.post("/tokenize", json={"prompt": "a " * (LONG // 2 + 1)})))
+            while service.room.num_waiting < 4:
+                await asyncio.sleep(0.01)
+            for path in ("/v1/completions", "/tokenize"):
+                refused = await client.post(path, json={"prompt": "a " * 3000})
+                assert refused.status_code == 429 and refused.headers["retry-after"]
+            goes_on.set()
+            assert [answer.status_code for answer in await asyncio.gather(*long)] == [200] * 4
+            assert service.room.num_waiting == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_no_text_is_longer_than_said_beside_its_normal_form() -> None:
+    forms: dict[str, str] = {}  # what each letter that is not its own canonical decomposition is made of
+    for letter in map(chr, range(sys.maxunicode + 1)):
+        if not "\ud800" <= letter <= "\udfff" and not unicodedata.is_normalized("NFD", letter):
+            forms[letter] = unicodedata.normalize("NFD", letter)
+    longest = {part: len(part.encode()) for form in forms.values() for part in form}
+    for letter, form in forms.items():
+        if len(form) == 1:
+            longest[form] = max(longest[form], len(letter.encode()))
+    whole = set(map(unicodedata.normalize, ["NFC"] * len(forms), forms))
+    assert all(len(letter.encode()) <= sum(longest[part] for part in form) for letter, form in forms.items())
+    letters = {letter for text in whole for letter in text} | longest.keys()
+    made = {letter: forms.get(letter, letter) for letter in letters}
+    found = max(sum(longest[part] for part in form) / len(letter.encode()) for letter, form in made.items())
+    assert 3 < found <= NFC_SHRINKS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own: None, 32 * NFC_SHRINKS),
+        (lambda own: own.update(normalizer=None), 32),
+        (lambda own: own["added_tokens"][0].update(content="é" * 20), 40 * NFC_SHRINKS),
+        (lambda own: own["added_tokens"][0].update(rstrip=True), None),
+        (lambda own: own.update(normalizer={"type": "NFKC"}), None),
+        (lambda own: own.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}), None),
+        (lambda own: own["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), None),
+        (lambda own: own["pre_tokenizer"]["pretokenizers"].pop(), None),
+        (lambda own: own.update(pre_tokenizer=None), None),
+        (lambda own: own["model"]["vocab"].pop("Ġ"), None),
+        (lambda own: own.update(model={"type": "Unigram", "vocab": []}), None),
+    ],
+)
+def test_what_a_token_stands_for_is_told_where_it_is_sure(change: Any, said: int | None) -> None:
+    own = json.loads(HELLO.tokenizer)
+    change(own)
+    assert longest_token(json.dumps(own)) == said

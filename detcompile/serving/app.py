@@ -121,8 +121,7 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
         kinds.append(kind)
 
         async def route(request: Request) -> Response:
-            call = _call(request, await read_body(request, max_body))
-            return await unless_left(request, answered(call))
+            return await unless_left(request, answered(_call(request, await read_body(request, max_body))))
 
         async def answered(call: Call) -> Response:
             long = len(call.body) > SHORT_BODY

@@ -236,12 +236,13 @@ def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatc
     async def scenario() -> None:
         service = scripted(max_queue=4)
         async with running(service) as client:
-            long = [asyncio.create_task(client.post("/tokenize", json={"prompt": "a " * (LONG // 2 + 1)})) for _ in range(3)]
+            body = {"prompt": "a " * (LONG // 2 + 1)}
+            long = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(3)]
             while service.room.num_waiting < 3:
                 await asyncio.sleep(0.01)
             short = await client.post("/v1/completions", json={"prompt": "a " * 3000, "max_tokens": 1})
             assert short.status_code == 200, short.text
-            long.append(asyncio.create_task(client.post("/tokenize", json={"prompt": "a " * (LONG // 2 + 1)})))
+            long.append(asyncio.create_task(client.post("/tokenize", json=body)))
             while service.room.num_waiting < 4:
                 await asyncio.sleep(0.01)
             for path in ("/v1/completions", "/tokenize"):

@@ -223,6 +223,24 @@ def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypat
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, real = [], Texts.decode
+
+    def decode(self: Texts, token_ids: list[int], **options: bool) -> str:
+        lengths.append(len(token_ids))
+        return real(self, token_ids, **options)
+
+    monkeypatch.setattr(Texts, "decode", decode)
+
+    async def scenario() -> None:
+        async with running(scripted()) as client:
+            body = {"prompt": [[300] * 9, [300] * 9999], "echo": True, "max_tokens": 1}
+            answer = await client.post("/v1/completions", json=body)  # the scripted engine takes prompts of any length
+            assert answer.status_code == 200 and 9 in lengths and 9999 not in lengths
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, real = threading.Event(), Texts._encode
 

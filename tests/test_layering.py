@@ -97,7 +97,7 @@ FLOORS = [
         {"serving.service"},
         {"serving.journal"},
         {"serving.dashboard.history", "serving.receipts.issuer"},
-        {"serving.request_log"},
+        {"serving.request_log", "serving.room"},
         {
             "serving.access",
             "serving.connections",
@@ -107,7 +107,7 @@ FLOORS = [
             "serving.responses",
             "serving.texts",
         },
-        {"serving.chat_template", "serving.engines", "serving.grammar_check", "serving.http_errors"},
+        {"serving.chat_template", "serving.engines", "serving.grammars", "serving.http_errors"},
         {"serving.receipts"},
         {"serving.plain_tokenizer", "serving.tools"},
     ],

@@ -46,7 +46,7 @@ from detcompile.serving.pooling.scores import classify, rerank, score
 from detcompile.serving.receipts.envelope import Envelope
 from detcompile.serving.receipts.routes import found_receipt, verify
 from detcompile.serving.request_log import RequestLog
-from detcompile.serving.responses import JSON
+from detcompile.serving.responses import JSON, unless_left
 from detcompile.serving.service import Service
 
 __all__ = ["MAX_BODY", "new_app"]
@@ -69,7 +69,6 @@ POSTS: list[tuple[list[str], Any, Any]] = [  # beside those that the journal kee
     (["/classify"], ClassifyRequest, classify),
     (["/score", "/v1/score"], ScoreRequest, score),
     (["/rerank", "/v1/rerank"], RerankRequest, rerank),
-    (["/v1/verify"], Envelope, verify),
 ]
 SHORT_BODY = 1 << 16  # bytes; a longer one is read in a thread, as others wait
 Asked = TypeVar("Asked")
@@ -122,10 +121,12 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
         kinds.append(kind)
 
         async def route(request: Request) -> Response:
-            call = _call(request, await read_body(request, max_body))
-            if len(call.body) > SHORT_BODY:
-                return await answer(service, await asyncio.to_thread(decode_body, call.body, kind), call)
-            return await answer(service, decode_body(call.body, kind), call)
+            return await unless_left(request, answered(_call(request, await read_body(request, max_body))))
+
+        async def answered(call: Call) -> Response:
+            long = len(call.body) > SHORT_BODY
+            asked = await asyncio.to_thread(decode_body, call.body, kind) if long else decode_body(call.body, kind)
+            return await answer(service, asked, call)
 
         (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         body = {"required": True, "content": {JSON: {"schema": schema}}}
@@ -136,6 +137,7 @@ def _add_posts(app: FastAPI, service: Service, max_body: int, demo: bool) -> Non
     for path, (kind, answer) in KEPT.items():
         post([path], kind, answer)
     post([RESPONSES], ResponsesRequest, respond)
+    post(["/v1/verify"], Envelope, verify)
     for paths, kind, answer in POSTS:
         post(paths, kind, _once(answer))
     if demo:

@@ -2,14 +2,18 @@
 
 import functools
 import hashlib
+import unicodedata
+from collections.abc import Iterator
 from typing import Any
 
-from tokenizers import Tokenizer
+import msgspec
+from tokenizers import Tokenizer, pre_tokenizers
 
 from detcompile.errors import UnsupportedModel
 
-__all__ = ["plain_tokenizer", "tokenizer_digest"]
+__all__ = ["longest_token", "plain_tokenizer", "tokenizer_digest"]
 
+NFC_SHRINKS = 4  # no text has more bytes than so many times those of its NFC
 PROBE = "A probe: Ünïcode 東京 🎉\n\tdef f(x):  return x  <s>"  # both ways to tokenize are compared by it
 
 
@@ -34,6 +38,46 @@ def plain_tokenizer(tokenizer: Any) -> str:
         if alone.decode(ids, skip_special_tokens=added) != text:
             raise UnsupportedModel(f"{name} makes text by code of its own, which the server does not run")
     return alone.to_str()
+
+
+def longest_token(source: str) -> int | None:
+    """Bytes of a text that one token can stand for at most; None where that cannot be told.
+
+    It can of byte-level BPE that reads every byte: its pre-tokenizers remove nothing, its added tokens take no spaces
+    beside them, and its normalizer is none or NFC.
+
+    Args:
+        source: a tokenizer as JSON.
+    """
+    plain: dict[str, Any] = msgspec.json.decode(source)
+    model, added = plain["model"], plain["added_tokens"]
+    normalizers = {own["type"] for own in _parts(plain["normalizer"], "normalizers")}
+    splits = list(_parts(plain["pre_tokenizer"], "pretokenizers"))
+    reads_all = (
+        model.get("type") == "BPE"
+        and model["vocab"].keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        and normalizers <= {"NFC"}
+        and {own["type"] for own in splits} <= {"ByteLevel", "Split", "Digits", "Punctuation"}
+        and any(own["type"] == "ByteLevel" for own in splits)
+        and not any(own.get("behavior") == "Removed" for own in splits)
+        and not any(own["lstrip"] or own["rstrip"] for own in added)
+    )
+    if not reads_all:
+        return None
+    forms = (form for own in added for form in (own["content"], unicodedata.normalize("NFC", own["content"])))
+    most = max(*map(len, model["vocab"]), *(len(form.encode()) for form in forms), 0)
+    return most * NFC_SHRINKS if normalizers else most
+
+
+def _parts(own: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """The parts of a sequence in a tokenizer's JSON, or what is none as its only part."""
+    if own is None:
+        return
+    if own["type"] != "Sequence":
+        yield own
+        return
+    for part in own[name]:
+        yield from _parts(part, name)
 
 
 @functools.lru_cache(maxsize=2)  # a server asks for each receipt, of a text of megabytes

@@ -2,10 +2,11 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -13,7 +14,7 @@ from detcompile.errors import DetcompileError
 from detcompile.serving.engines.answers import Answer, progress
 from detcompile.serving.http_errors import FAULT, HTTPError, error_of
 
-__all__ = ["ANSWERS", "Events", "JSON", "Whole", "event"]
+__all__ = ["ANSWERS", "Events", "JSON", "Whole", "event", "unless_left"]
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -25,6 +26,29 @@ def event(content: Any, name: str = "") -> bytes:
     """A server-sent event of one JSON value, with an id where it has a name."""
     head = f"id: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def unless_left(request: Request, making: Coroutine[Any, Any, Response]) -> Response:
+    """The response to a request whose body has come; its making ends where its client leaves.
+
+    Raises:
+        HTTPError: it has left; or what the making raises.
+    """
+    task = asyncio.create_task(making)
+    leaving = asyncio.create_task(_left(request.receive))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise HTTPError(400, "the client left before its request was taken")
+    finally:
+        leaving.cancel()
+        task.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 class _Awaited(Response, ABC):
@@ -57,8 +81,7 @@ class _Awaited(Response, ABC):
 
     async def _release_when_left(self, receive: Receive) -> None:
         """The answers fail once the client is gone, which ends the sending, too."""
-        while (await receive())["type"] != "http.disconnect":
-            continue
+        await _left(receive)
         self._left = True
         self._release(self._answers)
 

@@ -1,13 +1,12 @@
 """Service: what all routes share. It admits requests, has them answered, and knows whether the server is ready."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Literal
 
 from detcompile.errors import DetcompileError, WorkerError
-from detcompile.runtime.requests.sampling_params import SamplingParams
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.chat_template import ChatTemplate
 from detcompile.serving.dashboard.history import History
 from detcompile.serving.deadlines import Deadlines
@@ -15,20 +14,20 @@ from detcompile.serving.engines.answers import Answer, Pooling, Verification
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
-from detcompile.serving.grammar_check import GrammarCheck
+from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
-from detcompile.serving.journal.job import Job
+from detcompile.serving.journal.job import Ask, Job
 from detcompile.serving.journal.jobs import Jobs
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.receipts.issuer import Issued, Issuer
+from detcompile.serving.room import Room
 from detcompile.serving.texts import Texts
 from detcompile.serving.tools.families import FAMILIES, family_of
 
 __all__ = ["Service"]
 
-MOST_RETRY_SECONDS = 60
 TASKS = {  # what a model does, for who asks it for something else
     "generate": "generates text: POST /v1/completions, /v1/chat/completions or /v1/responses",
     "embed": "gives embeddings: POST /v1/embeddings, /v1/score or /v1/rerank",
@@ -43,9 +42,9 @@ class Service:
         name: what clients call the model; None takes the name that it was loaded by.
         chat_template: replaces the tokenizer's own.
         tool_parser: family of models as which it writes calls of functions; None for that of its chat template.
-        max_queue: samples that may be open at a time.
+        max_queue: samples that may be open at a time, with the requests that no engine has seen yet.
         max_queued_tokens: prompt tokens, over all open answers without a token yet, beyond which no more are taken.
-        queue_timeout: seconds that an answer may wait for its first token.
+        queue_timeout: seconds that an answer may wait for its first token, and before that for its grammar's check.
         timeout: seconds that an answer may take as a whole.
         fleet: makes the engines that serve, given what to call with each answer and its delta.
         receipts: makes the answers' receipts; None takes an Issuer that signs none.
@@ -59,6 +58,7 @@ class Service:
         draining: nothing new is taken, and what is open is finished.
         open: answers that have not ended.
         history: the newest answers that have ended.
+        room: how much may be open; routes ask it before they do what takes long.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Service:
         self.receipts = receipts or Issuer()
         self.fleet = fleet(self._progressed)
         self.metrics = Metrics(self.fleet, max_queue, max_queued_tokens)
+        self.room = Room(max_queue, max_queued_tokens, self.metrics)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
         self.jobs = Jobs(self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal)
@@ -89,11 +90,8 @@ class Service:
         self._given_family = None if tool_parser is None else FAMILIES[tool_parser]
         self._given_template = None if chat_template is None else ChatTemplate(chat_template)
         self.serves = False
-        self._max_queue = max_queue
-        self._max_queued_tokens = max_queued_tokens
+        self._queue_timeout = queue_timeout
         self._numbers = count()
-        self._num_open = 0  # samples
-        self._num_queued = 0  # prompt tokens of answers without a token
 
     async def start(self, spec: EngineSpec) -> Hello:
         """Start the engine and wait until it serves.
@@ -104,8 +102,8 @@ class Service:
         await self.fleet.start(spec)
         hello = await self.fleet.settled()
         self.name = self._name or hello.name
-        self.texts = Texts(hello)
-        self.grammars = GrammarCheck(hello.tokenizer)
+        self.texts = Texts(hello, self.room.waiting)
+        self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.room.waiting)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
         self.template = self._given_template or own
         self.tool_family = self._given_family or (None if self.template is None else family_of(self.template.source))
@@ -117,6 +115,7 @@ class Service:
         await self.fleet.stop()
         await self.jobs.stop()
         if self.serves:
+            self.texts.stop()
             await self.grammars.stop()
 
     @property
@@ -186,31 +185,42 @@ class Service:
         if asked and self.receipts.level == "off":
             raise HTTPError(400, "receipt: this server makes none (--receipts off)", param="receipt")
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int) -> list[Answer]:
+    async def submit(self, asked: Ask, owner: str) -> list[Answer]:
         """Have prompts answered; ``release`` them in the end, whatever comes.
+
+        Args:
+            owner: sha256 of the API key that asks; empty where the server has none.
 
         Raises:
             HTTPError: 429 where too much waits already, 400 for what is never taken at once, 503 without an engine.
+            InvalidInput: the grammar.
         """
+        prompts, params = asked.prompts, asked.params
+        await self.grammars.require(params.grammar, owner)
         self.require_ready()
-        self.require_room(sum(map(len, prompts)), len(prompts) * params.n)
+        self.room.require(sum(map(len, prompts)), len(prompts) * params.n)
         news = News()
-        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, priority) for prompt in prompts]
+        answers = [Answer(f"{next(self._numbers)}", prompt, params, news, asked.priority) for prompt in prompts]
         self._add(answers)
         return answers
 
-    def verify(self, receipt: bytes, lengths: Sequence[int]) -> Verification:
+    async def verify(
+        self, receipt: bytes, lengths: Sequence[int], grammar: Grammar | None, owner: str
+    ) -> Verification:
         """Have a receipt replayed, within the bounds of answers; ``release`` it in the end, whatever comes.
 
         Args:
             receipt: a receipt as JSON.
             lengths: tokens of each of its samples, with those of its prompt.
+            grammar: what they had to match.
+            owner: as of ``submit``.
 
         Raises:
-            HTTPError: as of ``submit``.
+            HTTPError: as of ``submit``. InvalidInput: the grammar.
         """
+        await self.grammars.require(grammar, owner)
         self.require_ready()
-        self.require_room(sum(lengths), len(lengths))
+        self.room.require(sum(lengths), len(lengths))
         verification = Verification(f"{next(self._numbers)}", receipt, lengths)
         self._add([verification])
         return verification
@@ -224,7 +234,7 @@ class Service:
             HTTPError: as of ``submit``.
         """
         self.require_ready()
-        self.require_room(sum(map(len, prompts)), 1)
+        self.room.require(sum(map(len, prompts)), 1)
         asked = Pooling(f"{next(self._numbers)}", prompts, pooling, normalize)
         self._add([asked])
         return asked
@@ -239,9 +249,7 @@ class Service:
                 answer.fail(WorkerError("the request was cancelled"))
             if not was_open:
                 continue
-            self._num_open -= answer.params.n
-            if answer.first_token is None:
-                self._num_queued -= len(answer.prompt_ids)
+            self.room.leave(answer)
             self.history.ended(answer, cancelled=cancelled)
             if not isinstance(answer, Verification):
                 self.metrics.ended(answer, cancelled=cancelled)
@@ -260,28 +268,10 @@ class Service:
                 )
         return job.issued
 
-    def require_room(self, num_tokens: int, num_samples: int) -> None:
-        """Refuse what is beyond the bounds. Prompts longer than the bound alone are taken where nothing else is open.
-
-        Raises:
-            HTTPError: 429, or 400 where it never fits.
-        """
-        if num_samples > self._max_queue:
-            raise HTTPError(400, f"{num_samples} answers in one request, of {self._max_queue} at most: ask in parts")
-        num_open, queued = self._num_open, self._num_queued
-        fits = num_open + num_samples <= self._max_queue and queued + num_tokens <= self._max_queued_tokens
-        if fits or not self.open:
-            return
-        self.metrics.refused.inc()
-        wait = max(1, min(MOST_RETRY_SECONDS, math.ceil(queued / self.metrics.prefill_rate())))
-        most = f"{self._max_queue} and {self._max_queued_tokens} at most: try again in {wait} s"
-        raise HTTPError(429, f"{num_open} answers are open, {queued} prompt tokens wait, of {most}", retry_after=wait)
-
     def _add(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
             self.open[answer.request_id] = answer
-            self._num_open += answer.params.n
-            self._num_queued += len(answer.prompt_ids)
+            self.room.take(answer)
             self.deadlines.watch(answer)
         try:
             for answer in answers:
@@ -294,4 +284,4 @@ class Service:
         waited = answer.first_token is None
         self.metrics.progressed(answer, delta)
         if waited and answer.first_token is not None and answer.request_id in self.open:
-            self._num_queued -= len(answer.prompt_ids)
+            self.room.begun(answer)

@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
@@ -13,12 +15,17 @@ from detcompile.runtime.requests.detokenizer import Detokenizer
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import AnswerSample
 from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.plain_tokenizer import longest_token
 
 __all__ = ["SampleText", "Texts"]
 
 SHORT = 4096  # letters, or tokens; what is longer is read in a thread, as others wait
+LONG = 1 << 16  # letters, or tokens; what is longer is read in threads of its own, as others would wait behind it
+THREADS = 4
+LONG_THREADS = 2
 HALF_PAIR = "the tokenizer cannot read the text: it holds half of a surrogate pair"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+Found = TypeVar("Found")
 
 
 class Texts:
@@ -26,18 +33,29 @@ class Texts:
 
     Args:
         hello: what the engine said of its tokenizer.
+        waiting: counts a long text as long as it is read, or refuses it.
 
     Attributes:
         present: whether there is a tokenizer; without one prompts are token ids, and answers have no text.
     """
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.present = hello.tokenizer is not None
         self.all_special_ids = frozenset(hello.special_ids)  # shared by all detokenizers
         self.backend_tokenizer = None if hello.tokenizer is None else Tokenizer.from_str(hello.tokenizer)
         joins_bytes = self.present and isinstance(self._backend.decoder, decoders.ByteLevel)
         self._byte_of = _byte_letters() if joins_bytes else None
         self._added = {} if self.backend_tokenizer is None else self.backend_tokenizer.get_added_tokens_decoder()
+        self._max_context = hello.max_context
+        longest = None if hello.tokenizer is None else longest_token(hello.tokenizer)
+        self._most_bytes = None if longest is None else longest * hello.max_context
+        self._waiting = waiting
+        self._threads = ThreadPoolExecutor(THREADS, "tokenizer"), ThreadPoolExecutor(LONG_THREADS, "long-tokenizer")
+
+    def stop(self) -> None:
+        """Read no more long texts."""
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def _backend(self) -> Tokenizer:
@@ -49,18 +67,37 @@ class Texts:
         """Token ids of a text.
 
         Raises:
-            InvalidInput: there is no tokenizer, or it cannot read the text.
+            InvalidInput: there is no tokenizer, or it cannot read the text. HTTPError: no room for a long one.
         """
         if len(text) > SHORT:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+            return await self._in_thread(len(text), self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
+
+    def require_fit(self, *parts: str) -> None:
+        """Refuse, before it is tokenized, a prompt that has more tokens than the context, whatever they are.
+
+        Raises:
+            InvalidInput: how long it is.
+        """
+        if self._most_bytes is None or 4 * sum(map(len, parts)) <= self._most_bytes:  # UTF-8 has 4 bytes a letter
+            return
+        size = sum(len(part.encode(errors="surrogatepass")) for part in parts)
+        if size > self._most_bytes:
+            most = self._max_context
+            raise InvalidInput(
+                f"the prompt has {size} bytes, which are over {most} tokens, and the model was compiled for {most}:"
+                " shorten it, or compile with a larger max_context"
+            )
 
     async def ids_of(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of prompts that may be these already. Others are served between two of many.
 
         Raises:
-            InvalidInput: as of ``encode``.
+            InvalidInput, HTTPError: as of ``encode`` and ``require_fit``.
         """
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.require_fit(prompt)
         found: list[list[int]] = []
         for prompt in prompts:
             if found:
@@ -74,10 +111,11 @@ class Texts:
         """Token ids of two texts that are read together, and to which of the two each belongs, as the tokenizer says.
 
         Raises:
-            InvalidInput: as of ``encode``.
+            InvalidInput, HTTPError: as of ``encode`` and ``require_fit``.
         """
+        self.require_fit(first, second)
         if len(first) + len(second) > SHORT:
-            return await asyncio.to_thread(self._encode_pair, first, second)
+            return await self._in_thread(len(first) + len(second), self._encode_pair, first, second)
         await asyncio.sleep(0)  # there may be many
         return self._encode_pair(first, second)
 
@@ -85,10 +123,11 @@ class Texts:
         """The text of tokens, special ones too.
 
         Raises:
-            InvalidInput: there is no tokenizer.
+            InvalidInput: there is no tokenizer. HTTPError: no room for many tokens.
         """
         if len(token_ids) > SHORT:
-            return await asyncio.to_thread(self.decode, token_ids, skip_special_tokens=False)
+            read = functools.partial(self.decode, skip_special_tokens=False)
+            return await self._in_thread(len(token_ids), read, token_ids)
         return self.decode(token_ids, skip_special_tokens=False)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True, **_options: bool) -> str:
@@ -131,6 +170,11 @@ class Texts:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    async def _in_thread(self, size: int, work: Callable[..., Found], *arguments: Any) -> Found:
+        with self._waiting():
+            threads = self._threads[size > LONG]
+            return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

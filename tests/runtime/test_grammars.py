@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -343,6 +344,25 @@ def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch) -> None:
     with pytest.raises(InvalidInput, match="takes over 1 s"):
         serving().add_request([1], replace(GREEDY, grammar=Grammar.regex("a")))
     assert time.monotonic() - start < 2.5
+
+
+def test_grammars_that_were_given_up_cannot_take_all_cores_and_memory(monkeypatch) -> None:
+    goes_on, real = threading.Event(), compiler.definition_of
+
+    def slow(_grammar: Grammar) -> str:
+        goes_on.wait()
+        raise InvalidInput("after all")
+
+    monkeypatch.setattr(compiler, "definition_of", slow)
+    for number in range(6):
+        said = "takes over" if number < compiler.MOST_LEFT else "4 grammars that took over 0.01 s still compile"
+        with pytest.raises(InvalidInput, match=said):
+            compiler.compiled_within(Grammar.regex("a"), None, 0.01)  # nothing asks the tokenizer
+    goes_on.set()
+    for thread in compiler._left:
+        thread.join()
+    monkeypatch.setattr(compiler, "definition_of", real)
+    assert matches(Grammar.regex("ab"), "ab")
 
 
 def test_what_a_grammar_needs_is_named(monkeypatch) -> None:

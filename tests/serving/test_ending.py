@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 
@@ -27,7 +28,7 @@ from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.launchers import Connection, DialIn, LocalProcess
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.placement.spares import Spares
-from detcompile.serving.grammar_check import GrammarCheck
+from detcompile.serving.grammars.check import GrammarCheck
 from tests.serving.scripted_service import ENGINE, SPEC, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -259,8 +260,8 @@ def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -
         connection.kill()
         await connection.wait()
         assert connection.process.returncode == -signal.SIGKILL
-        check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text())
-        await check.require(Grammar.regex("a"))
+        check = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, nullcontext)
+        await check.require(Grammar.regex("a"), "")
         await check.stop()
 
     try:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 
 import httpx
 import openai
@@ -15,7 +16,7 @@ import pytest
 from detcompile.errors import InvalidInput
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.runtime.grammars.grammar import Grammar
-from detcompile.serving.grammar_check import GrammarCheck
+from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
 from tests.serving.conftest import Server
 from tests.serving.test_openai import MESSAGES, sha256, streamed, whole
@@ -115,22 +116,22 @@ def test_a_grammar_that_compiles_for_hours_costs_nobody_else_anything(http: http
 
 def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
     async def refusals() -> list[str]:
-        check, found = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text()), []
+        check, found = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, nullcontext), []
         for grammar in (Grammar.regex("a"), Grammar.regex("("), Grammar.regex("b")):
             try:
-                await check.require(grammar)
+                await check.require(grammar, "")
                 found.append("")
                 os.kill(check._process.pid, signal.SIGKILL)
                 await check._process.wait()
             except InvalidInput as error:
                 found.append(str(error))
-        monkeypatch.setattr("detcompile.serving.grammar_check.COMPILE_SECONDS", 0.0001)
+        monkeypatch.setattr("detcompile.serving.grammars.check.COMPILE_SECONDS", 0.0001)
         with pytest.raises(InvalidInput, match="too much memory"):
-            await check.require(Grammar.regex("c" * 60_000))
-        await check.require(Grammar.regex("a"))  # which is known by now
+            await check.require(Grammar.regex("c" * 60_000), "")
+        await check.require(Grammar.regex("a"), "")  # which is known by now
         await check.stop()
         with pytest.raises(InvalidInput, match="no tokenizer"):
-            await GrammarCheck(None).require(Grammar.regex("a"))
+            await GrammarCheck(None, 60, nullcontext).require(Grammar.regex("a"), "")
         return found
 
     found = asyncio.run(refusals())

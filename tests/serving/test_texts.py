@@ -30,7 +30,7 @@ PARAGRAPH = "def add(a, b):\n    return a + b  # é東 🎉\n\n"
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    hello = SimpleNamespace(tokenizer=(TINY_FOLDER / "tokenizer.json").read_text(), special_ids=[0])
+    hello = SimpleNamespace(tokenizer=(TINY_FOLDER / "tokenizer.json").read_text(), special_ids=[0], max_context=2048)
     return Texts(hello)
 
 

@@ -48,9 +48,9 @@ def program_key(
 ) -> str | None:
     """sha256 over what decides the program of a model whose modules have been changed; None where that is not all seen.
 
-    Of the model: each module's class and what it holds, attributes, the form of each weight, the operations of one run on
-    two tokens with the contents of tensors from outside, and the Python code that this run called. Values of weights
-    are left out, since a program takes them as inputs.
+    Of the model: each module's class and what it holds, attributes, the form of each weight, the operations of one run
+    on two tokens with the contents of tensors from outside, and the Python code that this run called. Values of
+    weights are left out, since a program takes them as inputs.
 
     Args:
         use: what is kept of the program, and by whom.

@@ -17,6 +17,7 @@ from detcompile.runtime.grammars.matcher import Matcher, token_bits
 __all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "llguidance_version"]
 
 COMPILE_SECONDS = 1.0
+MOST_LEFT = 4
 COMPILE_STACK = 256 << 20  # bytes: rules that name each other nest as deep as there is source for
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of LLParserLimits, beside its own bounds of each step
 WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # where JSON may have some: as it is written, and nothing to get lost in
@@ -110,7 +111,8 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
         seconds: longest that it may take.
 
     Raises:
-        InvalidInput: a grammar that is none, too large, or takes longer.
+        InvalidInput: a grammar that is none, too large, or takes longer; any, where too many compile on behind those
+            who have been told so.
     """
     found: list[Any] = []
 
@@ -123,6 +125,10 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
             found.append(error)
 
     with _starting:
+        _left[:] = [thread for thread in _left if thread.is_alive()]
+        if len(_left) >= MOST_LEFT:
+            said = f"{MOST_LEFT} grammars that took over {seconds:g} s still compile in this process"
+            raise InvalidInput(f"grammar: {said}: wait until they have ended, or start it anew")
         before = threading.stack_size(COMPILE_STACK)
         try:
             thread = threading.Thread(target=make, daemon=True)
@@ -131,6 +137,7 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
             threading.stack_size(before)
     thread.join(seconds)
     if not found:
+        _left.append(thread)
         raise InvalidInput(f"grammar: this {grammar.kind} takes over {seconds:g} s to compile: give a smaller one")
     if isinstance(found[0], InvalidInput):
         raise found[0]
@@ -138,6 +145,7 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
 
 
 _starting = threading.Lock()  # of a thread with a stack of another size
+_left: list[threading.Thread] = []  # that nobody waits for any more; each takes a core, and memory as it goes
 
 
 def _refusal(grammar: Grammar, error: str) -> str:

@@ -52,7 +52,7 @@ async def count_tokens(service: Service, asked: CountTokensRequest) -> Response:
     service.require_model(asked.model)
     chat = chat_request(asked)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    ids = await prompt_of(service, chat.messages, () if use is None else use.tools)
+    ids = await prompt_of(service, chat.messages, () if use is None else use.tools, counts=True)
     return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

@@ -54,7 +54,7 @@ class Jobs:
     """Makes jobs, and finds those of clients that come back. All methods are for the event loop's thread.
 
     Args:
-        submit: has prompts answered.
+        submit: has the prompts of a request answered, for the owner of an API key.
         release: called with answers that nobody waits for.
         issue: makes a job's receipt, once.
         hello: gives what the engines have said of the model.
@@ -64,7 +64,7 @@ class Jobs:
 
     def __init__(
         self,
-        submit: Callable[[Sequence[list[int]], Any, int], list[Answer]],
+        submit: Callable[[Ask, str], Awaitable[list[Answer]]],
         release: Callable[[Sequence[Answer]], None],
         issue: Callable[[Job], Awaitable[Any]],
         hello: Callable[[], Hello],
@@ -93,7 +93,7 @@ class Jobs:
         """
         if call.key is None or self._journal is None:
             asked = await ask()
-            answers = self._submit(asked.prompts, asked.params, asked.priority)
+            answers = await self._submit(asked, call.owner)
             return Job(asked, answers, self._salt(), self._release, owner=call.owner)
         place = (call.owner, call.key)
         if place not in self._live:
@@ -151,7 +151,7 @@ class Jobs:
         record = await self._written(lambda journal: journal.find(call.owner, key=call.key))
         if record is None:
             asked = await ask()
-            answers = self._submit(asked.prompts, asked.params, asked.priority)
+            answers = await self._submit(asked, call.owner)
             job = Job(asked, answers, self._salt(), _nothing, True, owner=call.owner)
             hello = self._hello()
             new = record_of(job, (call.owner, call.key), (call.endpoint, call.body), hello.fingerprint)
@@ -168,7 +168,7 @@ class Jobs:
             restore(answers, record.outcome)
         else:
             await self._require_model(record)
-            answers = self._submit(asked.prompts, asked.params, asked.priority)
+            answers = await self._submit(asked, call.owner)
         known = (record.name, record.created)
         job = Job(asked, answers, record.work.salt, _nothing, True, *known, owner=record.owner, begun_before=True)
         if record.outcome is not None:

@@ -59,8 +59,7 @@ async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, pr
         HTTPError: it cannot be served. InvalidInput: nor can its messages.
     """
     params = chat_params(asked, service.hello.default_params, use)
-    service.require_room(0, params.n)
-    await service.grammars.require(params.grammar)
+    service.room.require(0, params.n)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
     return Ask([prompt], params, asked.priority or 0, prefix, template)

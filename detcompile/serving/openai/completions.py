@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts as text or token ids, and OpenAI's older shape of logprobs."""
 
+import asyncio
 import functools
 from itertools import accumulate
 from typing import Any
@@ -17,7 +18,6 @@ from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import CompletionRequest, require_served
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
-from detcompile.serving.texts import Texts
 
 __all__ = ["complete"]
 
@@ -34,6 +34,7 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
     require_served(asked)
     service.require_receipts(asked.receipt)
     written = prompts_of(asked.prompt, "prompt")
+    echo = [await _echoed(service, prompt) for prompt in written] if asked.echo else None
     job = await service.jobs.job(call, functools.partial(_ask, service, asked, written))
     reply = _Completion(
         service,
@@ -44,8 +45,7 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
         hidden=asked.max_tokens == 0,
         last_event=call.last_event,
     )
-    if asked.echo:
-        reply.echo = [_echoed(service.texts, prompt) for prompt in written]
+    reply.echo = echo
     if asked.stream:
         return Events(job.answers, job.release, reply.headers, reply.events())
     return Whole(job.answers, job.release, reply.headers, reply.whole)
@@ -54,21 +54,20 @@ async def complete(service: Service, asked: CompletionRequest, call: Call) -> Re
 async def _ask(service: Service, asked: CompletionRequest, written: list[str | list[int]]) -> Ask:
     """What a request asks of the engines."""
     params = completion_params(asked, service.hello.default_params)
-    service.require_room(0, len(written) * params.n)  # before the prompts are tokenized
-    await service.grammars.require(params.grammar)
+    service.room.require(0, len(written) * params.n)  # before the prompts are tokenized
     special = asked.add_special_tokens is not False
     prompts = await service.texts.ids_of(written, special)
-    if asked.echo:
-        for prompt in written:
-            _echoed(service.texts, prompt)  # refused before anything is drawn
     return Ask(prompts, params, asked.priority or 0, "cmpl-")
 
 
-def _echoed(texts: Texts, prompt: str | list[int]) -> str:
+async def _echoed(service: Service, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
+    if not service.texts.present or len(prompt) > service.hello.max_context:  # which the engine refuses
+        return ""
+    await asyncio.sleep(0)  # there may be many
     try:
-        return texts.decode(prompt, skip_special_tokens=False) if texts.present else ""
+        return await service.texts.text_of(prompt)
     except OverflowError as error:
         raise InvalidInput(f"prompt holds a token that is none: {error}") from error
 

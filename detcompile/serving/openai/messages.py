@@ -14,14 +14,18 @@ NO_TEMPLATE = "has no chat template: use /v1/completions, or start the server wi
 SHORT_ID = 9  # letters of a call's id in templates that refuse others
 
 
-async def prompt_of(service: Service, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+async def prompt_of(
+    service: Service, messages: Sequence[Message], tools: Sequence[Tool] = (), *, counts: bool = False
+) -> list[int]:
     """Token ids of a conversation, up to where the assistant's answer begins.
 
     Args:
         tools: what the template is told of functions that may be called.
+        counts: it is only counted, and may be longer than the context.
 
     Raises:
-        HTTPError: no chat template, or a part of a message that is not served. InvalidInput: the template refuses it.
+        HTTPError: no chat template, or a part of a message that is not served, or no room. InvalidInput: the template
+            refuses it, or it cannot fit.
     """
     if service.template is None:
         raise HTTPError(400, f"{service.name} {NO_TEMPLATE}", param="messages", code="no_chat_template")
@@ -32,6 +36,8 @@ async def prompt_of(service: Service, messages: Sequence[Message], tools: Sequen
     if tools:
         variables["tools"] = [_told(tool) for tool in tools]
     text = await service.template.render(plain, **variables)
+    if not counts:
+        service.texts.require_fit(text)
     return await service.texts.encode(text, add_special_tokens=False)
 
 

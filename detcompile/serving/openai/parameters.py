@@ -12,11 +12,11 @@ from detcompile.serving.http_errors import HTTPError, error_of
 from detcompile.serving.openai.schema import ChatRequest, CompletionRequest
 from detcompile.serving.openai.structured import grammar_of
 from detcompile.serving.openai.tools import ToolUse
+from detcompile.serving.receipts.receipt import MAX_STOPS
 
-__all__ = ["MAX_STOPS", "chat_params", "completion_params", "prompts_of"]
+__all__ = ["chat_params", "completion_params", "prompts_of"]
 
 MAX_PROMPTS = 2048
-MAX_STOPS = 64
 FRESH_SEEDS = 1 << 53  # JavaScript's numbers keep so many apart
 NAMES = frozenset(own.name for own in fields(SamplingParams))
 SAME = (  # fields that are parameters of one name and meaning

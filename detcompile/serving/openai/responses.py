@@ -102,8 +102,7 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     before = await _before(service, owner, asked.previous_response_id)
     chat, use = _chat(service, asked, before)
     params = chat_params(chat, service.hello.default_params, use)
-    service.require_room(0, 1)
-    await service.grammars.require(params.grammar)
+    service.room.require(0, 1)
     prompt = await prompt_of(service, chat.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
     return Ask([prompt], params, chat.priority or 0, "resp_", template, msgspec.json.encode(before))

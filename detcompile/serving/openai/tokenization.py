@@ -25,7 +25,7 @@ async def tokenize(service: Service, asked: TokenizeRequest) -> Response:
     if (asked.prompt is None) == (not asked.messages):
         raise HTTPError(400, "give either prompt or messages", param="prompt")
     if asked.messages:
-        ids = await prompt_of(service, asked.messages)
+        ids = await prompt_of(service, asked.messages, counts=True)
     else:
         ids = await service.texts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
     return _told({"tokens": ids, "count": len(ids), "max_model_len": service.hello.max_context})

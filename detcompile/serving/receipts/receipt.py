@@ -16,6 +16,7 @@ __all__ = [
     "Digest",
     "Level",
     "LogPlace",
+    "MAX_STOPS",
     "Prompt",
     "Receipt",
     "Sample",
@@ -36,6 +37,7 @@ Level = Literal["hashes", "tokens"]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seed = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,19})$")]  # of 64 bits, as text: JavaScript rounds numbers
 DEFAULTS = {own.name: getattr(SamplingParams(), own.name) for own in fields(SamplingParams)}
+MAX_STOPS = 64  # of a request: each is looked for at every token
 APART = ("seed", "grammar")  # parameters that a receipt has fields of their own for
 
 

@@ -1,6 +1,7 @@
 """Replay: a receipt's answers against a model, by one teacher-forced pass and the sampler over each position of it."""
 
-from collections.abc import Generator, Mapping, Sequence
+import itertools
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
@@ -147,6 +148,9 @@ class Replayer:
         answers = [one.token_ids for one in prompt.samples if not isinstance(one.token_ids, str)]
         if isinstance(prompt.token_ids, str) or len(answers) < len(prompt.samples):
             raise InvalidInput(HASHED)
+        fault = _other_samples(prompt, params)
+        if fault is not None:
+            return fault
         request = self._admission.request(
             "receipt", prompt.token_ids, params, arrival=0, priority=0, stream_text=False
         )
@@ -165,14 +169,10 @@ class Replayer:
             yield
         if params.prompt_logprobs is not None and prompt.logprobs != commitment(of_prompt):
             return differs("prompt_logprobs", OTHER_LOGPROBS, expected=prompt.logprobs, found=commitment(of_prompt))
-        return self._read(prompt, request, answers, logprobs)
+        return (yield from self._read(prompt, request, answers, logprobs))
 
     def _misshapen(self, prompt: Prompt, request: Request, answers: Sequence[list[int]]) -> Verdict | None:
         """What no answer to this request can be; None where it may be one."""
-        indices = [sample.index for sample in prompt.samples]
-        wanted = list(range(request.params.n))
-        if indices != wanted:
-            return differs("samples", f"there are samples {indices} of n={len(wanted)}", expected=indices, found=wanted)
         if (request.params.prompt_logprobs is None) != (prompt.logprobs is None):
             return differs("prompt_logprobs", "it has logprobs of its prompt that were not asked for, or lacks them")
         most = min(self._model.facts.num_token_ids, self._model.facts.num_logits)
@@ -194,10 +194,11 @@ class Replayer:
         request: Request,
         answers: Sequence[list[int]],
         logprobs: Sequence[list[PlainLogprobs]],
-    ) -> Verdict:
+    ) -> Generator[None, None, Verdict]:
         """Whether each sample ended where it had to, with the text and the logprobs that it says."""
+        counted = itertools.count(1)  # tokens of all samples
         for sample, tokens, known in zip(prompt.samples, answers, logprobs):
-            fault = _finished(request, sample.index, tokens)
+            fault = yield from _finished(request, sample.index, tokens, counted, self._chunk)
             if fault is not None:
                 return fault
             output = request.output.outputs[sample.index]
@@ -210,7 +211,17 @@ class Replayer:
         return Verdict(outcome="equal", num_tokens=sum(map(len, answers)))
 
 
-def _finished(request: Request, index: int, tokens: Sequence[int]) -> Verdict | None:
+def _other_samples(prompt: Prompt, params: SamplingParams) -> Verdict | None:
+    """What is wrong where there are not n samples; looked at first, as a request for as many may take all memory."""
+    indices, wanted = [sample.index for sample in prompt.samples], list(range(params.n))
+    if indices == wanted:
+        return None
+    return differs("samples", f"there are samples {indices} of n={len(wanted)}", expected=indices, found=wanted)
+
+
+def _finished(
+    request: Request, index: int, tokens: Sequence[int], counted: Iterator[int], chunk: int
+) -> Generator[None, None, Verdict | None]:
     """Give a sample its tokens, as an engine does; what is wrong where it ends before them, or not with them."""
     sequence = request.sequences[index]
     for position, token in enumerate(tokens):
@@ -218,6 +229,8 @@ def _finished(request: Request, index: int, tokens: Sequence[int]) -> Verdict | 
             said = f"sample {index} ended before position {position} ({sequence.finish_reason}), and goes on there"
             return differs("finish_reason", said, sample=index, position=position, found=sequence.finish_reason)
         request.add_token(index, token, None)
+        if next(counted) % chunk == 0:
+            yield
     if sequence.finish_reason is None:
         said = f"sample {index} stops at position {len(tokens)} without a reason to"
         return differs("finish_reason", said, sample=index, position=len(tokens))

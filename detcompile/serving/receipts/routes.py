@@ -8,9 +8,10 @@ from starlette.responses import Response
 from detcompile.errors import InvalidInput
 from detcompile.serving.engines.answers import Verification
 from detcompile.serving.http_errors import HTTPError
+from detcompile.serving.journal.jobs import Call
 from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.envelope import Envelope, payload_of, unsealed
-from detcompile.serving.receipts.receipt import Receipt, decode_receipt
+from detcompile.serving.receipts.receipt import MAX_STOPS, Receipt, decode_receipt, params_of
 from detcompile.serving.receipts.verdict import Verdict, differs, fingerprint_verdict
 from detcompile.serving.responses import JSON, Whole
 from detcompile.serving.service import Service
@@ -31,12 +32,13 @@ def found_receipt(service: Service, owner: str, name: str) -> Response:
     return Response(found, media_type=JSON)
 
 
-async def verify(service: Service, asked: Envelope) -> Response:
+async def verify(service: Service, asked: Envelope, call: Call) -> Response:
     """A verdict, which waits and is bounded as an answer of the receipt's tokens is. Signatures are checked by the key
     of this server, where it has one.
 
     Raises:
-        HTTPError: no room, or no engine. InvalidInput: no receipt, or one of hashes, which only its owner can open.
+        HTTPError: no room, or no engine. InvalidInput: no receipt, or one of hashes, which only its owner can open, or
+            whose grammar is refused.
     """
     service.require_ready()
     service.require_causal()
@@ -49,7 +51,10 @@ async def verify(service: Service, asked: Envelope) -> Response:
     apart = fingerprint_verdict(receipt, service.hello.fingerprint_parts, tokenizer_digest(service.hello.tokenizer))
     if apart is not None:
         return _told(apart)
-    verification = service.verify(payload, _lengths(receipt))
+    lengths, params = _lengths(receipt), params_of(receipt)
+    if len(params.stop) > MAX_STOPS:
+        raise InvalidInput(f"the receipt has over {MAX_STOPS} stop strings, which no server takes")
+    verification = await service.verify(payload, lengths, params.grammar, call.owner)
     signature = "unchecked" if key is None else "valid"
     return Whole([verification], service.release, {}, functools.partial(_signed, verification, signature))
 

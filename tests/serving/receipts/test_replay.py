@@ -11,6 +11,7 @@ import torch
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.requests.request import Request
 from detcompile.runtime.sampling.sampler import SamplingParams
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 from detcompile.serving.plain_tokenizer import plain_tokenizer, tokenizer_digest
@@ -18,7 +19,7 @@ from detcompile.serving.receipts.decoding import Opening, recorded_prompt
 from detcompile.serving.receipts.envelope import Envelope, payload_digest, payload_of, read_envelope, seal
 from detcompile.serving.receipts.keys import SigningKey, read_signing_key, read_verify_key, write_key_pair
 from detcompile.serving.receipts.receipt import Receipt, Served, decode_receipt, encode_receipt, written_params
-from detcompile.serving.receipts.replay import replay
+from detcompile.serving.receipts.replay import Replayer, replay
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import compiled
 from tests.serving.conftest import Server, started
@@ -210,6 +211,21 @@ def test_other_weights_are_found_at_a_token(doubted: Envelope, model: CompiledMo
 
 def parts_of(model: CompiledModel) -> dict[str, str]:
     return {name: str(part) for name, part in model.fingerprint_parts.items()}
+
+
+def test_no_part_of_a_verification_reads_more_than_a_chunk(
+    doubted: Envelope, model: CompiledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, real = [0], Request.add_token
+
+    def add_token(self: Request, *arguments) -> None:
+        counts[-1] += 1
+        real(self, *arguments)
+
+    monkeypatch.setattr(Request, "add_token", add_token)
+    for _ in Replayer(model, chunk=16).steps(decode_receipt(payload_of(doubted))):
+        counts.append(0)
+    assert sum(counts) == 40 and max(counts) == 16  # of two samples
 
 
 def _rounded(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,32 +1,40 @@
 """GrammarCheck: grammars compiled in a process of their own first, which can be ended; most run for microseconds.
 
 Some grammars of a few hundred letters compile for hours, some may end the process that does it. No engine sees those.
-Run as ``python -m detcompile.serving.grammar_check`` this is that process: a tokenizer, then grammars, on standard
+Run as ``python -m detcompile.serving.grammars.check`` this is that process: a tokenizer, then grammars, on standard
 input, and for each a line of why it is refused, or none.
 """
 
 import asyncio
+import contextlib
+import math
 import resource
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import msgspec
 from tokenizers import Tokenizer
 
-from detcompile.errors import EngineError, InvalidInput
+from detcompile.errors import EngineError, InvalidInput, WorkerError
 from detcompile.runtime.grammars.compiler import COMPILE_SECONDS, GrammarCompiler
 from detcompile.runtime.grammars.grammar import Grammar, Kind
 from detcompile.serving.engines.child import Child
 from detcompile.serving.engines.processes import BOUND
+from detcompile.serving.grammars.turns import Turns
+from detcompile.serving.http_errors import OverdueError
 
 __all__ = ["GrammarCheck", "main"]
 
 LENGTH = struct.Struct(">I")  # begins every frame
 START_SECONDS = 60.0
 MOST_MEMORY = 4 << 30  # bytes of address space
-MOST_KEPT = 4096  # digests of grammars that have passed
+MOST_KEPT = 4096  # digests of grammars that have passed, and of those that were refused
+REFUSED_SECONDS = 300.0  # for which a refusal stands: the machine may have been busy
 
 
 class GrammarCheck:
@@ -34,32 +42,42 @@ class GrammarCheck:
 
     Args:
         tokenizer: the model's as JSON.
+        seconds: longest that a grammar may wait for its turn.
+        waiting: counts one that waits, given those of its owner that do, or refuses it.
     """
 
-    def __init__(self, tokenizer: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: str | None,
+        seconds: float,
+        waiting: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
         self._tokenizer = tokenizer
-        self._passed: dict[str, None] = {}
+        self._seconds = seconds
+        self._waiting = waiting
+        self._known: dict[str, tuple[str, float]] = {}  # why it is refused, if it is, and until when that holds
         self._process: Child | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._busy = asyncio.Lock()
+        self._turns = Turns()
 
-    async def require(self, grammar: Grammar | None) -> None:
+    async def require(self, grammar: Grammar | None, owner: str) -> None:
         """Refuse a grammar that is none, too large, or takes too long.
 
+        Args:
+            owner: whose it is: one grammar of each is checked at a time, and others' between two.
+
         Raises:
-            InvalidInput: why.
+            InvalidInput: why. HTTPError: too many wait. OverdueError: it waited too long. WorkerError: nothing checks.
         """
-        if grammar is None or grammar.digest in self._passed:
+        if grammar is None:
             return
         if self._tokenizer is None:
             raise InvalidInput("a grammar needs the text of tokens, and this model has no tokenizer")
-        async with self._busy:
-            refusal = await self._refusal(self._tokenizer, grammar)
+        refusal = self._find(grammar)
+        if refusal is None:
+            refusal = await self._in_turn(self._tokenizer, grammar, owner)
         if refusal:
             raise InvalidInput(refusal)
-        self._passed[grammar.digest] = None
-        if len(self._passed) > MOST_KEPT:
-            del self._passed[next(iter(self._passed))]
 
     async def stop(self) -> None:
         """End the process."""
@@ -71,10 +89,43 @@ class GrammarCheck:
             process.kill()
             await process.wait()
 
+    def _find(self, grammar: Grammar) -> str | None:
+        """What is known of a grammar."""
+        refusal, end = self._known.get(grammar.digest, ("", -math.inf))
+        return refusal if time.monotonic() < end else None
+
+    async def _in_turn(self, tokenizer: str, grammar: Grammar, owner: str) -> str:
+        with contextlib.ExitStack() as waits:
+            waits.enter_context(self._waiting(self._turns.num_waiting(owner)))
+            try:
+                async with self._turns.turn(owner, self._seconds):
+                    waits.close()
+                    refusal = self._find(grammar)  # another request may have had the same
+                    if refusal is None:
+                        refusal = await self._refusal(tokenizer, grammar)
+                        self._keep(grammar, refusal)
+                    return refusal
+            except TimeoutError as error:
+                said = f"the request waited for the check of its grammar for over {self._seconds:g} s"
+                raise OverdueError(said, 503) from error
+
+    def _keep(self, grammar: Grammar, refusal: str) -> None:
+        self._known.pop(grammar.digest, None)
+        self._known[grammar.digest] = refusal, time.monotonic() + REFUSED_SECONDS if refusal else math.inf
+        if len(self._known) > MOST_KEPT:
+            del self._known[next(iter(self._known))]
+
     async def _refusal(self, tokenizer: str, grammar: Grammar) -> str:
         try:
             if self._process is None or self._process.returncode is not None:
                 await self._start(tokenizer)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            await self.stop()
+            raise WorkerError(f"the process that checks grammars does not start: {error!r}") from error
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+        try:
             return await asyncio.wait_for(self._ask([grammar.kind, grammar.source]), 2 * COMPILE_SECONDS)
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             await self.stop()
@@ -90,7 +141,7 @@ class GrammarCheck:
         ours.setblocking(False)
         with theirs:
             self._streams = await asyncio.open_connection(sock=ours)
-            command = (*BOUND, "detcompile.serving.grammar_check")  # a grammar would keep it alive for hours
+            command = (*BOUND, "detcompile.serving.grammars.check")  # a grammar would keep it alive for hours
             self._process = Child(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         await asyncio.wait_for(self._ask(tokenizer), START_SECONDS)
 

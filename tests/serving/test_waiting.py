@@ -1,0 +1,312 @@
+"""What no engine sees yet: grammars that are checked first, and texts that are tokenized; both wait within bounds."""
+
+import asyncio
+import hashlib
+import json
+import sys
+import threading
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from detcompile.digests import fingerprint
+from detcompile.runtime.grammars.compiler import llguidance_version
+from detcompile.serving.app import new_app
+from detcompile.serving.grammars.check import GrammarCheck
+from detcompile.serving.grammars.turns import Turns
+from detcompile.serving.journal.journal import Journal
+from detcompile.serving.plain_tokenizer import NFC_SHRINKS, longest_token, tokenizer_digest
+from detcompile.serving.receipts.envelope import seal
+from detcompile.serving.receipts.receipt import Prompt, Receipt, Sample, Served, WrittenGrammar, encode_receipt
+from detcompile.serving.texts import LONG, Texts
+from tests.serving.scripted_engine import HELLO
+from tests.serving.scripted_service import running, scripted
+
+pytestmark = pytest.mark.usefixtures("in_the_root")
+
+
+def grammar(source: str) -> WrittenGrammar:
+    return WrittenGrammar(kind="regex", source=source, hashed=False, llguidance=llguidance_version())
+
+
+def envelope_of(**fields: Any) -> dict[str, Any]:
+    """An unsigned receipt of the scripted engine, as POST /v1/verify takes it."""
+    sample = Sample(index=0, token_ids=[40], finish_reason="length", stop_reason=None, text=None, logprobs=None)
+    served = Served(detcompile="1", tokenizer=tokenizer_digest(HELLO.tokenizer), chat_template=None)
+    own: dict[str, Any] = {"id": "cmpl-1", "created": 1, "model": "scripted", "level": "tokens", "params": {}}
+    prompts = [Prompt(token_ids=[5], logprobs=None, samples=[sample])]
+    parts = {"fingerprint": fingerprint({}), "fingerprint_parts": {}}
+    receipt = Receipt(**own | parts | {"served": served, "seed": "1", "prompts": prompts} | fields)
+    return msgspec.to_builtins(seal(encode_receipt(receipt), None))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"grammar": grammar("(")}, "regex cannot be served"),
+        ({"params": {"stop": [f"stop {number}" for number in range(65)]}}, "over 64 stop strings"),
+    ],
+    ids=["a grammar", "stop strings"],
+)
+def test_an_engine_gets_no_receipt_that_would_ruin_it(fields: dict[str, Any], said: str) -> None:
+    async def scenario() -> None:
+        async with running(scripted(timeout=5.0)) as client:  # the scripted engine answers no Verify
+            answer = await client.post("/v1/verify", json=envelope_of(**fields))
+            assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    async def require(self: GrammarCheck, grammar: Any, *_options: Any) -> None:
+        checked.append("" if grammar is None else grammar.source)
+
+    monkeypatch.setattr(GrammarCheck, "require", require)
+    body = {"prompt": [5], "max_tokens": 400, "guided_regex": "a+"}
+
+    async def scenario() -> None:
+        for _ in range(2):
+            service = scripted(journal=Journal(tmp_path / "journal"))
+            async with running(service) as client:
+                asked = client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"})
+                task = asyncio.create_task(asked)
+                while not any(answer.num_tokens for answer in service.open.values()):
+                    await asyncio.sleep(0.01)
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert checked == ["a+", "a+"]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sources of the grammars that were checked, in this order: each takes the hundredths that its number says."""
+    checked: list[str] = []
+
+    async def refusal(self: GrammarCheck, tokenizer: str, grammar: Any) -> str:
+        checked.append(grammar.source)
+        await asyncio.sleep(int(grammar.source[1:]) / 100)
+        return "grammar: no" if grammar.source[0] == "n" else ""
+
+    monkeypatch.setattr(GrammarCheck, "_refusal", refusal)
+    return checked
+
+
+async def ask(client: Any, source: str, key: str = "") -> tuple[int, dict[str, Any]]:
+    body = {"prompt": [5], "max_tokens": 1, "guided_regex": source}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = await client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200 or answer.status_code == 400 or answer.headers["retry-after"]
+    return answer.status_code, answer.json()
+
+
+def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> None:
+    async def scenario() -> None:
+        digests = [hashlib.sha256(key.encode()).digest() for key in ("a", "b")]
+        async with running(scripted(max_queue=8), digests) as client:
+            slow = [asyncio.create_task(ask(client, f"a{20 + number}", "a")) for number in range(7)]
+            while not checks:
+                await asyncio.sleep(0.01)
+            quick = await asyncio.gather(*[ask(client, f"b{number}", "b") for number in range(3)])
+            assert [status for status, _ in quick] == [200] * 3
+            assert [source[0] for source in checks][:4] == ["a", "b", "b", "b"]
+            found = sorted(status for status, _ in await asyncio.gather(*slow))
+            assert found == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks: list[str]) -> None:
+    async def scenario() -> None:
+        service = scripted(queue_timeout=0.3)
+        async with running(service) as client:
+            slow = asyncio.create_task(ask(client, "n60"))
+            while not checks:
+                await asyncio.sleep(0.01)
+            same = asyncio.create_task(ask(client, "n60"))
+            status, told = await ask(client, "b0")
+            assert status == 503 and "check of its grammar for over 0.3 s" in told["error"]["message"]
+            assert (await same)[0] == 503 and (await slow)[0] == 400
+            assert await ask(client, "n60") == await slow and checks == ["n60"]
+            assert (await ask(client, "b0"))[0] == 200 and service.room.num_waiting == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
+    body = json.dumps({"prompt": [5], "max_tokens": 1, "guided_regex": "b0"}).encode()
+    fields = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": fields, "query_string": b""}
+
+    async def scenario() -> None:
+        service = scripted()
+        async with running(service) as client:
+            slow = asyncio.create_task(ask(client, "a30"))
+            while not checks:
+                await asyncio.sleep(0.01)
+            left, parts = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> dict[str, Any]:
+                if parts:
+                    return parts.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(_message: Any) -> None:
+                """Nobody is there."""
+
+            asked = asyncio.create_task(new_app(service, "test")(scope, receive, send))
+            while not service.room.num_waiting:
+                await asyncio.sleep(0.01)
+            left.set()
+            await asked
+            assert not slow.done() and service.room.num_waiting == 0
+            assert (await slow)[0] == 200 and checks == ["a30"] and not service.open
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
+    async def scenario() -> None:
+        turns, had = Turns(), []
+
+        async def work(owner: str) -> None:
+            async with turns.turn(owner, 5):
+                had.append(owner)
+                await asyncio.sleep(0)
+
+        tasks = {owner: asyncio.create_task(work(owner)) for owner in "abc"}
+        while not had:
+            await asyncio.sleep(0)
+        while turns.num_waiting("b"):
+            await asyncio.sleep(0)
+        tasks["b"].cancel()  # it has been called, and does not know yet
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert had == ["a", "c"] and not turns.num_waiting("c")
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = Texts._encode
+
+    def encode(self: Texts, text: str, add_special_tokens: bool) -> list[int]:
+        read.append(len(text))
+        return real(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Texts, "_encode", encode)
+    endless = "\n" * (1 + HELLO.max_context * 4 * 32)  # of the longest token, and what NFC may make shorter
+
+    async def scenario() -> None:
+        async with running(scripted(chat_template="{{ messages[0].content }}")) as client:
+            chat = {"messages": [{"role": "user", "content": endless}]}
+            for path, body in [
+                ("/v1/completions", {"prompt": endless}),
+                ("/v1/completions", {"prompt": ["short", endless]}),
+                ("/v1/chat/completions", chat),
+                ("/v1/responses", {"input": endless}),
+                ("/v1/messages", chat | {"max_tokens": 4}),
+            ]:
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 400 and not read, (path, answer.text)
+                assert "over 2048 tokens, and the model was compiled for 2048" in answer.json()["error"]["message"]
+            for path in ("/tokenize", "/v1/messages/count_tokens"):  # whose texts need not fit
+                answer = await client.post(path, json=chat)
+                assert answer.status_code == 200 and read.pop() == len(endless)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, real = [], Texts.decode
+
+    def decode(self: Texts, token_ids: list[int], **options: bool) -> str:
+        lengths.append(len(token_ids))
+        return real(self, token_ids, **options)
+
+    monkeypatch.setattr(Texts, "decode", decode)
+
+    async def scenario() -> None:
+        async with running(scripted()) as client:
+            body = {"prompt": [[300] * 9, [300] * 9999], "echo": True, "max_tokens": 1}
+            answer = await client.post("/v1/completions", json=body)  # the scripted engine takes prompts of any length
+            assert answer.status_code == 200 and 9 in lengths and 9999 not in lengths
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, real = threading.Event(), Texts._encode
+
+    def encode(self: Texts, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG:
+            goes_on.wait(10)
+        return real(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Texts, "_encode", encode)
+
+    async def scenario() -> None:
+        service = scripted(max_queue=4)
+        async with running(service) as client:
+            body = {"prompt": "a " * (LONG // 2 + 1)}
+            long = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(3)]
+            while service.room.num_waiting < 3:
+                await asyncio.sleep(0.01)
+            short = await client.post("/v1/completions", json={"prompt": "a " * 3000, "max_tokens": 1})
+            assert short.status_code == 200, short.text
+            long.append(asyncio.create_task(client.post("/tokenize", json=body)))
+            while service.room.num_waiting < 4:
+                await asyncio.sleep(0.01)
+            for path in ("/v1/completions", "/tokenize"):
+                refused = await client.post(path, json={"prompt": "a " * 3000})
+                assert refused.status_code == 429 and refused.headers["retry-after"]
+            goes_on.set()
+            assert [answer.status_code for answer in await asyncio.gather(*long)] == [200] * 4
+            assert service.room.num_waiting == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_no_text_is_longer_than_said_beside_its_normal_form() -> None:
+    forms: dict[str, str] = {}  # what each letter that is not its own canonical decomposition is made of
+    for letter in map(chr, range(sys.maxunicode + 1)):
+        if not "\ud800" <= letter <= "\udfff" and not unicodedata.is_normalized("NFD", letter):
+            forms[letter] = unicodedata.normalize("NFD", letter)
+    longest = {part: len(part.encode()) for form in forms.values() for part in form}
+    for letter, form in forms.items():
+        if len(form) == 1:
+            longest[form] = max(longest[form], len(letter.encode()))
+    whole = set(map(unicodedata.normalize, ["NFC"] * len(forms), forms))
+    assert all(len(letter.encode()) <= sum(longest[part] for part in form) for letter, form in forms.items())
+    letters = {letter for text in whole for letter in text} | longest.keys()
+    made = {letter: forms.get(letter, letter) for letter in letters}
+    found = max(sum(longest[part] for part in form) / len(letter.encode()) for letter, form in made.items())
+    assert 3 < found <= NFC_SHRINKS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own: None, 32 * NFC_SHRINKS),
+        (lambda own: own.update(normalizer=None), 32),
+        (lambda own: own["added_tokens"][0].update(content="é" * 20), 40 * NFC_SHRINKS),
+        (lambda own: own["added_tokens"][0].update(rstrip=True), None),
+        (lambda own: own.update(normalizer={"type": "NFKC"}), None),
+        (lambda own: own.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}), None),
+        (lambda own: own["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), None),
+        (lambda own: own["pre_tokenizer"]["pretokenizers"].pop(), None),
+        (lambda own: own.update(pre_tokenizer=None), None),
+        (lambda own: own["model"]["vocab"].pop("Ġ"), None),
+        (lambda own: own.update(model={"type": "Unigram", "vocab": []}), None),
+    ],
+)
+def test_what_a_token_stands_for_is_told_where_it_is_sure(change: Any, said: int | None) -> None:
+    own = json.loads(HELLO.tokenizer)
+    change(own)
+    assert longest_token(json.dumps(own)) == said

@@ -206,7 +206,6 @@ class SampleText:
         self._detokenizer: Any = Detokenizer(texts, params) if texts.present else None
         self._sample = sample
         self._finished = False
-        self._parts: list[str] = []  # what was taken
         self.num_read = 0  # tokens taken so far
 
     async def rest(self) -> tuple[str, slice]:
@@ -231,12 +230,13 @@ class SampleText:
         silent = ended and isinstance(sample.stop_reason, int)  # the token that ended it is not in the text
         new = sample.token_ids[start : self.num_read - silent]
         self._finished = ended
-        if ended and start == 0 and sample.text is not None:  # whoever else shows this sample has read it
-            return sample.text, read
-        self._parts.append(self._detokenizer.finish(new) if ended else self._detokenizer.append(new))
-        if ended:
-            sample.text = "".join(self._parts)
-        return self._parts[-1], read
+        if not ended:
+            return self._detokenizer.append(new), read
+        if start > 0:  # the parts of a stream are not kept
+            return self._detokenizer.finish(new), read
+        if sample.text is None:
+            sample.text = self._detokenizer.finish(new)
+        return sample.text, read
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class AnswerSample:
 
     Attributes:
         finish_reason: None while it runs.
-        text: all of it, once it has ended and somebody has read it; None before.
+        text: all of it, once it has ended and somebody has read it at once; None before.
     """
 
     __slots__ = ("finish_reason", "logprobs", "stop_reason", "text", "token_ids")

@@ -97,6 +97,10 @@ def require_target(path: Path, num_beside: int = 0) -> None:
     Raises:
         InvalidInput: it cannot.
     """
+    try:
+        path.exists()
+    except OSError as error:
+        raise InvalidInput(f"export to {shown(str(path))}: {error.strerror}; give another name") from error
     if path.suffix != ".pt2" or not path.parent.is_dir():
         raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
     own = _weights_of(path) if num_beside else ()

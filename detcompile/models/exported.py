@@ -59,7 +59,11 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidInput(f"load({shown(path)}): give the path of a file that export wrote")
     path = Path(path)
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise InvalidInput(f"{shown(str(path))}: {error.strerror}; give a file that export wrote") from error
+    if not found:
         raise InvalidInput(f"{path}: no such file; give one that export wrote")
     opened = Archive(path, rank=None)
     facts = opened.facts

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import detcompile
-from detcompile import CompiledModel, InvalidInput, Numerics
+from detcompile import CompiledModel, InvalidInput, Numerics, api
+from detcompile.models.hub import TINY_FOLDER
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
 
@@ -134,6 +135,41 @@ def test_compile_refuses_what_it_cannot_do() -> None:
         detcompile.compile(model, numerics=Numerics(tp_sizes=(1,)))
     with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
         detcompile.compile(random_model("llama", torch.float32), numerics=Numerics(tp_sizes=(1, 3)))
+
+
+BAD_ARGUMENTS = [
+    ({"tp": "2"}, "tp '2' is a str: give an integer"),
+    ({"tp": True}, "tp True is a bool"),
+    ({"pp": 1.5}, "pp 1.5 is a float"),
+    ({"pp": 0}, "pp=0: a pipeline"),
+    ({"max_context": 5.5}, "max_context 5.5 is a float"),
+    ({"max_context": "5"}, "max_context '5' is a str"),
+    ({"max_context": True}, "max_context True is a bool"),
+    ({"max_context": 0}, "max_context=0: a sequence"),
+    ({"numerics": {}}, "numerics {} is a dict: give Numerics"),
+    ({"replicate_attention": "no"}, "replicate_attention 'no' is a str"),
+    ({"progress": "no"}, "progress 'no' is a str"),
+    ({"device": [1]}, "device .1. is a list: give cpu or cuda"),
+    ({"device": ""}, "device='': give cpu or cuda"),
+    ({"task": ["x"]}, r"task=\['x'\]: take"),
+    ({"revision": 5}, "revision 5 is an int"),
+    ({"token": 5}, "token is an int"),
+    ({"trust_remote_code": "no"}, "trust_remote_code 'no' is a str"),
+    ({"model": ""}, "'': no such folder; give a local"),
+    ({"model": "a" * 5000}, "File name too long.*; give a local"),
+    ({"model": "a\0b"}, "give a local"),
+    ({"model": None}, "not a NoneType"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD_ARGUMENTS, ids=[next(iter(given)) for given, _ in BAD_ARGUMENTS])
+def test_arguments_of_compile_are_what_they_are_called(given: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded before they are known to be. A folder of a model is not found by an empty name."""
+    monkeypatch.setattr(api, "compile_here", lambda *_: pytest.fail("took it"))
+    monkeypatch.setattr(api, "compile_in_workers", lambda *_, **__: pytest.fail("took it"))
+    monkeypatch.chdir(TINY_FOLDER)
+    with pytest.raises(InvalidInput, match=said):
+        detcompile.compile(**({"model": "tiny-draft"} | given))
 
 
 def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:

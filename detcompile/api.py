@@ -25,8 +25,9 @@ from detcompile.passes.lowering import lower
 from detcompile.passes.modules.pooling_heads import PoolingModel, as_pooling_model, has_pooling_head
 from detcompile.passes.modules.positions import position_tables
 from detcompile.progress import shown
+from detcompile.runtime.requests import plain_values
 
-__all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model", "require_declared"]
+__all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model", "numerics_of", "require_declared"]
 
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
@@ -84,10 +85,14 @@ def compile(
         InvalidInput: an argument is off.
         WorkerError: a worker process could not start.
     """
-    numerics = numerics or Numerics()
+    numerics = numerics_of(numerics)
+    tp, pp = plain_values.whole_number(tp, "tp"), plain_values.whole_number(pp, "pp")
     require_declared(tp, numerics)
     if pp < 1:
         raise InvalidInput(f"pp={pp}: a pipeline has at least one stage")
+    max_context = _checked_context(max_context)
+    replicate_attention = plain_values.flag(replicate_attention, "replicate_attention")
+    progress = None if progress is None else plain_values.flag(progress, "progress")
     how: LoadOptions = {"dtype": dtype, "device": device, "revision": revision, "token": token}
     how |= {"trust_remote_code": trust_remote_code, "task": task}
     with shown(progress):
@@ -142,6 +147,29 @@ def require_declared(tp: int, numerics: Numerics) -> None:
         raise NumericsError(f"tp={tp} is not one of Numerics.tp_sizes={numerics.tp_sizes}: declare it there")
 
 
+def _checked_context(max_context: int | None) -> int | None:
+    """``max_context`` of a caller, who may leave it to the model.
+
+    Raises:
+        InvalidInput: no integer, or below 1.
+    """
+    found = None if max_context is None else plain_values.whole_number(max_context, "max_context")
+    if found is not None and found < 1:
+        raise InvalidInput(f"max_context={found}: a sequence holds at least one token")
+    return found
+
+
+def numerics_of(given: Numerics | None) -> Numerics:
+    """What a caller declares, or what stands where nobody declares anything.
+
+    Raises:
+        InvalidInput: no Numerics.
+    """
+    if given is not None and not isinstance(given, Numerics):
+        raise InvalidInput(f"numerics {plain_values.shown(given)} is {plain_values.kind(given)}: give Numerics(...)")
+    return Numerics() if given is None else given
+
+
 def _kind(model: PreTrainedModel) -> type[Compiled]:
     """What becomes of a module: by whether it has a language-model head, another head, or none."""
     if model.get_output_embeddings() is not None or not (has_pooling_head(model) or model.base_model is model):
@@ -154,11 +182,10 @@ def context_of(model: PreTrainedModel, max_context: int | None) -> int:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and isinstance(model, PoolingModel):  # RoBERTa's rows of padding are none of a sequence
         limit = min([limit, *(table.rows - table.first for table in position_tables(model))])
-    context = limit if max_context is None else max_context
+    given = _checked_context(max_context)
+    context = limit if given is None else given
     if context is None:
         raise InvalidInput(f"{type(model).__name__} states no max_position_embeddings: pass max_context")
-    if context < 1:
-        raise InvalidInput(f"max_context={context}: a sequence holds at least one token")
     rows = {table.name: table.rows - table.first for table in position_tables(model)}
     rows |= {name: len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")}  # GPT-J's
     for name, count in rows.items():

@@ -1,5 +1,6 @@
 """export(): a compiled model as one file that runs without Python code of the model."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -8,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from detcompile.api import compile
-from detcompile.archives.archive import Share, write_archive
+from detcompile.archives.archive import Archive, Share, write_archive
 from detcompile.archives.certificates import certificate_json
 from detcompile.archives.description import CERTIFICATE, KERNELS, TOKENIZER, facts_of
 from detcompile.archives.machine import this_machine
-from detcompile.archives.stored_weights import StoredWeights
-from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.archives.stored_weights import StoredWeights, files_beside
+from detcompile.errors import ArchiveError, InvalidInput, UnsupportedModel
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.lowered_module import LoweredModule
 from detcompile.executors.remote import START_SECONDS
@@ -21,6 +22,7 @@ from detcompile.models.certified import CertifiedModel
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.remote import RemoteModel
 from detcompile.passes.packaging import package
+from detcompile.runtime.requests.plain_values import shown
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
 
@@ -46,23 +48,26 @@ def export(
         model: from ``compile``; or what ``compile`` takes, which is then called with its defaults.
         path: ends with .pt2; replaced once the new file is whole.
         weights: "inside", or "beside": in a file of safetensors of the same name, or one a rank, which has to stay next
-            to it.
+            to it. A file there that is no such one of the archive's is not replaced.
 
     Returns:
         The path.
 
     Raises:
-        InvalidInput: a path or a choice that cannot be.
+        InvalidInput: a path or a choice that cannot be, or a file in the way of the weights.
         UnsupportedModel: the model came from an archive, this process is one of the ranks that share it (torchrun), or
             it is on none of DEVICES.
         WorkerError: a rank failed.
         StorageError: the file cannot be written, or there is no room for it.
         Also what ``compile`` raises.
     """
-    path = Path(path)
-    require_target(path)
     if weights not in ("inside", "beside"):
         raise InvalidInput(f"weights={weights!r}: give 'inside' or 'beside'")
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidInput(f"export to {shown(path)}: give the path of a file")
+    path = Path(path)
+    num_ranks = model.group.num_ranks if isinstance(model, RemoteModel) else 1
+    require_target(path, num_ranks if weights == "beside" else 0)
     compiled = require_causal(model if isinstance(model, CertifiedModel) else compile(model), "export()")
     if compiled.device.type not in DEVICES:
         raise UnsupportedModel(
@@ -83,14 +88,36 @@ def export(
     return path
 
 
-def require_target(path: Path) -> None:
+def require_target(path: Path, num_beside: int = 0) -> None:
     """Fail unless an archive can have this path.
+
+    Args:
+        num_beside: ranks whose weights shall lie beside it, in place of an older export's and of no other file.
 
     Raises:
         InvalidInput: it cannot.
     """
+    try:
+        path.exists()
+    except OSError as error:
+        raise InvalidInput(f"export to {shown(str(path))}: {error.strerror}; give another name") from error
     if path.suffix != ".pt2" or not path.parent.is_dir():
         raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
+    own = _weights_of(path) if num_beside else ()
+    for file in files_beside(path, num_beside):
+        if file.exists() and file.name not in own:
+            raise InvalidInput(
+                f"export to {path}: the weights would go to {file}, which is there and not of an archive {path.name}:"
+                " give the archive another name or folder, take the weights inside, or move that file away"
+            )
+
+
+def _weights_of(path: Path) -> list[str]:
+    """Names of the files beside an archive that hold its weights; none if it is not there, or no archive."""
+    try:
+        return [share["weights"]["file"] for share in Archive(path, rank=None).facts["ranks"]]
+    except ArchiveError:
+        return []
 
 
 def _write(compiled: CompiledModel, path: Path, beside: bool) -> None:

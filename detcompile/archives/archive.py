@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from detcompile.archives.manifest import parsed, plain_name, require_shares
-from detcompile.archives.stored_weights import StoredWeights, mapped, read_weights
+from detcompile.archives.stored_weights import SUFFIX, StoredWeights, files_beside, mapped, read_weights
 from detcompile.errors import ArchiveError
 
 __all__ = ["Archive", "EXTRA", "Share", "library_folder", "write_archive"]
@@ -33,7 +33,6 @@ ROOT = "detcompile"  # the folder that torch's reader expects around everything
 LIBRARIES = "data/aotinductor"  # where torch looks for what AOTInductor wrote, a folder each
 EXTRA = "extra/detcompile"
 MANIFEST, MANIFEST_DIGEST = f"{EXTRA}/manifest.json", f"{EXTRA}/manifest.sha256"
-WEIGHTS_SUFFIX = ".safetensors"
 LAYOUT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
 OF_A_RANK = re.compile(rf"(?:{EXTRA}|{LIBRARIES})/rank(\d+)[./]")
 LOCAL_HEADER = b"PK\x03\x04"
@@ -80,8 +79,7 @@ def write_archive(
         {**share.facts, "weights": {"file": None, "strides": share.weights.strides}} for share in ranks
     ]
     if beside:
-        for rank, share in enumerate(ranks):
-            place = path.with_suffix(WEIGHTS_SUFFIX if len(ranks) == 1 else f".rank{rank}{WEIGHTS_SUFFIX}")
+        for rank, (share, place) in enumerate(zip(ranks, files_beside(path, len(ranks)))):
             with _put_into_place(place) as file:
                 known[rank]["weights"] |= {"file": place.name, **_write_hashed(file, share.weights.parts())}
     with _put_into_place(path) as file:
@@ -187,7 +185,7 @@ class Archive:
 
 
 def _weights_name(rank: int) -> str:
-    return f"{EXTRA}/rank{rank}{WEIGHTS_SUFFIX}"
+    return f"{EXTRA}/rank{rank}{SUFFIX}"
 
 
 def _rank_of(name: str) -> int | None:

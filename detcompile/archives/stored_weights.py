@@ -12,8 +12,9 @@ from torch import Tensor
 
 from detcompile.errors import ArchiveError
 
-__all__ = ["DTYPES", "StoredWeights", "mapped", "read_weights"]
+__all__ = ["DTYPES", "SUFFIX", "StoredWeights", "files_beside", "mapped", "read_weights"]
 
+SUFFIX = ".safetensors"  # of such a file
 DTYPES = {  # by their names in safetensors
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -67,6 +68,11 @@ class StoredWeights(NamedTuple):
             yield memoryview(mapped(self.content))
         else:
             yield from _safetensors(self.content)
+
+
+def files_beside(archive: Path, num_ranks: int) -> list[Path]:
+    """Where the weights of each rank lie, if not inside of the archive."""
+    return [archive.with_suffix(SUFFIX if num_ranks == 1 else f".rank{rank}{SUFFIX}") for rank in range(num_ranks)]
 
 
 def read_weights(

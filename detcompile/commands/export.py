@@ -21,7 +21,7 @@ def command(
     loading: Loading,
 ) -> None:
     """Write the compiled model to one file, which every command takes as MODEL, and detcompile.load in Python."""
-    require_target(path)
+    require_target(path, tp if beside else 0)
     compiled = compile_model(loading.spec(model, random), tp)
     with progress_bar() as progress:
         progress.add_task(f"exporting to {path.name}", total=None)

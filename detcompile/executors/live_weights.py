@@ -158,6 +158,9 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
                 f"update_weights: {name!r} has a {type(tensor).__name__}: give plain tensors, of a DTensor its"
                 " full_tensor()"
             )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            what = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+            raise InvalidInput(f"update_weights: {name} is {what}: give dense tensors, such as its to_dense()")
     return given
 
 

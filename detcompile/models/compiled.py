@@ -22,6 +22,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.requests.plain_values import flag, kind, shown
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
@@ -57,8 +58,11 @@ class CompiledModel(CertifiedModel):
 
         Raises:
             InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory; or ranks that
-                share a model, with speculation that switches itself.
+                share a model, with speculation that switches itself; or settings of another type.
         """
+        for name, value, wanted in (("config", config, EngineConfig), ("speculation", speculation, SpeculationConfig)):
+            if value is not None and not isinstance(value, wanted):
+                raise InvalidInput(f"engine: {name} {shown(value)} is {kind(value)}: give {wanted.__name__}(...)")
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         engine = self.executor.new_engine(config or EngineConfig(), tokenizer, speculation)
         self._engines.add(engine)
@@ -184,7 +188,8 @@ class CompiledModel(CertifiedModel):
         require_served(keywords)
         batch = unpad(*require_tensors(input_ids, attention_mask, position_ids, labels))
         output: Any = padded_output(self.executor, batch, labels, logits_to_keep)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        wanted = self.config.return_dict if return_dict is None else flag(return_dict, "return_dict")
+        return output if wanted else output.to_tuple()
 
     @torch.no_grad()
     def generate(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -23,10 +24,12 @@ from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.models.stepwise import Columns, Stepper
 from detcompile.runtime.dense.generation_arguments import GenerationArguments, read_arguments
+from detcompile.runtime.dense.given_tensors import require_ids
 from detcompile.runtime.dense.padded_batch import check_batch, inferred_mask, row_seeds, unpad
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks
+from detcompile.runtime.requests.plain_values import kind, shown
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["GenerationOutput", "Generator", "append_rows"]
@@ -152,6 +155,13 @@ def _checked_inputs(
                 " generation_config=... does"
             )
     assert found is not None
+    require_ids(found)
+    config = rest.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise InvalidInput(
+            f"generation_config {shown(config)} is {kind(config)}: give a GenerationConfig of transformers, or its"
+            " settings as arguments of generate()"
+        )
     return found, attention_mask, rest
 
 

@@ -25,6 +25,7 @@ from huggingface_hub.utils import validate_repo_id
 from detcompile.errors import DetcompileError, InvalidInput
 from detcompile.models.weight_files import WEIGHTS, parts_of
 from detcompile.progress import aside, stage
+from detcompile.runtime.requests.plain_values import shown
 from detcompile.storage import disk_failure
 
 __all__ = ["Checkpoint", "EMBEDDED", "TINY", "TINY_FOLDER", "cached_snapshot", "find_checkpoint", "is_hub_id"]
@@ -102,7 +103,7 @@ def find_checkpoint(
         StorageError: the cache cannot be written.
     """
     local = EMBEDDED.get(str(name)) or Path(name)
-    if local.exists():
+    if name != "" and _exists(local):
         if revision is not None:
             raise InvalidInput(
                 f"revision={revision!r} is of the Hub, and {name} is a local folder: leave revision out, or rename the"
@@ -110,7 +111,7 @@ def find_checkpoint(
             )
         return Checkpoint(local, str(local))
     if not isinstance(name, str) or not is_hub_id(name):
-        raise InvalidInput(f"{name}: no such folder; {CHOICES}")
+        raise InvalidInput(f"{name or repr(name)}: no such folder; {CHOICES}")
     return _from_hub(_Request(name, revision, token), weights, code)
 
 
@@ -133,6 +134,13 @@ def cached_snapshot(name: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[]))
     except LocalEntryNotFoundError:
         return None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a name too long for the system, a folder that may not be entered
+        raise InvalidInput(f"{shown(str(path))} cannot be looked for ({error.strerror}); {CHOICES}") from error
 
 
 def _from_hub(wanted: _Request, weights: bool, code: bool) -> Checkpoint:

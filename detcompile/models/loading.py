@@ -23,6 +23,7 @@ from detcompile.passes.modules.low_rank import take_adapters
 from detcompile.passes.programs.travelling_weights import TravellingWeights, may_travel, travelling
 from detcompile.progress import stage
 from detcompile.read_ahead import read_ahead
+from detcompile.runtime.requests.plain_values import flag, kind, shown
 from detcompile.weights import named_weights
 
 __all__ = ["Load", "LoadOptions", "find", "loaded_before", "tokenizer_of"]
@@ -134,9 +135,14 @@ def find(
     From here on the weights come from the disk, while worker processes start, say.
 
     Raises:
-        InvalidInput: no such model, device, dtype or task.
+        InvalidInput: no such model, device, dtype or task, or an argument of another type.
     """
-    if task is not None and task not in TASKS:
+    if revision is not None and not isinstance(revision, str):
+        raise InvalidInput(f"revision {shown(revision)} is {kind(revision)}: give a branch, a tag or a commit")
+    if token is not None and not isinstance(token, (str, bool)):
+        raise InvalidInput(f"token is {kind(token)}: give a string, or True for the one that `hf auth login` keeps")
+    trust_remote_code, random = flag(trust_remote_code, "trust_remote_code"), flag(random, "random")
+    if task is not None and not (isinstance(task, str) and task in TASKS):
         raise InvalidInput(f"task={task!r}: take {', '.join(map(repr, TASKS))}, or None for the checkpoint's own")
     place, chosen = _device(device), _dtype(dtype)
     found = find_checkpoint(name, revision=revision, token=token, weights=not random, code=trust_remote_code)
@@ -193,8 +199,12 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(device, (str, torch.device)):
+        raise InvalidInput(f"device {shown(device)} is {kind(device)}: give cpu or cuda")
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(device)
     except RuntimeError as error:
         raise InvalidInput(f"device={device!r}: give cpu or cuda") from error
     if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):

@@ -5,6 +5,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
+from detcompile.runtime.dense.given_tensors import require_integers
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, keep_columns, language_loss, repad
 from detcompile.runtime.dense.step import dense_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
@@ -22,14 +23,15 @@ def padded_output(
         logits_to_keep: the last so many columns, or those of an index tensor [K]; 0 keeps all.
 
     Raises:
-        InvalidInput: a token, a length, a position or a label out of range.
+        InvalidInput: a token, a length, a position, a column or a label out of range.
     """
-    keeps_all = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
-    if labels is not None and not (keeps_all and labels.shape == batch.mask.shape):
-        raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
+    rows, mask = keep_columns(batch.mask, logits_to_keep)
+    if labels is not None:
+        require_integers(labels, "labels")
+        if mask is not batch.mask or labels.shape != mask.shape:
+            raise InvalidInput("labels need the shape of input_ids and all logits: pass logits_to_keep=0")
     facts = executor.description.facts
     check_batch(batch, facts.num_token_ids, facts.max_context)
-    rows, mask = keep_columns(batch.mask, logits_to_keep)
     arrays, num_blocks = dense_step(batch, len(facts.kv_groups), rows)
     num_states = len(batch.lengths) if facts.state_shapes else 0
     runner = executor.new_runner(num_blocks, BLOCK_SIZE, False, num_states)

@@ -1,6 +1,7 @@
 """Models that say one thing of a whole sequence: classifiers and reward models, and embeddings. Like every compiled
 model, what they say of a row depends on that row's own tokens."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from detcompile.passes.modules.pooling_heads import FIRST, LAST, attends_both_wa
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
 from detcompile.runtime.dense.step import dense_step, two_way_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
+from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list
 from detcompile.templates.cpu.fp_mode import float_mode
 
 __all__ = ["CompiledClassifier", "CompiledEmbedder", "Prompts"]
@@ -57,7 +59,8 @@ class _Pooling(CertifiedModel):
         """
         batch = self._batch(input_ids, attention_mask, position_ids, keywords)
         output = self._output(batch)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        wanted = self.config.return_dict if return_dict is None else flag(return_dict, "return_dict")
+        return output if wanted else output.to_tuple()
 
     __call__ = forward
 
@@ -98,6 +101,8 @@ class _Pooling(CertifiedModel):
         return [*packs, _batch_of(rows)]
 
     def _token_ids(self, prompts: Prompts) -> list[list[int]]:
+        if not isinstance(prompts, Iterable):
+            raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give a text, or a list of them")
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if not given:
             raise InvalidInput("no prompts: give a text, a list of texts, or a list of lists of token ids")
@@ -105,10 +110,8 @@ class _Pooling(CertifiedModel):
             if self.tokenizer is None:
                 raise InvalidInput("the model has no tokenizer: give lists of token ids")
             given = self.tokenizer(given)["input_ids"]
-        try:
-            rows = [[int(token) for token in row] for row in given]
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"prompts are texts, or lists of token ids: {error}") from error
+        wanted = "prompts are texts, or lists of token ids"
+        rows = [token_list(row, f"{wanted}: {index}") for index, row in enumerate(given)]
         if not all(rows):
             raise InvalidInput(f"prompt {[bool(row) for row in rows].index(False)} has no tokens")
         return rows

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.dense.given_tensors import require_integers
 from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch
 
 __all__ = ["label_loss"]
@@ -19,6 +20,8 @@ def label_loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: 
     Raises:
         InvalidInput: no token has a label, or they are of another batch.
     """
+    require_integers(labels, "labels")
+    labels = labels.to(logits.device)
     mask = torch.from_numpy(batch.mask).to(labels.device)
     if labels.shape != mask.shape:
         raise InvalidInput(f"labels {list(labels.shape)} have to be like input_ids {list(mask.shape)}")

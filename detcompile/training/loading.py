@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from detcompile.api import context_of
+from detcompile.api import context_of, numerics_of
 from detcompile.errors import UnsupportedModel
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load, LoadOptions, find, loaded_before
@@ -67,7 +67,7 @@ def trainer(
         if module.get_output_embeddings() is None:
             raise UnsupportedModel(f"{type(module).__name__} has no language-model head: causal LMs are trained")
         with stage(f"trace, prove and compile {type(module).__name__} forward and backward"):
-            made = Trainer(module, numerics or Numerics(), context_of(module, max_context))
+            made = Trainer(module, numerics_of(numerics), context_of(module, max_context))
         for block in made.blocks:
             block.recompute = checkpoint
         if check is not None:

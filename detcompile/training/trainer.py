@@ -186,7 +186,7 @@ class Trainer(nn.Module):
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
         logits = self._built.last(self._rows(step, weights), (), step, weights)[0]
-        loss = None if labels is None else label_loss(logits, labels.to(self.device), batch, num_items_in_batch)
+        loss = None if labels is None else label_loss(logits, labels, batch, num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=repad(logits, batch.mask))
 
     def logprobs(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import detcompile
-from detcompile import CompiledModel, InvalidInput, Numerics
+from detcompile import CompiledModel, InvalidInput, Numerics, api
+from detcompile.models.hub import TINY_FOLDER
 from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, certified, compiled, random_model
 
@@ -66,6 +67,20 @@ BAD_CALLS = {
     "position 2048": lambda m: m(PROMPT, position_ids=torch.arange(2039, 2049)[None]),
     "label 1000000": lambda m: m(PROMPT, labels=torch.full_like(PROMPT, 10**6)),
     "1 different seeds": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=[5, 5]),
+    "mask: it is on the meta device": lambda m: m(PROMPT, torch.ones_like(PROMPT, device="meta")),
+    "labels: it holds torch.float32": lambda m: m(PROMPT, labels=PROMPT.float()),
+    "labels: it is of layout": lambda m: m(PROMPT, labels=PROMPT.to_sparse()),
+    "position_ids must be integers": lambda m: m(PROMPT, position_ids=PROMPT > 1),
+    "position_ids: it is of layout": lambda m: m(PROMPT, position_ids=PROMPT.to_sparse()),
+    "names a column that is none": lambda m: m(PROMPT, logits_to_keep=torch.tensor([0, 99])),
+    "logits_to_keep is torch.bool": lambda m: m(PROMPT, logits_to_keep=torch.tensor([True])),
+    "logits_to_keep is torch.int64": lambda m: m(PROMPT, logits_to_keep=torch.tensor(1)),
+    "logits_to_keep '1' is a str": lambda m: m(PROMPT, logits_to_keep="1"),
+    "logits_to_keep True is a bool": lambda m: m(PROMPT, logits_to_keep=True),
+    "logits_to_keep=-1": lambda m: m(PROMPT, logits_to_keep=-1),
+    "config {'num_blocks': 5} is a dict: give EngineConfig": lambda m: m.engine({"num_blocks": 5}),
+    "speculation 'ngram' is a str: give SpeculationConfig": lambda m: m.engine(speculation="ngram"),
+    "return_dict 'no' is a str": lambda m: m(PROMPT, return_dict="no"),
     "needs 2058 tokens": lambda m: m.generate(PROMPT, max_new_tokens=2048),
 }
 
@@ -120,6 +135,41 @@ def test_compile_refuses_what_it_cannot_do() -> None:
         detcompile.compile(model, numerics=Numerics(tp_sizes=(1,)))
     with pytest.raises(detcompile.NumericsError, match=r"o_proj: K=80 does not split into 3"):
         detcompile.compile(random_model("llama", torch.float32), numerics=Numerics(tp_sizes=(1, 3)))
+
+
+BAD_ARGUMENTS = [
+    ({"tp": "2"}, "tp '2' is a str: give an integer"),
+    ({"tp": True}, "tp True is a bool"),
+    ({"pp": 1.5}, "pp 1.5 is a float"),
+    ({"pp": 0}, "pp=0: a pipeline"),
+    ({"max_context": 5.5}, "max_context 5.5 is a float"),
+    ({"max_context": "5"}, "max_context '5' is a str"),
+    ({"max_context": True}, "max_context True is a bool"),
+    ({"max_context": 0}, "max_context=0: a sequence"),
+    ({"numerics": {}}, "numerics {} is a dict: give Numerics"),
+    ({"replicate_attention": "no"}, "replicate_attention 'no' is a str"),
+    ({"progress": "no"}, "progress 'no' is a str"),
+    ({"device": [1]}, "device .1. is a list: give cpu or cuda"),
+    ({"device": ""}, "device='': give cpu or cuda"),
+    ({"task": ["x"]}, r"task=\['x'\]: take"),
+    ({"revision": 5}, "revision 5 is an int"),
+    ({"token": 5}, "token is an int"),
+    ({"trust_remote_code": "no"}, "trust_remote_code 'no' is a str"),
+    ({"model": ""}, "'': no such folder; give a local"),
+    ({"model": "a" * 5000}, "File name too long.*; give a local"),
+    ({"model": "a\0b"}, "give a local"),
+    ({"model": None}, "not a NoneType"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD_ARGUMENTS, ids=[next(iter(given)) for given, _ in BAD_ARGUMENTS])
+def test_arguments_of_compile_are_what_they_are_called(given: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded before they are known to be. A folder of a model is not found by an empty name."""
+    monkeypatch.setattr(api, "compile_here", lambda *_: pytest.fail("took it"))
+    monkeypatch.setattr(api, "compile_in_workers", lambda *_, **__: pytest.fail("took it"))
+    monkeypatch.chdir(TINY_FOLDER)
+    with pytest.raises(InvalidInput, match=said):
+        detcompile.compile(**({"model": "tiny-draft"} | given))
 
 
 def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:

@@ -327,3 +327,37 @@ def test_what_cannot_be_exported_is_refused(
         detcompile.export(loaded, tmp_path / "m.pt2")
     with pytest.raises(InvalidInput, match="no such file"):
         detcompile.load(tmp_path / "m.pt2")
+
+
+def test_a_file_that_is_not_an_archive_s_own_is_not_replaced_by_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the checkpoint's model.safetensors, in whose folder model.pt2 shall lie."""
+    monkeypatch.setattr(exporting, "compile", lambda _: pytest.fail("the work has begun"))
+    path, checkpoint = tmp_path / "model.pt2", tmp_path / "model.safetensors"
+    share = Share({}, (), StoredWeights.of({"weight": torch.ones(1)}))
+
+    def assert_refused(num_ranks: int = 1) -> None:
+        with pytest.raises(InvalidInput, match=r"safetensors, which is there and not of an archive model\.pt2"):
+            exporting.require_target(path, num_ranks)
+        exporting.require_target(path)
+
+    checkpoint.write_bytes(b"a checkpoint's")
+    with pytest.raises(InvalidInput, match=r"model\.safetensors, which is there"):
+        detcompile.export(tmp_path, path, weights="beside")
+    path.write_bytes(b"no archive")
+    assert_refused()
+    write_archive(path, {}, {}, [share])
+    assert_refused()
+    write_archive(path, {}, {}, [share], beside=True)
+    exporting.require_target(path, 1)
+    exporting.require_target(path, 2)
+    (tmp_path / "model.rank1.safetensors").touch()
+    assert_refused(2)
+
+
+@pytest.mark.parametrize("path", [None, 3, ["m.pt2"], "m" * 5000 + ".pt2"], ids=["None", "a number", "a list", "long"])
+def test_a_path_is_a_path(path: Any) -> None:
+    for call in (detcompile.load, lambda path: detcompile.export("tiny", path)):
+        with pytest.raises(InvalidInput, match=r"give the path of a file|m…: File name too long; give"):
+            call(path)

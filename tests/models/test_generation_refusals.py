@@ -28,12 +28,17 @@ from tests.models.generation_cases import Recorder, model_of, padded_batch
         ({"stop_strings": "a"}, "this model has no tokenizer: pass tokenizer="),
         ({"stop_strings": "a", "tokenizer": object()}, "stop_strings with a object"),
         ({"do_sample": True, "temperature": -1.0}, "temperature -1.0 must be"),
-        ({"eos_token_id": VOCAB_SIZE}, "stop_token_ids holds token"),
+        ({"eos_token_id": VOCAB_SIZE}, "eos_token_id holds token"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids holds token"),
         ({"do_sample": True, "seed": -1}, "seed -1 must be in"),
         ({"do_sample": True, "seed": [1, 2]}, "2 different seeds for 3 rows"),
         ({"do_sample": True, "seed": 1.0}, "seed 1.0 is a float"),
+        ({"suppress_tokens": [VOCAB_SIZE]}, "suppress_tokens holds token"),
         ({"max_new_tokens": 5000}, "was compiled for"),
+        ({"max_new_tokens": 10**30}, "was compiled for"),
+        ({"generation_config": {"max_new_tokens": 3}}, "generation_config .* is a dict: give a GenerationConfig"),
+        ({"generation_config": "greedy"}, "generation_config 'greedy' is a str: give a GenerationConfig"),
+        ({"pad_token_id": 10**30}, "pad_token_id 10* is in no tensor"),
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
 )
@@ -63,8 +68,13 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
         (lambda m, ids, mask: m.generate(ids.tolist()), "input_ids is a list"),
         (lambda m, ids, mask: m.generate(ids.to("meta"), mask), "meta device"),
         (lambda m, ids, mask: m.generate(ids, GenerationConfig()), "attention_mask is a GenerationConfig"),
+        (lambda m, ids, mask: m.generate(ids[0]), r"input_ids must be integers \[batch, length\]"),
+        (lambda m, ids, mask: m.generate(ids > 1), "input_ids must be integers .* got torch.bool"),
+        (lambda m, ids, mask: m.generate(ids.to_sparse()), "input_ids: it is of layout torch.sparse_coo"),
+        (lambda m, ids, mask: m.generate(ids, mask.to_sparse()), "attention_mask: it is of layout torch.sparse_coo"),
     ],
-    ids=["nothing", "twice", "a list", "no values", "a config by place"],
+    ids=["nothing", "twice", "a list", "no values", "a config by place"]
+    + ["a row", "truth values", "sparse", "sparse mask"],
 )
 def test_inputs_that_are_none_are_refused(call: Callable, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):

@@ -101,9 +101,8 @@ def test_a_path_wins_over_an_id(cache: Path, tmp_path: Path, monkeypatch: pytest
 def test_what_is_no_id_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     monkeypatch.chdir(TINY_FOLDER / "medusa")
-    if name:
-        with pytest.raises(InvalidInput, match="give a local Hugging Face model folder, an embedded model"):
-            detcompile.load_model(name)
+    with pytest.raises(InvalidInput, match="give a local Hugging Face model folder, an embedded model"):
+        detcompile.load_model(name)
     assert not is_hub_id(name)
 
 

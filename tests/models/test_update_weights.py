@@ -132,6 +132,7 @@ REFUSED = {
     r"norm\.weight has shape \[3\], the model's has \[80\]": {"model.norm.weight": torch.zeros(3)},
     r"norm\.weight has dtype torch\.bfloat16": {"model.norm.weight": torch.zeros(80, dtype=torch.bfloat16)},
     "are one weight": {EMBEDDING: torch.zeros(160, 80), HEAD: torch.ones(160, 80)},
+    r"norm\.weight is of layout torch\.sparse_coo": {"model.norm.weight": torch.zeros(80).to_sparse()},
     "has a list": {"model.norm.weight": [0.0] * 80},
     "a name was given twice": [("model.norm.weight", torch.zeros(80))] * 2,
     "neither a module": 7,

@@ -208,6 +208,8 @@ def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str
         ({"input_ids": torch.tensor([[1, 500]])}, "holds token 500"),
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[-100, -100]])}, "no token has a label"),
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1]])}, "have to be like input_ids"),
+        ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1.0, 2.0]])}, "labels: it holds torch.float32"),
+        ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.ones(1, 2, device="meta")}, "labels: it is on the meta"),
         ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not served"),
     ],
 )

@@ -119,29 +119,32 @@ def read_arguments(
     _check_known(given)
     _refuse_unserved(given, configs)
     settings = {name: _setting(name, given, configs) for name in DEFAULTS}
-    do_sample = bool(settings["do_sample"]) and flag(settings["do_sample"], "do_sample")
+    do_sample = _flag(settings, "do_sample")
     most = _max_new_tokens(settings, given, num_columns, getattr(model, "config", None))
     eos = token_ids(settings["eos_token_id"], "eos_token_id")
     if "eos_token_id" not in given and num_logits is not None:
         eos = tuple(token for token in eos if 0 <= token < num_logits)
-    count = _whole(settings["num_return_sequences"] or 1, "num_return_sequences", 1)
+    suppressed = token_ids(settings["suppress_tokens"], "suppress_tokens")
+    for name, ids in (("eos_token_id", eos), ("suppress_tokens", suppressed)):
+        _require_tokens(ids, name, num_logits)
+    asked = settings["num_return_sequences"]
+    count = 1 if asked is None else _whole(asked, "num_return_sequences", 1)
     if count > 1 and not do_sample:
         raise InvalidInput(f"num_return_sequences={count} of a greedy call would be equal: pass do_sample=True, or 1")
-    pad = settings["pad_token_id"]
     return GenerationArguments(
         max_new_tokens=most,
         min_new_tokens=_min_new_tokens(settings, num_columns, most),
         do_sample=do_sample,
         sampling=_sampling(settings, do_sample),
         bad_words_ids=_bad_words(settings["bad_words_ids"], eos),
-        suppress_tokens=token_ids(settings["suppress_tokens"], "suppress_tokens"),
+        suppress_tokens=suppressed,
         eos_token_id=eos,
-        pad_token_id=None if pad is None else _whole(pad, "pad_token_id", None),
+        pad_token_id=_padding(settings["pad_token_id"]),
         num_return_sequences=count,
         stop_strings=_strings(settings["stop_strings"]),
-        return_dict_in_generate=bool(settings["return_dict_in_generate"]),
-        output_scores=bool(settings["output_scores"]),
-        output_logits=bool(settings["output_logits"]),
+        return_dict_in_generate=_flag(settings, "return_dict_in_generate"),
+        output_scores=_flag(settings, "output_scores"),
+        output_logits=_flag(settings, "output_logits"),
         **_call_only(given),
     )
 
@@ -233,7 +236,7 @@ def _bad_words(words: Any, eos: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else value or ()
+    strings = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) and text for text in strings):
         raise InvalidInput(f"stop_strings {shown(value)}: give a string or a list of them, none empty")
     return tuple(strings)
@@ -252,8 +255,29 @@ def _call_only(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"stopping_criteria": tuple(criteria)}
 
 
-def _whole(value: Any, name: str, least: int | None) -> int:
+def _flag(settings: Mapping[str, Any], name: str) -> bool:
+    return settings[name] is not None and flag(settings[name], name)
+
+
+def _require_tokens(ids: tuple[int, ...], name: str, num_logits: int | None) -> None:
+    wrong = next((token for token in ids if token < 0 or (num_logits is not None and token >= num_logits)), None)
+    if wrong is not None:
+        known = "must not be negative" if num_logits is None else f"are 0 to {num_logits - 1}"
+        raise InvalidInput(f"{name} holds token {wrong}; ids {known}")
+
+
+def _padding(value: Any) -> int | None:
+    """What an answer is filled with; some configs say -1."""
+    if value is None:
+        return None
+    found = whole_number(value, "pad_token_id")
+    if not -(1 << 63) <= found < 1 << 63:
+        raise InvalidInput(f"pad_token_id {shown(found)} is in no tensor of int64: give the id of a token")
+    return found
+
+
+def _whole(value: Any, name: str, least: int) -> int:
     found = whole_number(value, name)
-    if least is not None and found < least:
+    if found < least:
         raise InvalidInput(f"{name}={found} must be at least {least}")
     return found

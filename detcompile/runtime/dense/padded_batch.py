@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.dense.given_tensors import holds_integers, require_ids, require_values
 from detcompile.runtime.requests.plain_values import token_list, whole_number
 from detcompile.templates.cpu.fp_mode import float_mode
 
@@ -55,13 +56,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids:
     Raises:
         InvalidInput: wrong shapes or values, a row of padding alone, or padding between two tokens.
     """
-    if input_ids.is_meta:
-        raise InvalidInput("input_ids are on the meta device, which holds no values: pass ids of a real device")
-    integers = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype is torch.bool)
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or not integers:
-        raise InvalidInput(
-            f"input_ids must be integers [batch, length], not empty; got {input_ids.dtype} {list(input_ids.shape)}"
-        )
+    require_ids(input_ids)
     mask = _checked_mask(attention_mask, input_ids)
     if position_ids is None:
         positions = mask.cumsum(axis=1) - 1
@@ -77,10 +72,10 @@ def check_batch(batch: UnpaddedBatch, vocab_size: int, max_context: int, max_new
     Raises:
         InvalidInput: a token, a length or a position out of range.
     """
-    if batch.lengths.max() + max_new_tokens > max_context:
-        row = int(batch.lengths.argmax())
+    longest = int(batch.lengths.max()) + max_new_tokens
+    if longest > max_context:
         raise InvalidInput(
-            f"row {row} needs {batch.lengths[row] + max_new_tokens} tokens, the model was compiled for {max_context}:"
+            f"row {batch.lengths.argmax()} needs {longest} tokens, the model was compiled for {max_context}:"
             " shorten it, or compile with a larger max_context"
         )
     if batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size:
@@ -98,17 +93,25 @@ def keep_columns(mask: NDArray[np.bool_], logits_to_keep: int | Tensor) -> tuple
 
     Args:
         mask: [B, C], from ``unpad``.
-        logits_to_keep: the last so many columns; 0 keeps all; or a tensor [K] of column indices.
+        logits_to_keep: the last so many columns; 0 keeps all; or a tensor, [K] of column indices
+            or [C] of truth values.
 
     Returns:
-        Packed token indices [R] whose logits are wanted, row by row, and the mask [B, K] for ``repad``.
+        Packed token indices [R] whose logits are wanted, row by row, and the mask [B, K] for ``repad``, ``mask`` itself
+        where all are.
+
+    Raises:
+        InvalidInput: no count, or no columns of the batch.
     """
-    if not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0:
-        return np.arange(np.count_nonzero(mask)), mask
     if isinstance(logits_to_keep, Tensor):
-        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()].numpy()
+        columns = _columns_of(logits_to_keep, mask.shape[1])
     else:
-        columns = np.arange(mask.shape[1])[-logits_to_keep:]
+        count = whole_number(logits_to_keep, "logits_to_keep")
+        if count < 0:
+            raise InvalidInput(f"logits_to_keep={count}: give the number of last columns, or 0 for all")
+        if count == 0:
+            return np.arange(np.count_nonzero(mask)), mask
+        columns = np.arange(mask.shape[1])[-count:]
     packed_index = (mask.cumsum() - 1).reshape(mask.shape)
     kept = mask[:, columns]
     return packed_index[:, columns][kept], kept
@@ -163,7 +166,7 @@ def inferred_mask(input_ids: Tensor, pad_token_id: int | None, eos_token_ids: Se
     """
     if pad_token_id is None or pad_token_id in eos_token_ids:
         return None
-    mask = (input_ids != pad_token_id).long()
+    mask = (input_ids.long() != pad_token_id).long()
     if bool(((mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0) & (mask == 0)).any()):
         raise InvalidInput(
             f"input_ids hold the pad token {pad_token_id} between two others, and no attention_mask says whether it is"
@@ -212,6 +215,7 @@ def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[n
     """[B, C], each row one run of tokens."""
     if attention_mask is None:
         return np.ones(input_ids.shape, np.bool_)
+    require_values(attention_mask, "attention_mask")
     if attention_mask.shape != input_ids.shape:
         raise InvalidInput(
             f"attention_mask {list(attention_mask.shape)} must have the shape of input_ids {list(input_ids.shape)};"
@@ -238,7 +242,8 @@ def _checked_mask(attention_mask: Tensor | None, input_ids: Tensor) -> NDArray[n
 def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """[B, C]."""
     batch_size, length = mask.shape
-    if position_ids.is_floating_point() or position_ids.shape not in {(batch_size, length), (1, length)}:
+    require_values(position_ids, "position_ids")
+    if not holds_integers(position_ids) or position_ids.shape not in {(batch_size, length), (1, length)}:
         raise InvalidInput(
             f"position_ids must be integers {[batch_size, length]} or {[1, length]};"
             f" got {position_ids.dtype} {list(position_ids.shape)}"
@@ -247,3 +252,19 @@ def _checked_positions(position_ids: Tensor, mask: NDArray[np.bool_]) -> NDArray
     if (positions[mask] < 0).any():
         raise InvalidInput("position_ids of tokens must not be negative")
     return positions
+
+
+def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
+    """[K]: the columns that a tensor names, as torch's indexing does."""
+    require_values(wanted, "logits_to_keep")
+    flags = wanted.dtype is torch.bool
+    if wanted.dim() != 1 or not (flags or holds_integers(wanted)) or (flags and len(wanted) != length):
+        raise InvalidInput(
+            f"logits_to_keep is {wanted.dtype} {list(wanted.shape)}: give an integer, or one axis of column indices or"
+            f" of {length} truth values"
+        )
+    named = wanted.cpu() if flags else wanted.cpu().long()
+    if not flags and ((named < -length) | (named >= length)).any():
+        raise InvalidInput(f"logits_to_keep names a column that is none: input_ids have 0 to {length - 1}")
+    columns: NDArray[np.int64] = torch.arange(length)[named].numpy()
+    return columns

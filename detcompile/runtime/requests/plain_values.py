@@ -4,6 +4,7 @@ A number of numpy or torch is taken for what it is; True is no number and 7.0 is
 """
 
 import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from detcompile.errors import InvalidInput
@@ -69,6 +70,8 @@ def token_list(values: Any, name: str) -> list[int]:
         if getattr(values, "ndim", 1) != 1:
             raise InvalidInput(f"{name}: it has shape {list(values.shape)}: give one axis of integers")
         values = _integers_of(values, name)
+    elif not isinstance(values, Collection) or isinstance(values, (str, bytes, bytearray, Mapping)):
+        raise InvalidInput(f"{name}: {shown(values)} is {kind(values)}: give a list of integers")
     if all(type(value) is int for value in values):
         return list(values)
     return [whole_number(value, f"{name}: entry {index},") for index, value in enumerate(values)]

@@ -88,7 +88,16 @@ def test_lengths_count_the_prompt_where_hugging_face_s_do(caplog) -> None:
         ({"max_new_tokens": 2.0}, "max_new_tokens 2.0 is a float"),
         ({"do_sample": "yes"}, "do_sample 'yes' is a str"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 of a greedy call"),
-        ({"num_return_sequences": 0}, None),
+        ({"num_return_sequences": 0}, "num_return_sequences=0 must be at least 1"),
+        ({"eos_token_id": -1}, "eos_token_id holds token -1"),
+        ({"eos_token_id": {5: 6}}, r"eos_token_id {5: 6} is a dict"),
+        ({"suppress_tokens": [-5]}, "suppress_tokens holds token -5"),
+        ({"suppress_tokens": b"a"}, "suppress_tokens b'a' is a bytes"),
+        ({"pad_token_id": 10**30}, "pad_token_id 10* is in no tensor"),
+        ({"output_scores": "no"}, "output_scores 'no' is a str"),
+        ({"return_dict_in_generate": 1}, "return_dict_in_generate 1 is an int"),
+        ({"do_sample": 0}, "do_sample 0 is an int"),
+        ({"stop_strings": 0}, "stop_strings 0: give a string"),
         ({"bad_words_ids": [3]}, "bad_words_ids: entry 0 is an int"),
         ({"bad_words_ids": 3}, "bad_words_ids 3 is an int"),
         ({"suppress_tokens": [1.5]}, "suppress_tokens: entry 0, 1.5 is a float"),
@@ -100,10 +109,7 @@ def test_lengths_count_the_prompt_where_hugging_face_s_do(caplog) -> None:
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every worker
 )
-def test_values_that_cannot_be_are_refused_by_name(given: dict, said: str | None) -> None:
-    if said is None:
-        assert read_arguments(model_of(), given, 3).num_return_sequences == 1
-        return
+def test_values_that_cannot_be_are_refused_by_name(given: dict, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         read_arguments(model_of(), given, 3)
 

@@ -1,0 +1,27 @@
+"""What stands for token ids or other integers is a list of them, and nothing that only goes through one by one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from detcompile import InvalidInput
+from detcompile.runtime.requests.plain_values import token_list
+
+
+@pytest.mark.parametrize(
+    "values",
+    [3, None, "12", b"12", {1: 2}, iter([1]), np.array(3), torch.ones(2)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_list_of_integers_is_refused_by_name(values: Any) -> None:
+    with pytest.raises(InvalidInput, match="priority: "):
+        token_list(values, "priority")
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2], (1, 2), {1: 0, 2: 0}.keys(), range(1, 3), np.array([1, 2]), torch.tensor([1, 2])]
+)
+def test_lists_of_integers_are_taken(values: Any) -> None:
+    assert token_list(values, "priority") == [1, 2]

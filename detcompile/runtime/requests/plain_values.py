@@ -4,11 +4,12 @@ A number of numpy or torch is taken for what it is; True is no number and 7.0 is
 """
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["flag", "kind", "number", "shown", "token_list", "whole_number"]
+__all__ = ["flag", "kind", "number", "shown", "string", "token_list", "whole_number"]
 
 MOST_SHOWN = 80  # characters of a value in a message
 
@@ -59,6 +60,17 @@ def number(value: Any, name: str) -> float:
     raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a number")
 
 
+def string(value: Any, name: str) -> str:
+    """``value`` as it is.
+
+    Raises:
+        InvalidInput: no string.
+    """
+    if not isinstance(value, str):
+        raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a string")
+    return value
+
+
 def token_list(values: Any, name: str) -> list[int]:
     """Token ids, or others: a list, a tuple or another sequence of integers, or one axis of numpy's or torch's.
 
@@ -69,6 +81,8 @@ def token_list(values: Any, name: str) -> list[int]:
         if getattr(values, "ndim", 1) != 1:
             raise InvalidInput(f"{name}: it has shape {list(values.shape)}: give one axis of integers")
         values = _integers_of(values, name)
+    elif not isinstance(values, Iterable):
+        raise InvalidInput(f"{name}: {shown(values)} is {kind(values)}: give a list of integers")
     if all(type(value) is int for value in values):
         return list(values)
     return [whole_number(value, f"{name}: entry {index},") for index, value in enumerate(values)]

@@ -106,7 +106,7 @@ def keep_columns(mask: NDArray[np.bool_], logits_to_keep: int | Tensor) -> tuple
     if not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0:
         return np.arange(np.count_nonzero(mask)), mask
     if isinstance(logits_to_keep, Tensor):
-        columns = torch.arange(mask.shape[1])[logits_to_keep.cpu()].numpy()
+        columns = torch.arange(mask.shape[1], device="cpu")[logits_to_keep.cpu()].numpy()
     else:
         columns = np.arange(mask.shape[1])[-logits_to_keep:]
     packed_index = (mask.cumsum() - 1).reshape(mask.shape)

@@ -75,7 +75,7 @@ def test_a_cancel_of_what_is_no_name_is_refused_and_the_others_are_served(name) 
     model = tiny_model("cpu")
     engine = engine_of(model, config_of())
     engine.add_request(prompt_of(5), GREEDY)
-    with pytest.raises(InvalidInput, match="request_id .* give a string"):
+    with pytest.raises(InvalidInput, match=r"request_id .* give a string"):
         engine.cancel(name)
     [output] = run(engine)
     assert not engine.failed
@@ -87,7 +87,7 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
     for wrong in (None, b"x", prompt):
         with pytest.raises(InvalidInput, match="give what an engine's export"):
             engine.prefixes.take(wrong)
-    with pytest.raises(InvalidInput, match="token_ids.* give"):
+    with pytest.raises(InvalidInput, match=r"token_ids.* give"):
         engine.prefixes.export(5)
     engine.generate(prompt, GREEDY, progress=False)
     found = engine.prefixes.export(prompt)

@@ -22,6 +22,7 @@ from detcompile.runtime.engine_config import EngineConfig
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.kv.kv_blocks import KVBlocks
 from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.requests.plain_values import kind, shown
 from detcompile.runtime.speculation.medusa_drafter import MedusaDrafter
 from detcompile.runtime.speculation.medusa_heads import MedusaHeads
 from detcompile.runtime.speculation.model_drafter import ModelDrafter, TreeKind
@@ -56,11 +57,16 @@ class CompiledModel(CertifiedModel):
             speculation: verify guesses at the next tokens in each step; the same tokens and logprobs, sooner.
 
         Raises:
-            InvalidInput: the model, the largest step and a KV cache of one block do not fit the memory; or ranks that
-                share a model, with speculation that switches itself.
+            InvalidInput: settings of another type; the model, the largest step and a KV cache of one block do not fit
+                the memory; or ranks that share a model, with speculation that switches itself.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        engine = self.executor.new_engine(config or EngineConfig(), tokenizer, speculation)
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise InvalidInput(f"config {shown(config)} is {kind(config)}: give an EngineConfig")
+        if speculation is not None and not isinstance(speculation, SpeculationConfig):
+            raise InvalidInput(f"speculation {shown(speculation)} is {kind(speculation)}: give a SpeculationConfig")
+        engine = self.executor.new_engine(config, tokenizer, speculation)
         self._engines.add(engine)
         return engine
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from detcompile.commands.options import Json
 from detcompile.config import cache_directory
 from detcompile.passes.warm import programs
+from detcompile.progress import is_terminal
 from detcompile.storage import CACHE_ADVICE, naming
 
 __all__ = ["command"]
@@ -42,7 +43,7 @@ def command(
         listed = [{**entry.label, "path": str(entry.path), "bytes": entry.size, "made": entry.made} for entry in kept]
         print(json.dumps({"folder": str(folder), "bytes": sizes, "programs": listed, "cleared": clear}))
         return
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if is_terminal(sys.stdout) else 140)
     if kept:
         console.print(_table(kept))
     for kind, size in sizes.items():

@@ -32,6 +32,7 @@ __all__ = ["Compiled", "compile", "compile_here", "context_of", "load_model", "n
 Compiled = CompiledModel | CompiledClassifier | CompiledEmbedder
 
 
+@torch.inference_mode(False)  # nobody could tell whether weights that are loaded in it have changed
 def compile(
     model: PreTrainedModel | str | Path,
     *,

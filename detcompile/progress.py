@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.status import Status
 
 from detcompile import config
 
-__all__ = ["Listener", "Stage", "aside", "listener", "listening", "shown", "stage"]
+__all__ = ["Listener", "Stage", "aside", "is_terminal", "listener", "listening", "shown", "stage"]
 
 
 class Listener(Protocol):
@@ -93,16 +93,21 @@ def shown(progress: bool | None) -> Iterator[None]:
     wanted = config.progress_shown() if progress is None else progress
     if progress is not False and _listener.get() is not None:
         yield
-    elif not wanted:
+    elif not wanted or sys.stderr is None:  # print() would take standard output then
         with listening(None):
             yield
-    elif sys.stderr.isatty():
+    elif is_terminal(sys.stderr):
         console = Console(stderr=True)
         with console.status("") as status, listening(_Spinner(status)):
             yield
     else:
         with listening(_Lines()):
             yield
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody sits before a stream of sys; a process that was started without one has None there."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 class _Spinner:

@@ -91,12 +91,12 @@ def read_weights(
         in_place = start <= end <= len(data) and end - start == size * dtype.itemsize
         if not in_place or (name in strides and not _spreads(own, shape)):
             raise _no_weights(path, f"{name} has {end - start} bytes, shape {shape} and strides {own or 'of its rows'}")
-        tensor = torch.empty(size, dtype=dtype)
+        tensor = torch.empty(size, dtype=dtype, device="cpu")
         if end > start:
             tensor.view(torch.uint8).copy_(torch.frombuffer(data[start:end], dtype=torch.uint8))
         tensor = tensor.view(shape)
         if name in strides:
-            tensor = torch.empty_strided(shape, strides[name], dtype=dtype).copy_(tensor)
+            tensor = torch.empty_strided(shape, strides[name], dtype=dtype, device="cpu").copy_(tensor)
         yield name, tensor
 
 

@@ -21,6 +21,7 @@ from detcompile.commands.options import (
 from detcompile.commands.text_files import read_input, read_text_file
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
+from detcompile.progress import is_terminal
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.engine_config import AllocationName, EngineConfig, SchedulerName
 from detcompile.runtime.requests.outputs import CompletionOutput, Logprobs, RequestOutput
@@ -102,7 +103,7 @@ def command(
     config = serving.config(params.n * len(asked))
     compiled = compile_model(loading.spec(model, random))
     engine = compiled.engine(config)
-    stream = len(asked) == 1 and params.n == 1 and not json_output and sys.stdout.isatty()
+    stream = len(asked) == 1 and params.n == 1 and not json_output and is_terminal(sys.stdout)
     each = with_own_seeds(params, len(asked))
     outputs = _stream(engine, asked, each) if stream else _answer(engine, asked, each)
     if not stream:
@@ -123,7 +124,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
         raise InvalidInput(f"prompts as arguments and in {file}: give one or the other")
     if given:
         return list(given)
-    if file is None and sys.stdin.isatty():
+    if file is None and is_terminal(sys.stdin):
         print("reading prompts, one a line; end with Ctrl-D", file=sys.stderr)
     text = read_input() if file is None else read_text_file(file)
     prompts = [line for line in text.split("\n") if line.strip()]

@@ -34,10 +34,12 @@ def read_text_file(path: Path) -> str:
 def read_input() -> str:
     """Standard input, read as ``read_text_file`` reads a file."""
     where = "standard input"
+    if sys.stdin is None:
+        raise InvalidInput(f"{where} cannot be read: it is closed")
     try:
         stream = getattr(sys.stdin, "buffer", None)
         return _text(sys.stdin.read().encode() if stream is None else stream.read(), where)
-    except (OSError, ValueError, AttributeError) as error:  # closed, or none at all
+    except (OSError, ValueError) as error:  # closed since
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{where} cannot be read: {error}") from error

@@ -64,7 +64,7 @@ class CompiledModel(CertifiedModel):
             if value is not None and not isinstance(value, wanted):
                 raise InvalidInput(f"engine: {name} {shown(value)} is {kind(value)}: give {wanted.__name__}(...)")
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        engine = self.executor.new_engine(config or EngineConfig(), tokenizer, speculation)
+        engine = self.executor.new_engine(EngineConfig() if config is None else config, tokenizer, speculation)
         self._engines.add(engine)
         return engine
 

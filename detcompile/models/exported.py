@@ -38,6 +38,7 @@ class ExportedModel(CompiledModel):
     """
 
 
+@torch.inference_mode(False)  # nobody could tell whether weights that are read in it have changed
 def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledModel:
     """A compiled model from a file that ``export`` wrote: same bits, same fingerprint.
 

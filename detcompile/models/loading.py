@@ -1,6 +1,7 @@
 """A checkpoint that was found, loaded as the Hugging Face module that compile() takes."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -155,7 +156,7 @@ def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
     """The module, out of PEFT's wrapper if it has one, if nothing says how to load it.
 
     Raises:
-        InvalidInput: naming what does; or it is no model of transformers.
+        InvalidInput: naming what does; it is no model of transformers; or it was made in inference mode.
         UnsupportedModel: PEFT's adapters in it are not plain LoRA.
     """
     module = take_adapters(module)
@@ -170,6 +171,12 @@ def loaded_before(module: PreTrainedModel, **how: object) -> PreTrainedModel:
             f"{' and '.join(given)}: given with a module, which was loaded before; give a model's name with them, or"
             " change the module itself first, such as by model.to(device=..., dtype=...)"
         )
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_inference():
+            raise InvalidInput(
+                f"{name} was made in torch.inference_mode, where torch keeps no count of its changes: load the model"
+                " outside of it, or give its name"
+            )
     return module
 
 

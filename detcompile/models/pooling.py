@@ -83,7 +83,7 @@ class _Pooling(CertifiedModel):
 
     def _batch(self, input_ids: Any, mask: Any, position_ids: Any, keywords: dict[str, Any]) -> UnpaddedBatch:
         types = keywords.pop("token_type_ids", None)
-        if types is not None and bool(torch.as_tensor(types).any()):
+        if types is not None and bool(torch.as_tensor(types, device="cpu").any()):
             raise InvalidInput("token_type_ids other than 0 are not served: pairs need a model that reads them as text")
         require_served(keywords)
         return unpad(*require_tensors(input_ids, mask, position_ids, None))

@@ -176,8 +176,8 @@ def _columns(
         for kept, found in ((all_logits, logits), (all_scores, scores)):
             if kept is not None and found is not None:
                 kept.append(_scattered(found, live, size, device))
-        column = torch.full((size,), arguments.padding or 0, dtype=torch.int64)
-        column[live] = torch.tensor(drawn)
+        column = torch.full((size,), arguments.padding or 0, dtype=torch.int64, device="cpu")
+        column[live] = torch.tensor(drawn, device="cpu")
         tokens = torch.cat([tokens, column.to(device)[:, None]], dim=1)
         ended = criteria(tokens, None if all_scores is None else tuple(all_scores))
         unfinished = unfinished & ~ended

@@ -133,9 +133,6 @@ def _engine_config(rest: dict[str, Any]) -> EngineConfig:
         "num_gpu_blocks_override": "num_blocks",
     }
     settings = {ours: rest.pop(theirs) for theirs, ours in names.items() if rest.get(theirs) is not None}
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"):
-        if name in settings:
-            settings[name] = whole_number(settings[name], name)
     flags = {
         name: flag(rest.pop(name), name)
         for name in ("enable_prefix_caching", "enforce_eager", "enable_chunked_prefill")

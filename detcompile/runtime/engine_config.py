@@ -1,16 +1,21 @@
 """EngineConfig: how an engine schedules, and how much memory it takes. None of it can change a bit of any result."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.block_pool import check_block_size
+from detcompile.runtime.requests.plain_values import flag, number, or_none, shown, string, whole_number
 from detcompile.runtime.step.runner import MOST_SEQUENCES
 
 __all__ = ["AllocationName", "EngineConfig", "SchedulerName"]
 
 SchedulerName = Literal["stall_free", "prefill_first", "simple_chunking"]
 AllocationName = Literal["lazy", "reserve"]
+MOST_BLOCKS = (1 << 31) - 1  # block tables are int32
+MOST_TOKENS = (1 << 31) - 1  # of a step: cu_seqlens are int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,19 +69,45 @@ class EngineConfig:
         return self.scheduler == "prefill_first"
 
     def __post_init__(self) -> None:
+        for name, read in READERS.items():
+            object.__setattr__(self, name, read(getattr(self, name), f"EngineConfig: {name}"))
         check_block_size(self.block_size)
         for name, known in (("scheduler", get_args(SchedulerName)), ("allocation", get_args(AllocationName))):
             _require(getattr(self, name) in known, name, self, f"one of {', '.join(known)}")
         for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("aging", 1), ("restarts", 0)):
             _require(getattr(self, name) >= least, name, self, f"at least {least}")
+        _require(self.max_num_batched_tokens <= MOST_TOKENS, "max_num_batched_tokens", self, f"at most {MOST_TOKENS}")
         _require(self.max_num_seqs <= MOST_SEQUENCES, "max_num_seqs", self, f"at most {MOST_SEQUENCES}")
-        _require(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", self, "None, or at least 2")
-        _require(self.tbt_slo is None or self.tbt_slo > 0, "tbt_slo", self, "None, or above 0 milliseconds")
+        fits = self.num_blocks is None or 2 <= self.num_blocks <= MOST_BLOCKS
+        _require(fits, "num_blocks", self, f"None, or at least 2 and at most {MOST_BLOCKS}")
+        finite = self.tbt_slo is None or 0 < self.tbt_slo < math.inf
+        _require(finite, "tbt_slo", self, "None, or above 0 milliseconds, and finite")
         if self.tbt_slo is not None and self.scheduler != "stall_free":
             raise InvalidInput(f"EngineConfig: tbt_slo needs scheduler='stall_free', and not {self.scheduler!r}")
         _require(0 < self.memory_fraction <= 1, "memory_fraction", self, "above 0 and at most 1")
 
 
+READERS: dict[str, Callable[[Any, str], Any]] = {
+    "scheduler": string,
+    "max_num_batched_tokens": whole_number,
+    "max_num_seqs": whole_number,
+    "block_size": whole_number,
+    "num_blocks": or_none(whole_number),
+    "memory_fraction": number,
+    "allocation": string,
+    "prefix_caching": flag,
+    "cuda_graphs": or_none(flag),
+    "overlap": or_none(flag),
+    "aging": whole_number,
+    "tbt_slo": or_none(number),
+    "restarts": whole_number,
+}
+
+
 def _require(condition: bool, name: str, config: EngineConfig, wanted: str) -> None:
     if not condition:
-        raise InvalidInput(f"EngineConfig: {name}={getattr(config, name)!r} must be {wanted}")
+        raise InvalidInput(f"EngineConfig: {name}={shown(getattr(config, name))} must be {wanted}")
+
+
+if READERS.keys() != {own.name for own in fields(EngineConfig)}:
+    raise TypeError(f"READERS and the fields of EngineConfig differ: {READERS.keys() ^ set(EngineConfig.__slots__)}")

@@ -15,6 +15,7 @@ from detcompile.runtime.kv.block_pool import NULL_BLOCK
 from detcompile.runtime.processes.trials import Trials
 from detcompile.runtime.requests.deliveries import Deliveries
 from detcompile.runtime.requests.outputs import Logprobs, RequestMetrics, RequestOutput
+from detcompile.runtime.requests.plain_values import string
 from detcompile.runtime.requests.quarantine import ALONE_DEATHS
 from detcompile.runtime.requests.request import Request, undrawable
 from detcompile.runtime.requests.sequence import Sequence
@@ -94,8 +95,8 @@ class RequestBook:
         return name
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step; unknown or finished ones are left alone."""
-        self._inbox.append(request_id)
+        """End a request before the next step; unknown or finished ones are left alone, and what is no name refused."""
+        self._inbox.append(string(request_id, "request_id"))
 
     def update(self) -> None:
         """Prepare a step: let go of what has ended, and start and cancel what other threads asked for."""

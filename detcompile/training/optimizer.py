@@ -73,7 +73,7 @@ class AdamW(Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         kept = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])

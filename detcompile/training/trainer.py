@@ -213,8 +213,8 @@ class Trainer(nn.Module):
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
         rows = self._rows(step, weights)
-        last = torch.as_tensor(batch.lengths.cumsum() - 1)
-        predicting = torch.ones(rows.shape[1], dtype=torch.bool)
+        last = torch.as_tensor(batch.lengths.cumsum() - 1, device="cpu")
+        predicting = torch.ones(rows.shape[1], dtype=torch.bool, device="cpu")
         predicting[last] = False
         kept = predicting.nonzero().squeeze(1).to(self.device)
         targets = step.leaves[0][0, kept + 1]

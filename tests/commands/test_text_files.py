@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from detcompile.commands import cache
 from detcompile.commands.generate import read_prompts
 from detcompile.commands.text_files import read_text_file
 from detcompile.commands.tuning.report import read_text
 from detcompile.errors import InvalidInput
+from detcompile.progress import shown, stage
 from tests.commands.test_cli import run
 
 TEXT = "def f():\nä€𝄞\n"
@@ -80,10 +82,22 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
             read_prompts([], path)
     closed = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(sys, "stdin", closed)
-    monkeypatch.setattr(closed, "isatty", lambda: False)
     closed.close()
     with pytest.raises(InvalidInput, match="standard input cannot be read"):
         read_prompts([], None)
+
+
+def test_a_process_without_streams_has_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(InvalidInput, match="standard input cannot be read: it is closed"):
+        read_prompts([], None)
+    cache.command()
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
+    with shown(True), stage("a stage"):
+        pass
+    assert not printed.getvalue()
 
 
 def test_the_command_ends_with_the_place_and_code_2(tmp_path: Path) -> None:

@@ -172,6 +172,17 @@ def test_arguments_of_compile_are_what_they_are_called(given: dict, said: str, m
         detcompile.compile(**({"model": "tiny-draft"} | given))
 
 
+def test_weights_made_in_inference_mode_are_refused_and_those_of_a_name_are_not_made_in_it(monkeypatch) -> None:
+    with torch.inference_mode():
+        model = random_model("llama", torch.float32, num_hidden_layers=1)
+    with pytest.raises(InvalidInput, match=r"embed_tokens.weight was made in torch.inference_mode"):
+        detcompile.compile(model)
+    monkeypatch.setattr("detcompile.api.compile_here", lambda module, *_: module)
+    with torch.inference_mode():
+        loaded = detcompile.compile("tiny", device="cpu")
+    assert not any(parameter.is_inference() for parameter in loaded.parameters())
+
+
 def test_the_fingerprint_of_weights_that_do_not_run_is_refused() -> None:
     model = certified(random_model("qwen3", torch.float32, num_hidden_layers=1))
     up = model.model.model.layers[0].mlp.up_proj.weight

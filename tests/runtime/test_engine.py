@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from detcompile.errors import EngineError, InvalidInput
+from detcompile.runtime.requests.outputs import RequestOutput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.model_cases import VOCAB_SIZE
 from tests.runtime.engine_cases import (
@@ -67,6 +68,35 @@ def test_a_bad_request_is_refused_and_the_others_are_served(message, device) -> 
     assert outputs[1].finished and isinstance(outputs[1].error, InvalidInput) and message in str(outputs[1].error)
     assert [outputs[0].prompt_token_ids, outputs[2].prompt_token_ids] == good
     assert all(outputs[i].error is None and len(outputs[i].outputs[0].token_ids) == 6 for i in (0, 2))
+
+
+@pytest.mark.parametrize("name", [5, None, b"x", ["x"], RequestOutput("x", None, [], None, [])])
+def test_a_cancel_of_what_is_no_name_is_refused_and_the_others_are_served(name) -> None:
+    model = tiny_model("cpu")
+    engine = engine_of(model, config_of())
+    engine.add_request(prompt_of(5), GREEDY)
+    with pytest.raises(InvalidInput, match=r"request_id .* give a string"):
+        engine.cancel(name)
+    [output] = run(engine)
+    assert not engine.failed
+    assert_as_alone(model, output, GREEDY)
+
+
+def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
+    engine, prompt = engine_of(tiny_model("cpu"), config_of()), prompt_of(40)
+    for wrong in (None, b"x", prompt):
+        with pytest.raises(InvalidInput, match="give what an engine's export"):
+            engine.prefixes.take(wrong)
+    with pytest.raises(InvalidInput, match=r"token_ids.* give"):
+        engine.prefixes.export(5)
+    engine.generate(prompt, GREEDY, progress=False)
+    found = engine.prefixes.export(prompt)
+    hollow = replace(found, layers=tuple((keys.to("meta"), values.to("meta")) for keys, values in found.layers))
+    other = engine_of(tiny_model("cpu"), config_of())
+    with pytest.raises(NotImplementedError):
+        other.prefixes.take(hollow)
+    other.check()
+    assert other.stats.num_free_blocks == engine.stats.num_free_blocks
 
 
 def test_an_id_in_use_is_refused_and_may_be_used_again_afterwards(device) -> None:

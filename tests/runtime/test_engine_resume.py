@@ -77,6 +77,7 @@ def test_a_stop_string_is_found_across_the_cut():
         ({0: [1000]}, DRAWN, "holds token 1000"),
         ({0: [-1]}, DRAWN, "holds token -1"),
         ({0: [1.5]}, DRAWN, "1.5"),
+        ({0: 5}, DRAWN, "give a list of integers"),
         ({0: [1] * 12}, DRAWN, "after 12 tokens, of 12"),
         ({0: [4, 5]}, replace(DRAWN, stop_token_ids=(5,)), "ended at token 5"),
         ({0: [0, 1]}, replace(DRAWN, stop="ab"), "has ended at 'ab'"),

@@ -116,7 +116,7 @@ def _check_awq(config: Mapping[str, Any]) -> None:
 
 
 def _read_awq(name: str, tensors: Tensors, config: Mapping[str, Any]) -> Read:
-    places = torch.tensor(AWQ_NIBBLES).argsort()
+    places = torch.tensor(AWQ_NIBBLES, device="cpu").argsort()
 
     def columns(words: Tensor) -> Tensor:
         return unpack_words(words, 4, 1).unflatten(1, (-1, 8))[:, :, places.to(words.device)].flatten(1)

@@ -41,18 +41,18 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
     features = _require_leaves(name, module, numerics)
     share = ranks.share(features)
     into, out_of = _projections(module)
-    own = torch.arange(share.start, share.stop)
+    own = torch.arange(share.start, share.stop, device="cpu")
     if module.has_gate:
         own = (
             torch.cat([own, features + own])
             if module.is_concatenated
-            else torch.arange(2 * share.start, 2 * share.stop)
+            else torch.arange(2 * share.start, 2 * share.stop, device="cpu")
         )
         _require_own_gate(name, module, own, share, features)
     _keep(module, into, own, 2 if module.is_transposed else 1)
     if module.has_bias:
         _keep(module, f"{into}_bias", own, 1)
-    _keep(module, out_of, torch.arange(share.start, share.stop), 1 if module.is_transposed else 2)
+    _keep(module, out_of, torch.arange(share.start, share.stop, device="cpu"), 1 if module.is_transposed else 2)
     above, below = numerics.split_radices(ranks.size)
     module.tree = ExpertTree(below, above, ranks.size, ranks.group)
 
@@ -71,9 +71,9 @@ def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
 
 def _require_own_gate(name: str, module: Any, own: Tensor, share: slice, features: int) -> None:
     """Everything else is NaN, and reaches all features but this rank's own."""
-    given = torch.full((1, 2 * features), torch.nan)
+    given = torch.full((1, 2 * features), torch.nan, device="cpu")
     given[:, own] = 0.5
-    expected = torch.ones(features, dtype=torch.bool)
+    expected = torch.ones(features, dtype=torch.bool, device="cpu")
     expected[share] = False
     with torch.no_grad():
         found, kept = module._apply_gate(given), module._apply_gate(given[:, own])

@@ -137,7 +137,7 @@ def features_of(
 
 
 def _blocks(heads: Sequence[int], size: int) -> Tensor:
-    return torch.cat([torch.arange(head * size, (head + 1) * size) for head in heads])
+    return torch.cat([torch.arange(head * size, (head + 1) * size, device="cpu") for head in heads])
 
 
 def _grouped(share: HeadShare) -> Tensor:

@@ -225,7 +225,7 @@ def _shard_columns(model: nn.Module, name: str, linear: nn.Module, ranks: Tensor
     if width % (parts * ranks.size):
         what = f"two projections of {width // 2}" if parts == 2 else str(width)
         raise NumericsError(f"{name}: {what} features over tp={ranks.size} ranks; choose a tp that divides them")
-    keep_features(linear, torch.arange(width).view(parts, -1)[:, ranks.share(width // parts)].flatten())
+    keep_features(linear, torch.arange(width, device="cpu").view(parts, -1)[:, ranks.share(width // parts)].flatten())
     linear.to(ranks.device)
 
 

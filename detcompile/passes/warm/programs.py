@@ -1,5 +1,6 @@
 """The folder of kept programs: a file each, named by its key, whole or absent."""
 
+import contextlib
 import hashlib
 import json
 import warnings
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from detcompile import storage
 
-__all__ = ["Entry", "clear", "entries", "read", "write"]
+__all__ = ["Entry", "entries", "read", "write"]
 
 FOLDER = "programs"
 MAGIC = b"detcompile program 1"
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def read(key: str) -> bytes | None:
-    """The program of this key; None if there is none, or what lies there is damaged, which is then removed.
+    """The program of this key; None if there is none, it cannot be read, or it is damaged and is then removed.
 
     Raises:
         StorageError: the cache cannot be used.
@@ -42,13 +43,18 @@ def read(key: str) -> bytes | None:
         reason = storage.distrust(path)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror or error}. {storage.CACHE_ADVICE}"
+        warnings.warn(f"a kept program is not taken: {why}", stacklevel=2)
+        return None
     head, _, program = content.partition(b"\n\n")
     magic, digest, *_ = [*head.split(b"\n"), b""]
     if not reason and magic == MAGIC and digest.decode("ascii", "replace") == _digest(program):
         return program
     warnings.warn(f"a kept program is not taken: {reason or f'{path} is damaged'}", stacklevel=2)
     if not reason:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
     return None
 
 
@@ -71,28 +77,26 @@ def write(key: str, program: bytes, label: Mapping[str, str]) -> None:
 
 
 def entries() -> list[Entry]:
-    """The kept programs, the latest last."""
+    """The kept programs, the latest last; what cannot be read is left out."""
     found = []
     for path in storage.cache_folder(FOLDER).glob("*.program"):
         try:
             with path.open("rb") as file:
                 head = file.read(1 << 16).partition(b"\n\n")[0].split(b"\n")
             status = path.stat()
-            label = json.loads(head[2]) if head[0] == MAGIC and len(head) == 3 else {}
-        except FileNotFoundError:  # another process removed it
+        except OSError:  # another process removed it, or it is no file
             continue
-        except ValueError:
-            label = {}
+        label = _label(head[2]) if head[0] == MAGIC and len(head) == 3 else {}
         found.append(Entry(path, label, status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: entry.made)
 
 
-def clear() -> int:
-    """Remove every kept program; how many there were."""
-    found = entries()
-    for entry in found:
-        entry.path.unlink(missing_ok=True)
-    return len(found)
+def _label(written: bytes) -> dict[str, str]:
+    try:
+        found = json.loads(written)
+    except (ValueError, RecursionError):
+        return {}
+    return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _path(key: str) -> Path:

@@ -266,5 +266,5 @@ def _columns_of(wanted: Tensor, length: int) -> NDArray[np.int64]:
     named = wanted.cpu() if flags else wanted.cpu().long()
     if not flags and ((named < -length) | (named >= length)).any():
         raise InvalidInput(f"logits_to_keep names a column that is none: input_ids have 0 to {length - 1}")
-    columns: NDArray[np.int64] = torch.arange(length)[named].numpy()
+    columns: NDArray[np.int64] = torch.arange(length, device="cpu")[named].numpy()
     return columns

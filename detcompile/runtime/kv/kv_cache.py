@@ -37,7 +37,7 @@ class KVCache:
         states: what the model's layers carry from token to token; ``states[i]`` is [num_state_slots, *shape].
 
     Raises:
-        InvalidInput: a size that cannot be.
+        InvalidInput: a size that cannot be, or finds no memory.
     """
 
     def __init__(
@@ -62,10 +62,16 @@ class KVCache:
 
         # What a slot holds before it is written does not matter: attention selects by position, NaN or not.
         counts, k_places, v_places = _places(tuple(shapes), self.groups)
-        self._storages = {
-            (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
-            for (heads, dim), count in counts.items()
-        }
+        try:
+            self._storages = {
+                (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
+                for (heads, dim), count in counts.items()
+            }
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's has no name of its own
+            raise InvalidInput(
+                f"{num_blocks} KV blocks of {block_size} tokens do not fit the memory of {self.device}: give a smaller"
+                " num_blocks, or None, which memory_fraction then sizes"
+            ) from error
         layers = {key: storage.unbind() for key, storage in self._storages.items()}
         self.k_caches = tuple(layers[key][index] for key, index in k_places)
         self.v_caches = tuple(layers[key][index] for key, index in v_places)

@@ -14,6 +14,7 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.facts import ModelFacts
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.requests.plain_values import kind, shown, token_list
 from detcompile.runtime.requests.turns import Turns, without_interrupts
 
 __all__ = ["BlockReader", "KVPrefix", "LayerBlocks", "Prefixes"]
@@ -100,6 +101,7 @@ class Prefixes:
             InvalidInput: the engine keeps no prefixes, or ranks under torchrun or stages share the model.
         """
         self._require_whole()
+        token_ids = token_list(token_ids, "token_ids")
         size = self._blocks.pool.block_size
         with without_interrupts(), self._turns:
             fingerprint = self._fingerprint()  # which sees every change of the weights
@@ -141,13 +143,14 @@ class Prefixes:
                 pool.free(known)
                 return 0
             fresh = [pool.allocate(len(rows)) for rows in missing]
-            self._write(fresh, missing, prefix.layers)
-            for blocks, rows, keys in zip(fresh, missing, wanted):
-                for block, row in zip(blocks, rows):
-                    pool.publish(block, keys[row])
-            pool.free(known)
-            for blocks in fresh:
-                pool.free(blocks)
+            try:
+                self._write(fresh, missing, prefix.layers)
+                for blocks, rows, keys in zip(fresh, missing, wanted):
+                    for block, row in zip(blocks, rows):
+                        pool.publish(block, keys[row])
+            finally:
+                for blocks in (known, *fresh):
+                    pool.free(blocks)
         return len(prefix.token_ids)
 
     def _write(
@@ -198,6 +201,8 @@ class Prefixes:
             )
 
     def _require_fitting(self, prefix: KVPrefix) -> None:
+        if not isinstance(prefix, KVPrefix):
+            raise InvalidInput(f"prefix {shown(prefix)} is {kind(prefix)}: give what an engine's export() returned")
         ours = self._fingerprint()
         if prefix.fingerprint != ours:
             raise InvalidInput(f"the KV blocks are of the model {prefix.fingerprint}, and this one is {ours}")

@@ -13,7 +13,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
-from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list, whole_number
+from detcompile.runtime.requests.plain_values import flag, kind, shown, string, token_list, whole_number
 from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.resumption import resumed_samples
@@ -81,8 +81,7 @@ class Admission:
             InvalidInput: what is no prompt, an empty or too long one, ids out of the vocabulary, text without a
                 tokenizer or that it cannot read, parameters that this model cannot satisfy, arguments of another type.
         """
-        if not isinstance(request_id, str):
-            raise InvalidInput(f"request_id {shown(request_id)} is {kind(request_id)}: give a string")
+        string(request_id, "request_id")
         urgency, streams = whole_number(priority, "priority"), flag(stream_text, "stream_text")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):

@@ -4,12 +4,12 @@ A number of numpy or torch is taken for what it is; True is no number and 7.0 is
 """
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["flag", "kind", "number", "shown", "token_list", "whole_number"]
+__all__ = ["flag", "kind", "number", "or_none", "shown", "string", "token_list", "whole_number"]
 
 MOST_SHOWN = 80  # characters of a value in a message
 
@@ -58,6 +58,22 @@ def number(value: Any, name: str) -> float:
         if found == found:
             return found
     raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a number")
+
+
+def or_none(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """A reader that takes None too."""
+    return lambda value, name: None if value is None else read(value, name)
+
+
+def string(value: Any, name: str) -> str:
+    """``value`` as it is.
+
+    Raises:
+        InvalidInput: no string.
+    """
+    if not isinstance(value, str):
+        raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a string")
+    return value
 
 
 def token_list(values: Any, name: str) -> list[int]:

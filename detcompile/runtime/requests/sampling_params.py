@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.grammar import Grammar
-from detcompile.runtime.requests.plain_values import flag, kind, number, shown, token_list, whole_number
+from detcompile.runtime.requests.plain_values import flag, kind, number, or_none, shown, token_list, whole_number
 
 __all__ = ["SamplingParams"]
 
@@ -172,10 +172,6 @@ class _Rule(NamedTuple):
     wanted: str  # the same in words
 
 
-def _or_none(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    return lambda value, name: None if value is None else read(value, name)
-
-
 def _strings(value: Any, name: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (str(value),)
@@ -237,7 +233,7 @@ def _is_count(value: int | None) -> bool:
 RULES: dict[str, _Rule] = {
     "n": _Rule(whole_number, lambda n: 1 <= n <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
     "max_tokens": _Rule(
-        _or_none(whole_number), lambda n: n is None or 1 <= n <= LARGEST_INTEGER, "None, or at least 1"
+        or_none(whole_number), lambda n: n is None or 1 <= n <= LARGEST_INTEGER, "None, or at least 1"
     ),
     "min_tokens": _Rule(whole_number, lambda n: 0 <= n <= LARGEST_INTEGER, "at least 0"),
     "temperature": _Rule(
@@ -248,26 +244,26 @@ RULES: dict[str, _Rule] = {
     "top_p": _Rule(number, lambda p: 0 < p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
     "top_k": _Rule(whole_number, lambda k: -1 <= k <= LARGEST_INTEGER, "positive, or 0 or -1 to keep all tokens"),
     "min_p": _Rule(number, lambda p: 0 <= p <= 1, "between 0 (keeps all tokens) and 1"),
-    "seed": _Rule(_or_none(whole_number), lambda s: s is None or 0 <= s < 1 << 64, "None or in [0, 2^64)"),
+    "seed": _Rule(or_none(whole_number), lambda s: s is None or 0 <= s < 1 << 64, "None or in [0, 2^64)"),
     "stop": _Rule(_strings, all, "a string or several, none of them empty"),
     "stop_token_ids": _Rule(_ids, lambda ids: all(t >= 0 for t in ids), "token ids"),
     "ignore_eos": _Rule(flag, lambda _: True, "True or False"),
     "include_stop_str_in_output": _Rule(flag, lambda _: True, "True or False"),
     "skip_special_tokens": _Rule(flag, lambda _: True, "True or False"),
-    "logprobs": _Rule(_or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
-    "prompt_logprobs": _Rule(_or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
+    "logprobs": _Rule(or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
+    "prompt_logprobs": _Rule(or_none(whole_number), _is_count, "None, a number of tokens, or -1 for all"),
     "repetition_penalty": _Rule(
         number, lambda p: SMALLEST <= p <= LARGEST, "positive and finite, in float32 (1 changes nothing)"
     ),
     "presence_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
     "frequency_penalty": _Rule(number, _is_penalty, f"between -{MAX_PENALTY} and {MAX_PENALTY}"),
     "logit_bias": _Rule(
-        _or_none(_biases),
+        or_none(_biases),
         lambda found: all(t >= 0 and (b == -math.inf or abs(b) <= LARGEST) for t, b in (found or {}).items()),
         "token ids with biases that are finite (in float32), or -inf",
     ),
     "allowed_token_ids": _Rule(
-        _or_none(_distinct),
+        or_none(_distinct),
         lambda ids: ids is None or (bool(ids) and min(ids) >= 0),
         "None, or the ids of one token or more",
     ),
@@ -278,11 +274,11 @@ RULES: dict[str, _Rule] = {
         "lists of token ids, none of them empty",
     ),
     "truncate_prompt_tokens": _Rule(
-        _or_none(whole_number),
+        or_none(whole_number),
         lambda n: n is None or n == -1 or 1 <= n <= LARGEST_INTEGER,
         "None, at least 1, or -1 for what the context has room for",
     ),
-    "grammar": _Rule(_or_none(lambda value, _: Grammar.of(value)), lambda _: True, "a Grammar"),
+    "grammar": _Rule(or_none(lambda value, _: Grammar.of(value)), lambda _: True, "a Grammar"),
 }
 
 

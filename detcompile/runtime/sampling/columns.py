@@ -90,7 +90,7 @@ class PackedColumns(NamedTuple):
         for name, tensor in tensors.items():
             places[name] = (size, tensor.shape, tensor.dtype)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         packed = PackedColumns(buffer, places)
         for name, place in packed._views(buffer).items():
             place.copy_(tensors[name])
@@ -110,17 +110,17 @@ class PackedColumns(NamedTuple):
 def bias_columns(rows: list[int], tokens: list[int], values: list[float]) -> Columns:
     """Biases, each with the row within its group, its token and what is added."""
     return {
-        "bias_rows": torch.tensor(rows, dtype=torch.int64),
-        "bias_tokens": torch.tensor(tokens, dtype=torch.int64),
-        "bias_values": torch.tensor(values, dtype=torch.float32),
+        "bias_rows": torch.tensor(rows, dtype=torch.int64, device="cpu"),
+        "bias_tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu"),
+        "bias_values": torch.tensor(values, dtype=torch.float32, device="cpu"),
     }
 
 
 def allowed_columns(rows: list[int], tokens: list[int]) -> Columns:
     """Tokens that may be drawn, each with the row within its group."""
     return {
-        "allowed_rows": torch.tensor(rows, dtype=torch.int64),
-        "allowed_tokens": torch.tensor(tokens, dtype=torch.int64),
+        "allowed_rows": torch.tensor(rows, dtype=torch.int64, device="cpu"),
+        "allowed_tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu"),
     }
 
 
@@ -146,12 +146,12 @@ def drawing_columns(rows: list[SampleRow]) -> Columns:
 def proposal_columns(rows: list[SampleRow], distributions: list[Tensor]) -> Columns:
     """Guesses and their sources, and noise keys of their own; known distributions are appended."""
     most = max(len(row.proposals.tokens) for row in rows if row.proposals is not None)
-    guesses = torch.full((len(rows), most), NO_GUESS, dtype=torch.int64)
-    sources = torch.full((len(rows), most), CERTAIN, dtype=torch.int64)
+    guesses = torch.full((len(rows), most), NO_GUESS, dtype=torch.int64, device="cpu")
+    sources = torch.full((len(rows), most), CERTAIN, dtype=torch.int64, device="cpu")
     for index, row in enumerate(rows):
         if row.proposals is None:
             continue
-        guesses[index, : len(row.proposals.tokens)] = torch.tensor(row.proposals.tokens)
+        guesses[index, : len(row.proposals.tokens)] = torch.tensor(row.proposals.tokens, device="cpu")
         for column, distribution in enumerate(row.proposals.distributions):
             if distribution is not None:
                 sources[index, column] = len(distributions)
@@ -179,7 +179,7 @@ def penalty_columns(rows: list[SampleRow], counts: TokenCounts, slots: dict[Hash
         if row.params.penalised and row.key not in slots:
             slots[row.key] = counts.place(row.key, row.token_ids, row.position, row.num_generated)
     own = [slots[row.key] if row.params.penalised else -1 for row in rows]
-    return {"slots": torch.tensor(own, dtype=torch.int64), **penalties}
+    return {"slots": torch.tensor(own, dtype=torch.int64, device="cpu"), **penalties}
 
 
 def fresh_columns(counts: TokenCounts) -> Columns:
@@ -194,4 +194,4 @@ def fresh_columns(counts: TokenCounts) -> Columns:
 
 
 def _column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype).unsqueeze(1)
+    return torch.tensor(values, dtype=dtype, device="cpu").unsqueeze(1)

@@ -77,10 +77,9 @@ class TokenCounts:
         slots, tokens, words = zip(*self._fresh) if self._fresh else ((), (), ())
         entry_slots = np.repeat(np.array(slots, dtype=np.int64), [len(t) for t in tokens])
         self._fresh = []
-        joined = [torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0) for parts in (tokens, words)]
-        return FreshCounts(
-            torch.tensor(slots, dtype=torch.int64), torch.from_numpy(entry_slots), joined[0].long(), joined[1].int()
-        )
+        own_tokens, own_words = (torch.from_numpy(np.concatenate(parts or [np.empty(0)])) for parts in (tokens, words))
+        own_slots = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        return FreshCounts(own_slots, torch.from_numpy(entry_slots), own_tokens.long(), own_words.int())
 
     def admit(self, num_slots: int, fresh: FreshCounts) -> None:
         """Write the starting counts; ``fresh`` is on the device by now."""

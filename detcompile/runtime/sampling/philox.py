@@ -60,7 +60,7 @@ def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence
         (seed & WORD_MASK, seed >> 32, position & WORD_MASK, position >> 32, stream)
         for seed, position, stream in zip(seeds, positions, streams, strict=True)
     ]
-    return torch.tensor(words, dtype=torch.int64).reshape(-1, 5)
+    return torch.tensor(words, dtype=torch.int64, device="cpu").reshape(-1, 5)
 
 
 def gumbel_noise_of(keys: Tensor, vocab_size: int) -> Tensor:

@@ -152,8 +152,9 @@ def _plan(
         return SamplingPlan(len(rows), (), None, 0, (), 0)
     groups, changed = _groups(rows, special, needs, biases, at_once)
     own = [rows[i] for i in special]
-    columns: Columns = {"rows": torch.tensor(special, dtype=torch.int64), **drawing_columns(own), **changed}
-    columns["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64)
+    columns: Columns = {**drawing_columns(own), **changed}
+    columns["rows"] = torch.tensor(special, dtype=torch.int64, device="cpu")
+    columns["logprob_rows"] = torch.tensor(logprob_rows, dtype=torch.int64, device="cpu")
     distributions: list[Tensor] = []
     if any(need.proposed for need in needs):
         columns |= proposal_columns(own, distributions)

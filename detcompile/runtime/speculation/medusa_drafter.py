@@ -72,7 +72,7 @@ class MedusaDrafter(Drafter):
 
     def observe(self, rows: Mapping[Sequence, int], hidden: Tensor) -> None:
         """Keep the states that each sequence's newest token was drawn from: rows of ``hidden`` [R, H]."""
-        index = torch.tensor(list(rows.values()), dtype=torch.int64).to(hidden.device, non_blocking=True)
+        index = torch.tensor(list(rows.values()), dtype=torch.int64, device="cpu").to(hidden.device, non_blocking=True)
         kept = hidden.index_select(0, index)
         for sequence, state in zip(rows, kept.unbind(), strict=True):
             self._states[sequence] = (len(sequence.token_ids), state)

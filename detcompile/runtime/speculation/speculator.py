@@ -20,6 +20,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.kv.kv_blocks import KVBlocks
+from detcompile.runtime.requests.plain_values import whole_number
 from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.speculation.draft_tree import DraftTree, Path
 from detcompile.runtime.speculation.drafter import NO_DRAFT, Drafter, as_drafter
@@ -68,6 +69,7 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "max_sequences"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"SpeculationConfig: {name}"))
             if getattr(self, name) < 1:
                 raise InvalidInput(f"SpeculationConfig: {name}={getattr(self, name)} must be at least 1")
         for name, known in (("acceptance", get_args(AcceptanceName)), ("switch", get_args(SwitchName))):

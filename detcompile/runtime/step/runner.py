@@ -270,7 +270,7 @@ class _Staging:
     """Pinned memory that the arrays of steps are copied to the device from."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._read = torch.cuda.Event()
         self._filled: tuple[StepBuffers, SequenceOf[StepArrays]] | None = None  # the last
 
@@ -283,7 +283,7 @@ class _Staging:
         self._read.synchronize()
         size = len(buffers.bytes)
         if len(self._memory) < size:
-            self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(2 * size, dtype=torch.uint8, device="cpu", pin_memory=True)
             views = functools.partial(StepBuffers, device=torch.device("cpu"), memory=self._memory)
             self._host = functools.lru_cache(maxsize=MOST_VIEWS)(views)
             self._filled = None

@@ -231,7 +231,8 @@ def _to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(value, non_blocking=True)
     if isinstance(value, (list, tuple)):
         parts = [_to_host(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -85,7 +85,7 @@ def paged_attention_cpu(
     num_blocks, block_size = caches.k.shape[:2]
     _check_caches(*caches, (num_blocks, block_size, Hkv, D), (num_blocks, block_size, Hkv, Dv))
     _check_metadata(slot_mapping, step, T)
-    out = torch.empty((T, Hq, Dv), dtype=q.dtype)
+    out = torch.empty((T, Hq, Dv), dtype=q.dtype, device="cpu")
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     S, max_blocks = step.block_table.shape
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *caches.k.stride()[:3], *caches.v.stride()[:3])
@@ -121,7 +121,7 @@ def dense_attention_cpu(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *,
             f"detcompile::dense_attention: q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and tokens. "
             "Attend with a cache through paged_attention."
         )
-    out = torch.empty((B, Hq, T, Dv), dtype=q.dtype)
+    out = torch.empty((B, Hq, T, Dv), dtype=q.dtype, device="cpu")
     q, k, v = _unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v)
     given = CpuScores(rule)
     cpu_library.library(isa).detcompile_dense_attention(

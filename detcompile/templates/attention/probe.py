@@ -81,7 +81,8 @@ def draw_probe(problem: AttentionProblem, device: torch.device) -> ProbeStep:
     q = draw(sum(new), problem.heads, problem.d)
     k, v = (draw(sum(new), problem.kv_heads, width) for width in (problem.d, problem.dv))
     rule = _rule(problem, sum(new), draw, device)
-    blocks = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(1)).view(2, num_blocks)
+    blocks = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(1), device="cpu")
+    blocks = blocks.view(2, num_blocks)
     slots = [
         blocks[s, p // block_size].item() * block_size + p % block_size
         for s in range(2)

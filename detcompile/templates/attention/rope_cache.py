@@ -73,7 +73,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def cached_attention_cpu(q: Tensor, caches: Caches, step: StepMetadata, rule: AttentionRule) -> Tensor:
     """paged_attention_cpu where the step's keys and values are in the caches already."""
     k, v = (q.new_empty((q.shape[0], *cache.shape[2:])) for cache in caches)  # padding: nobody reads them
-    nowhere = torch.full((q.shape[0],), PADDING_SLOT, dtype=torch.int64)
+    nowhere = torch.full((q.shape[0],), PADDING_SLOT, dtype=torch.int64, device="cpu")
     return paged_attention_cpu(q, k, v, caches, nowhere, step, rule)
 
 

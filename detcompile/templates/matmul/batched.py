@@ -31,11 +31,11 @@ def batched_matmul_cpu(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = Non
     """
     x_BMK, w_BNK = _operands(x, w)
     (B, M, K), N = x_BMK.shape, w_BNK.shape[1]
-    rows, out = x_BMK.reshape(B * M, K).contiguous(), torch.empty((B * M, N), dtype=out_dtype or x.dtype)
+    rows, out = x_BMK.reshape(B * M, K).contiguous(), torch.empty((B * M, N), dtype=out_dtype or x.dtype, device="cpu")
     cpu_library.dtype_code(out)  # refuses what the kernels do not write
     if out.numel():
         call = pack_call(rows, w_BNK[0], None, None, out, ())
-        counts = torch.full((B,), M, dtype=torch.int64)
+        counts = torch.full((B,), M, dtype=torch.int64, device="cpu")
         cpu_library.library(isa).detcompile_expert_matmul(call, counts.data_ptr(), B, w_BNK.stride(0))
     return out.view(*x.shape[:-1], N)
 

@@ -57,7 +57,7 @@ def matmul_cpu(
     radices = tuple(radices or ())  # AOTInductor hands None where the graph has an empty list
     _check(x, w, bias, residual, radices)
     M, N = x.shape[0], w.shape[0]
-    out = torch.empty((M, N), dtype=out_dtype or x.dtype)
+    out = torch.empty((M, N), dtype=out_dtype or x.dtype, device="cpu")
     cpu_library.dtype_code(out)  # refuses what the kernels do not write
     if M == 0 or N == 0:
         return out

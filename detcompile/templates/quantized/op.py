@@ -55,7 +55,7 @@ def dequant_matmul_cpu(
     weight = QuantizedWeight(w, scales, zeros, x.shape[-1], group, rows)
     require_quantized(x, weight)
     N, K = len(w), x.shape[1]
-    out = torch.empty((len(x), N), dtype=out_dtype or x.dtype)
+    out = torch.empty((len(x), N), dtype=out_dtype or x.dtype, device="cpu")
     features = max(64, _TILE_BYTES // max(1, K * x.element_size()))
     for first in range(0, N, features):
         own = slice(first, min(N, first + features))
@@ -72,7 +72,7 @@ def dequantized_cpu(
     w, scales = weight.w.contiguous(), weight.scales.contiguous()
     zeros = None if weight.zeros is None else weight.zeros.contiguous()
     count = len(w) - first if count is None else count
-    out = torch.empty((count, weight.k), dtype=dtype)
+    out = torch.empty((count, weight.k), dtype=dtype, device="cpu")
     call = _CALL.pack(
         w.data_ptr(),
         w.stride(0),

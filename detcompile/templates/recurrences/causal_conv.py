@@ -51,7 +51,7 @@ def causal_conv_cpu(
     taps = weight.detach().t().float().contiguous()
     offset = None if bias is None else bias.detach().float().contiguous()
     steps, sizes = (state_slots, cu_seqlens, seq_lens), [C, W, x.stride(0), cpu_library.dtype_code(x)]
-    out = torch.empty((T, C), dtype=x.dtype)
+    out = torch.empty((T, C), dtype=x.dtype, device="cpu")
     return run_on_cpu("causal_conv", [x, taps, offset], state, steps, out, sizes, isa)
 
 

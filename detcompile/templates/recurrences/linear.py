@@ -61,7 +61,7 @@ def linear_recurrence_cpu(
     kind = _check(q, k, v, decay, beta, rates, state, state_slots, cu_seqlens, seq_lens)
     (T, H, V), (G, K) = v.shape, q.shape[1:]
     given = [None if value is None else value.contiguous() for value in (q, k, v, decay, beta, rates)]
-    out, steps = torch.empty((T, H, V), dtype=torch.float32), (state_slots, cu_seqlens, seq_lens)
+    out, steps = torch.empty((T, H, V), dtype=torch.float32, device="cpu"), (state_slots, cu_seqlens, seq_lens)
     return run_on_cpu("linear_recurrence", given, state, steps, out, [H, G, K, V, kind], isa)
 
 

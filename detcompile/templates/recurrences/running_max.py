@@ -43,7 +43,8 @@ def running_max_cpu(
     """
     _check(x, decay, state, state_slots, cu_seqlens, seq_lens)
     (T, C), given, steps = x.shape, [x.contiguous(), decay.contiguous()], (state_slots, cu_seqlens, seq_lens)
-    return run_on_cpu("running_max", given, state, steps, torch.empty((T, C), dtype=torch.float32), [C], isa)
+    out = torch.empty((T, C), dtype=torch.float32, device="cpu")
+    return run_on_cpu("running_max", given, state, steps, out, [C], isa)
 
 
 def _running_max_cuda(

@@ -53,7 +53,7 @@ def wkv_cpu(
     _check(k, v, decay, bonus, state, state_slots, cu_seqlens, seq_lens)
     T, C = v.shape
     given = [value.contiguous() for value in (k, v, decay, bonus)]
-    out, steps = torch.empty((T, C), dtype=torch.float32), (state_slots, cu_seqlens, seq_lens)
+    out, steps = torch.empty((T, C), dtype=torch.float32, device="cpu"), (state_slots, cu_seqlens, seq_lens)
     return run_on_cpu("wkv", given, state, steps, out, [C], isa)
 
 

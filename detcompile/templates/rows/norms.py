@@ -42,7 +42,7 @@ def rms_norm_cpu(
     """
     rows, M, R = rows_of("rms_norm", x)
     weight = _row_parameter("rms_norm", "weight", weight, R)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_rms_norm(
         rows.data_ptr(),
         rows.stride(0),
@@ -68,7 +68,7 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     rows, M, R = rows_of("layer_norm", x)
     weight = _row_parameter("layer_norm", "weight", weight, R)
     bias = _row_parameter("layer_norm", "bias", bias, R)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_layer_norm(
         rows.data_ptr(),
         rows.stride(0),

@@ -51,7 +51,7 @@ def softmax_cpu(
     Raises:
         InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
     """
-    return _launch("softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype), radices, isa)
+    return _launch("softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype, device="cpu"), radices, isa)
 
 
 def log_softmax_cpu(
@@ -62,7 +62,7 @@ def log_softmax_cpu(
     Raises:
         InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
     """
-    return _launch("log_softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype), radices, isa)
+    return _launch("log_softmax", x, torch.empty(x.shape, dtype=out_dtype or x.dtype, device="cpu"), radices, isa)
 
 
 def logsumexp_cpu(x: Tensor, radices: Sequence[int] | None, isa: str | None = None) -> Tensor:
@@ -71,7 +71,7 @@ def logsumexp_cpu(x: Tensor, radices: Sequence[int] | None, isa: str | None = No
     Raises:
         InvalidInput: rows without elements, a dtype without an order, or radices that are not positive.
     """
-    return _launch("logsumexp", x, torch.empty(x.shape[:-1], dtype=torch.float32), radices, isa)
+    return _launch("logsumexp", x, torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu"), radices, isa)
 
 
 _LIBRARY.impl("softmax", softmax_cpu, "CPU")

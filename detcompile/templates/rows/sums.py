@@ -33,7 +33,7 @@ def row_sum_cpu(x: Tensor, out_dtype: torch.dtype | None = None, isa: str | None
         InvalidInput: rows without elements, or a dtype without an order.
     """
     rows, M, R = rows_of("row_sum", x)
-    out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype)
+    out = torch.empty(x.shape[:-1], dtype=out_dtype or x.dtype, device="cpu")
     cpu_library.library(isa).detcompile_row_sum(
         rows.data_ptr(),
         rows.stride(0),
@@ -54,7 +54,7 @@ def row_var_mean_cpu(x: Tensor, correction: float, isa: str | None = None) -> tu
         InvalidInput: rows without elements, or a dtype without an order.
     """
     rows, M, R = rows_of("row_var_mean", x)
-    var = torch.empty(x.shape[:-1], dtype=torch.float32)
+    var = torch.empty(x.shape[:-1], dtype=torch.float32, device="cpu")
     mean = torch.empty_like(var)
     cpu_library.library(isa).detcompile_row_var_mean(
         rows.data_ptr(),

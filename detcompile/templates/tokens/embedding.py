@@ -29,7 +29,7 @@ def embedding_cpu(weight: Tensor, ids: Tensor, isa: str | None = None) -> Tensor
     V, D = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     ids = ids.contiguous()
-    out = torch.empty((*ids.shape, D), dtype=weight.dtype)
+    out = torch.empty((*ids.shape, D), dtype=weight.dtype, device="cpu")
     item_bytes = weight.element_size()
     bad = cpu_library.library(isa).detcompile_embedding(
         weight.data_ptr(),

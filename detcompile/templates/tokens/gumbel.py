@@ -36,7 +36,7 @@ def best_scores_cpu(logprobs: Tensor, keys: Tensor, isa: str | None = None) -> t
     assert keys.dtype == torch.int64 and keys.shape == (T, 5), "keys must be [T, 5] int64"
     assert logprobs.device.type == keys.device.type == "cpu", "the kernel reads memory of the host"
     keys = keys.contiguous()
-    scores, tokens = torch.empty(T, dtype=torch.float64), torch.empty(T, dtype=torch.int64)
+    scores, tokens = torch.empty(T, dtype=torch.float64, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu")
     cpu_library.library(isa).detcompile_gumbel_argmax(
         logprobs.data_ptr(),
         logprobs.stride(0),

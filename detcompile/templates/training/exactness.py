@@ -79,7 +79,7 @@ class ExactnessGuard:
 
         It is soon, and needs no other rank: some rank's bound is at least its share of the whole.
         """
-        bounds = torch.zeros(len(self.names), dtype=torch.float64)
+        bounds = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
         bounds[self._places[name]] = self._bounds[self._places[name]] * ranks
         self.require(bounds)
 

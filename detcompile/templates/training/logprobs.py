@@ -60,7 +60,7 @@ def token_logprobs_cpu(
     """
     _check("token_logprobs", logits, targets, temperature)
     logits, targets = logits.contiguous(), _in_vocabulary(targets, logits.shape[1])
-    logprobs, entropies = torch.empty(len(logits)), torch.empty(len(logits))
+    logprobs, entropies = torch.empty(len(logits), device="cpu"), torch.empty(len(logits), device="cpu")
     cpu_library.library(isa).detcompile_token_logprobs(
         *(tensor.data_ptr() for tensor in (logits, targets, logprobs, entropies)), temperature, *logits.shape,
         cpu_library.radices_array(tuple(radices)), len(radices), cpu_library.dtype_code(logits),
@@ -86,7 +86,7 @@ def token_logprobs_backward_cpu(
     _check_gradients(g, g_entropy, logits, targets, temperature)
     logits, targets, g = logits.contiguous(), _in_vocabulary(targets, logits.shape[1]), g.contiguous()
     g_entropy = None if g_entropy is None else g_entropy.contiguous()
-    out = torch.empty(logits.shape, dtype=logits.dtype)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
     cpu_library.library(isa).detcompile_token_logprobs_backward(
         g.data_ptr(), None if g_entropy is None else g_entropy.data_ptr(),
         *(tensor.data_ptr() for tensor in (logits, targets, out)), temperature, *logits.shape,

@@ -128,8 +128,8 @@ def _prepared(
     """g, x and the weight as the library takes them, and where dx and weight_rows will be."""
     _check(op, g, x, weight)
     weight = None if weight is None else weight.contiguous()
-    dx = torch.empty(x.shape, dtype=dtype or x.dtype)
-    return g.contiguous(), x.contiguous(), weight, dx, torch.empty(x.shape, dtype=torch.float32)
+    dx = torch.empty(x.shape, dtype=dtype or x.dtype, device="cpu")
+    return g.contiguous(), x.contiguous(), weight, dx, torch.empty(x.shape, dtype=torch.float32, device="cpu")
 
 
 def _check(op: str, g: Tensor, x: Tensor, weight: Tensor | None) -> None:

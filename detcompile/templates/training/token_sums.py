@@ -52,9 +52,10 @@ def token_matmul_cpu(
         InvalidInput: operands that do not fit together, or leaves that do not ascend within the rows.
     """
     check_product(g, x, leaves)
-    out = torch.empty((g.shape[1], x.shape[1]), dtype=torch.float64)
+    out = torch.empty((g.shape[1], x.shape[1]), dtype=torch.float64, device="cpu")
     g_NT, x_KT, leaves = g.t().contiguous(), x.contiguous().t(), leaves.contiguous()
-    call = pack_call(g_NT, x_KT, None, None, torch.empty(0), ())  # the product of a leaf goes to memory of its own
+    nothing = torch.empty(0, device="cpu")  # the product of a leaf goes to memory of its own
+    call = pack_call(g_NT, x_KT, None, None, nothing, ())
     bad = cpu_library.library(isa).detcompile_token_matmul(
         call, leaves.data_ptr(), len(leaves) - 1, rows_a_token, magic_of(grid), limit_of(grid), out.data_ptr()
     )
@@ -74,7 +75,7 @@ def token_sum_cpu(g: Tensor, grid: int = GRID, isa: str | None = None) -> Tensor
     """
     check_rows("token_sum", g)
     g = g if g.stride(1) == 1 else g.contiguous()
-    out = torch.empty(g.shape[1], dtype=torch.float64)
+    out = torch.empty(g.shape[1], dtype=torch.float64, device="cpu")
     cpu_library.library(isa).detcompile_token_sum(
         g.data_ptr(), g.stride(0), out.data_ptr(), *g.shape, magic_of(grid), limit_of(grid),
         cpu_library.dtype_code(g), cpu_library.thread_count(),
@@ -91,7 +92,7 @@ def token_scatter_cpu(g: Tensor, ids: Tensor, num_rows: int, grid: int = GRID, i
     check_scattered(g, ids)
     g = g if g.stride(1) == 1 else g.contiguous()
     ids = ids.to(torch.int64).contiguous()
-    out = torch.empty((num_rows, g.shape[1]), dtype=torch.float64)
+    out = torch.empty((num_rows, g.shape[1]), dtype=torch.float64, device="cpu")
     bad = cpu_library.library(isa).detcompile_token_scatter(
         g.data_ptr(), g.stride(0), ids.data_ptr(), out.data_ptr(), g.shape[0], num_rows, g.shape[1],
         magic_of(grid), limit_of(grid), cpu_library.dtype_code(g), cpu_library.thread_count(),

@@ -119,7 +119,8 @@ def probe_bits(problem: TokenProblem, device: torch.device) -> Callable[[TokenTi
     """The gate's probe: what a schedule makes of leaves of many lengths, among rows that are in none."""
     generator = torch.Generator(device).manual_seed(22)
     lengths = (3, 1, 130, 64, 0, 257, 512, 1024)
-    leaves = torch.tensor([2, *(2 + sum(lengths[: i + 1]) for i in range(len(lengths)))], dtype=torch.int32)
+    ends = [2 + sum(lengths[: i + 1]) for i in range(len(lengths))]
+    leaves = torch.tensor([2, *ends], dtype=torch.int32, device="cpu")
     T, dtype = int(leaves[-1]) + 3, getattr(torch, problem.dtype)
 
     def draw(width: int) -> Tensor:

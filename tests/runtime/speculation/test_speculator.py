@@ -395,9 +395,9 @@ def test_what_is_no_tree_is_refused(tokens):
         DraftTree(tokens)
 
 
-@pytest.mark.parametrize("bad", [{"max_nodes": 0}, {"max_sequences": 0}, {"switch": "never"}])
+@pytest.mark.parametrize("bad", [{"max_nodes": 0}, {"max_sequences": 0}, {"switch": "never"}, {"max_nodes": "5"}])
 def test_settings_that_cannot_be_are_refused(bad):
-    with pytest.raises(InvalidInput, match=r"must be at least 1|one of automatic, always"):
+    with pytest.raises(InvalidInput, match=r"must be at least 1|one of automatic, always|give an integer"):
         SpeculationConfig(**bad)
 
 

@@ -1,0 +1,61 @@
+"""Settings of an engine: what cannot be is refused when they are made, or given, by its name."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from detcompile import CompiledModel, EngineConfig, InvalidInput
+from detcompile.runtime.kv.kv_cache import KVCache
+from detcompile.step import KVGroup, KVShape
+
+BAD = [
+    {"num_blocks": "50"},
+    {"num_blocks": 50.5},
+    {"num_blocks": 1},
+    {"num_blocks": 10**12},
+    {"max_num_batched_tokens": None},
+    {"max_num_batched_tokens": 10.5},
+    {"max_num_batched_tokens": 10**12},
+    {"max_num_seqs": 1.5},
+    {"max_num_seqs": True},
+    {"block_size": "64"},
+    {"block_size": 64.0},
+    {"memory_fraction": "0.5"},
+    {"memory_fraction": float("nan")},
+    {"prefix_caching": "no"},
+    {"cuda_graphs": 1},
+    {"overlap": "yes"},
+    {"aging": 1.0},
+    {"restarts": None},
+    {"tbt_slo": "5"},
+    {"tbt_slo": float("inf")},
+    {"scheduler": ["stall_free"]},
+    {"allocation": 5},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_a_value_that_cannot_be_is_refused_by_its_name(bad) -> None:
+    with pytest.raises(InvalidInput, match=next(iter(bad))):
+        EngineConfig(**bad)
+
+
+def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:
+    given = EngineConfig(num_blocks=np.int64(50), max_num_seqs=torch.tensor(3), memory_fraction=np.float32(0.5))
+    assert given == EngineConfig(num_blocks=50, max_num_seqs=3, memory_fraction=0.5)
+    assert type(given.num_blocks) is int
+
+
+@pytest.mark.parametrize("settings", [{"config": {"num_blocks": 5}}, {"config": {}}, {"speculation": "ngram"}])
+def test_an_engine_takes_settings_of_their_own_types_alone(settings) -> None:
+    model = SimpleNamespace(tokenizer=None)
+    with pytest.raises(InvalidInput, match=r"give an? (EngineConfig|SpeculationConfig)"):
+        CompiledModel.engine(model, **settings)
+
+
+def test_a_cache_without_memory_says_what_to_lower() -> None:
+    shapes, groups = [KVShape(8, 128, 128)], [KVGroup((0,), 0)]
+    with pytest.raises(InvalidInput, match="2000000000 KV blocks of 64 tokens do not fit the memory of cpu"):
+        KVCache(shapes, groups, dtype=torch.float32, device="cpu", num_blocks=2 * 10**9, block_size=64)

@@ -95,7 +95,7 @@ def test_no_folder_is_full():
 
 def test_no_memory_of_a_template_follows_the_default_dtype():
     """A kernel that writes float32 into what torch.set_default_dtype made smaller writes beyond its end."""
-    floating = {"torch." + name for name in "empty full linspace ones tensor zeros".split()}
+    floating = {"torch." + name for name in ["empty", "full", "linspace", "ones", "tensor", "zeros"]}
     found = [
         f"{name}:{node.lineno}"
         for name, source in sources().items()

@@ -260,8 +260,8 @@ class Tuner:
 
 def heavy_tailed(*shape: int, generator: torch.Generator, spread: float = 1.0) -> Tensor:
     """float32 numbers of a probe, normal ones times exp(spread * others): another order of a sum shows."""
-    like = {"generator": generator, "dtype": torch.float32, "device": generator.device}
-    normal, exponent = (torch.randn(*shape, **like) for _ in range(2))
+    drawn = (torch.empty(shape, dtype=torch.float32, device=generator.device) for _ in range(2))
+    normal, exponent = (numbers.normal_(generator=generator) for numbers in drawn)
     return normal * torch.exp(spread * exponent)
 
 

@@ -21,8 +21,7 @@ MAX_FUNCTION = 40  # lines of the code: a docstring may say as much as it needs
 MAX_KERNEL = 90
 MAX_FOLDER = 15
 
-LONG_FILES: dict[str, int] = {
-}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 LONG_KERNELS: dict[str, int] = {}
 
@@ -92,6 +91,20 @@ def test_kernels_are_short():
 def test_no_folder_is_full():
     modules = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
     assert not {str(folder): number for folder, number in modules.items() if number > MAX_FOLDER}
+
+
+def test_no_memory_of_a_template_follows_the_default_dtype():
+    """A kernel that writes float32 into what torch.set_default_dtype made smaller writes beyond its end."""
+    floating = {"torch." + name for name in ["empty", "full", "linspace", "ones", "tensor", "zeros"]}
+    found = [
+        f"{name}:{node.lineno}"
+        for name, source in sources().items()
+        if name.startswith(("templates/", "training/", "trl/")) and name.endswith(".py")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in floating
+        if not {"dtype", None} & {keyword.arg for keyword in node.keywords}  # None: **keywords
+    ]
+    assert not found, f"pass dtype to torch's constructors in {found}"
 
 
 def test_structure_names_every_module_and_no_other():

@@ -58,8 +58,9 @@ def require_agreement(
     lengths = [*(length for length in SHORT if length < longest), drawn.randint(2, longest), longest]
     prompts = [[drawn.randrange(vocab_size) for _ in range(length)] for length in lengths]
     for prompt, served in zip(prompts, _served(model, prompts)):
-        found = logprobs(torch.tensor([prompt], device="cpu"))[0].cpu()
-        different = (found.view(torch.int32) != torch.tensor(served, device="cpu").view(torch.int32)).nonzero()
+        found = logprobs(torch.tensor([prompt], dtype=torch.int64, device="cpu"))[0].cpu()
+        expected = torch.tensor(served, dtype=torch.float32, device="cpu")
+        different = (found.view(torch.int32) != expected.view(torch.int32)).nonzero()
         if len(different):
             raise _mismatch(int(different[0]), prompt, found, served, _differing(weights, model))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from detcompile.errors import InvalidInput
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.templates.cpu.fp_mode import float_mode
@@ -49,7 +50,17 @@ class Weight(NamedTuple):
 def weights_of(
     parameters: Mapping[str, nn.Parameter], ledgers: Mapping[str, Ledger], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Weight]:
-    """Parameters as regions take them, each with one port however many regions read it."""
+    """Parameters as regions take them, each with one port however many regions read it.
+
+    Raises:
+        InvalidInput: one is trained that was frozen, or is another than when the trainer was made.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and name not in ledgers:
+            raise InvalidInput(
+                f"{name} was frozen when the trainer was made, and requires a gradient now. Make the trainer of a "
+                "model where it is trained, and freeze it afterwards."
+            )
     return {
         name: Weight(
             parameter.detach().to(dtypes[name]),

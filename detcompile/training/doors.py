@@ -4,11 +4,13 @@ torch adds the gradients of micro-batches into ``.grad`` in the parameter's own 
 their float64 sum, which is exact, beside the parameter, and ``.grad`` is always that sum rounded.
 """
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from detcompile.errors import InvalidInput
 from detcompile.templates.training.exactness import ExactnessGuard
 
 __all__ = ["Ledger", "door"]
@@ -30,8 +32,11 @@ class Ledger:
 
     def __init__(self, parameter: nn.Parameter, name: str, guard: ExactnessGuard) -> None:
         self.name, self.guard, self.ranks = name, guard, 0
+        self._parameter = weakref.ref(parameter)
         self._exact: Tensor | None = None
         self._rounded: tuple[Tensor, int] | None = None  # what .grad was set to, and its version then
+        self._bound: Tensor | None = None  # the guard's, of what .grad was set to
+        self._backward = -1  # autograd's number of the backward that opened it last
         parameter.grad_dtype = None  # float64 while autograd adds, the parameter's own afterwards
         self._hook = parameter.register_post_accumulate_grad_hook(self._round)
 
@@ -40,26 +45,56 @@ class Ledger:
         self._hook.remove()
         self.ranks = ranks
 
-    def open(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put the float64 sum where autograd is about to add a gradient to it.
+    def require(self, parameter: nn.Parameter) -> None:
+        """Refuse another parameter in the place of the one that this was made for; FSDP makes others, and may."""
+        if not self.ranks and self._parameter() is not parameter:
+            raise InvalidInput(
+                f"{self.name} is another parameter than the trainer was made with, whose gradient is no exact sum. "
+                "Load weights without assign=True, which copies them, or make the trainer of the changed model."
+            )
+
+    def open(self, parameter: nn.Parameter, gradient: Tensor, accumulation: Any) -> None:
+        """Count a gradient that autograd is about to add, and have it added to the float64 sum.
+
+        Args:
+            accumulation: autograd's node that adds to ``.grad``. It does not run in ``torch.autograd.grad``, which
+                leaves ``.grad`` as it is.
 
         Raises:
             NumericsError: the sum may not be exact any more. On a GPU ``Trainer.clip_grad_norm_`` says so, later.
         """
-        grad = parameter.grad
-        if not self.ranks and grad is not None and grad.dtype is not torch.float64:
-            known = self._rounded is not None and grad is self._rounded[0] and grad._version == self._rounded[1]
-            parameter.grad = self._exact if known else grad.double()
+        if not self.ranks:
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:  # the first of its doors: others of this backward add to the same bound
+                self._backward = backward
+                self.guard.restart(self.name, self._bound_of(parameter.grad))
+            held: list[Any] = []
+            held.append(accumulation.register_prehook(lambda _: self._put_exact(parameter, held.pop())))
         self.guard.add(self.name, gradient)
         if gradient.device.type == "cpu":
             self.guard.require_one(self.name, max(1, self.ranks))
+
+    def _is_own(self, grad: Tensor) -> bool:
+        return self._rounded is not None and grad is self._rounded[0] and grad._version == self._rounded[1]
+
+    def _bound_of(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None or self._is_own(grad):
+            return None if grad is None else self._bound
+        return torch.linalg.vector_norm(grad.detach().double(), float("inf"))
+
+    def _put_exact(self, parameter: nn.Parameter, registered: Any) -> None:
+        """Put the float64 sum where autograd adds, once however many doors asked for it."""
+        registered.remove()
+        grad = parameter.grad
+        if grad is not None and grad.dtype is not torch.float64:
+            parameter.grad = self._exact if self._is_own(grad) else grad.double()
 
     def _round(self, parameter: Tensor) -> None:
         self._exact = parameter.grad
         assert self._exact is not None
         rounded = self._exact.to(parameter.dtype)
         parameter.grad = rounded
-        self._rounded = rounded, rounded._version
+        self._rounded, self._bound = (rounded, rounded._version), self.guard.bound_of(self.name)
 
 
 class _Door(torch.autograd.Function):
@@ -70,12 +105,17 @@ class _Door(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.ledger.open(ctx.parameter, grad)
+        ctx.ledger.open(ctx.parameter, grad, ctx.next_functions[0][0])
         return grad, None
 
 
 def door(parameter: nn.Parameter, ledger: Ledger) -> Tensor:
-    """The float64 stand-in of a parameter, a zero of its shape without memory, whose gradient is the parameter's."""
+    """The float64 stand-in of a parameter, a zero of its shape without memory, whose gradient is the parameter's.
+
+    Raises:
+        InvalidInput: it is not the ledger's parameter.
+    """
+    ledger.require(parameter)
     if ledger.ranks and parameter.grad_dtype is not torch.float64:
         parameter.grad_dtype = torch.float64  # of a parameter that was gathered
     port: Tensor = _Door.apply(parameter, ledger) if torch.is_grad_enabled() else stand_in(parameter)

@@ -29,7 +29,7 @@ def label_loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: 
     following[:, :-1] = torch.where(mask[:, 1:], labels[:, 1:], IGNORED_LABEL)
     targets = following[mask]
     counted = targets != IGNORED_LABEL
-    count = counted.sum() if num_items is None else torch.as_tensor(num_items)
+    count = counted.sum() if num_items is None else torch.as_tensor(num_items, dtype=torch.float64)
     if not int(count):
         raise InvalidInput("no token has a label: every label is -100, at padding, or of a row's first token")
     logprobs, _ = torch.ops.detcompile.token_logprobs(logits, targets.where(counted, 0))

@@ -24,7 +24,8 @@ def policy_loss(
     """The sum over tokens of -min(r * A, clipped r * A) / denominator, r = e^(logprob - old) (Schulman et al., 2017).
 
     For gradients that no split into micro-batches changes, a token's weight may depend on the whole batch only: the
-    denominator is a number of the global batch, such as its tokens. A token that shall not count has advantage 0.
+    denominator is a number of the global batch, such as its tokens. A token that shall not count has advantage 0,
+    and any ``old``.
 
     Args:
         logprobs: log-probabilities of the tokens, float32 of any shape, with a gradient.

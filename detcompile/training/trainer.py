@@ -96,6 +96,9 @@ class Trainer(nn.Module):
         proofs = [(call.prepare(trained), layer) for call, layer in zip(calls, layers, strict=True)]
         return TrainingCertificate(self._built.certificate, backward_of(proofs, self.numerics))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput("a trainer is not copied or pickled: make another, and give it this one's state_dict()")
+
     def shard(self, mesh: DeviceMesh | None = None) -> None:
         """Share the parameters among ranks by FSDP2, block by block; torch.distributed is initialised before.
 

@@ -71,16 +71,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         require_exact(args, keywords)
         held = load_model(model) if isinstance(model, (str, Path)) else model
         self.sampler = sampler or cast(CompiledModel, compile_model(copy.deepcopy(held)))
-        self.policy = trainer(
-            copy.deepcopy(held), numerics=self.sampler.numerics, max_context=self.sampler.max_context
-        )
+        self.policy = trainer(copy.deepcopy(held), numerics=self.sampler.numerics, max_context=self.sampler.max_context)
         for block in self.policy.blocks:
             block.recompute = args.gradient_checkpointing
         _share_parameters(held, self.policy)
         keywords.setdefault("processing_class", tokenizer_of(held))
         super().__init__(held, reward_funcs, args, **keywords)
         self._engine = self.sampler.engine(engine or EngineConfig())
-        self._served_step, self._num_drawn = -1, 0
+        self._served: tuple[int, int] | None = None  # the step, and the versions of the weights that the engine has
+        self._num_drawn = 0
+
+    def train(self, *given: Any, **keywords: Any) -> Any:
+        """TRL's; completions are of the weights of now from its first step, however it goes on."""
+        self._served = None
+        return super().train(*given, **keywords)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """``detcompile.AdamW`` with the configuration's numbers, where no other was given."""
@@ -102,9 +106,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if images or multimodal_fields:
             raise InvalidInput("images are not served: the policy reads tokens alone.")
         step = self.state.global_step
-        if step != self._served_step:
+        now = step, sum(parameter._version for parameter in self.policy.parameters())
+        if now != self._served:
             self.sampler.update_weights(self.policy)
-            self._served_step, self._num_drawn = step, 0
+            self._served, self._num_drawn = now, 0
         first = (self.args.seed << 44) + (step << 20) + self._num_drawn
         self._num_drawn += len(prompt_ids)
         params = [

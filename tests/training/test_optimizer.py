@@ -1,6 +1,7 @@
 """AdamW's bits are of each element alone, over any shards; its values are torch's."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -101,7 +102,12 @@ def test_a_state_that_is_loaded_goes_on():
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}]
+    "options",
+    [
+        *({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}),
+        *({"lr": torch.nan}, {"lr": torch.inf}, {"betas": (0.9, torch.nan)}, {"eps": torch.nan}),
+        {"weight_decay": torch.nan},
+    ],
 )
 def test_numbers_out_of_their_range_are_refused(options):
     with pytest.raises(InvalidInput, match="none may be negative, and betas are below 1"):
@@ -117,5 +123,105 @@ def test_what_is_not_float32_is_refused():
     turned.grad = torch.ones(3, 4)
     with pytest.raises(InvalidInput, match="is not contiguous"):
         AdamW([turned]).step()
-    with pytest.raises(InvalidInput, match=r"must be contiguous bfloat16 \(4,\), not torch.float32 \(4,\)"):
+    with pytest.raises(InvalidInput, match=r"must be contiguous bfloat16 \(4,\) on cpu, not torch.float32 \(4,\)"):
         AdamW([parameter], compute_copies={parameter: torch.ones(4)})
+
+
+def stepped(*shape: int) -> tuple[nn.Parameter, AdamW]:
+    """A parameter with a gradient, and its optimizer after a step."""
+    parameter = nn.Parameter(torch.ones(*shape))
+    parameter.grad = torch.ones(*shape)
+    optimizer = AdamW([parameter], lr=1e-3)
+    optimizer.step()
+    return parameter, optimizer
+
+
+def test_a_state_that_does_not_fit_is_refused_before_its_memory_is_touched():
+    (parameter, optimizer), (_, other) = stepped(1000), stepped(10)
+    before = parameter.detach().clone()
+    optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(InvalidInput, match=r"is torch.float32 \(10,\) on cpu, where contiguous float32 \(1000,\)"):
+        optimizer.step()
+    state = optimizer.state[parameter]
+    for name in ("exp_avg", "exp_avg_sq"):
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros(1000), torch.zeros(1000)
+        for bad in (torch.zeros(2000)[::2], torch.zeros(1000).double(), torch.zeros(1000, device="meta")):
+            state[name] = bad
+            with pytest.raises(InvalidInput, match="over the same parameters in the same order"):
+                optimizer.step()
+    assert float(state["step"]) == 1
+    optimizer.state[parameter] = {"momentum_buffer": torch.zeros(1000)}
+    with pytest.raises(InvalidInput, match="has no step, exp_avg, exp_avg_sq"):
+        optimizer.step()
+    assert_bitwise_equal(parameter.detach(), before)
+
+
+def test_a_copy_that_changed_since_is_refused():
+    parameter, rounded = nn.Parameter(torch.ones(4)), torch.ones(4, dtype=torch.bfloat16)
+    optimizer = AdamW([parameter], compute_copies={parameter: rounded})
+    rounded.resize_(2)
+    parameter.grad = torch.ones(4)
+    with pytest.raises(InvalidInput, match=r"a compute copy must be contiguous bfloat16 \(4,\)"):
+        optimizer.step()
+
+
+def test_steps_are_counted_beyond_256_under_a_default_of_bfloat16():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = AdamW([parameter])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[parameter]["step"].dtype is torch.float32
+    optimizer.state[parameter]["step"] = torch.tensor(256, dtype=torch.bfloat16)  # that was kept so
+    optimizer.step()
+    assert float(optimizer.state[parameter]["step"]) == 257
+
+
+def test_a_step_tells_autograd_that_the_weights_changed():
+    parameter, optimizer = stepped(3)
+    kept = (parameter * parameter).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+@pytest.mark.parametrize(
+    "option", [{"amsgrad": True}, {"maximize": True}, {"differentiable": True}, {"decoupled_weight_decay": False}]
+)
+def test_options_that_are_not_served_are_refused(option):
+    (name,) = option
+    with pytest.raises(InvalidInput, match=f"{name}=.* is not served"):
+        AdamW([{"params": [nn.Parameter(torch.ones(2))], **option}])
+    _, optimizer = stepped(2)
+    known = optimizer.state_dict()
+    known["param_groups"][0].update(option)
+    with pytest.raises(InvalidInput, match=f"{name}=.* is not served"):
+        optimizer.load_state_dict(known)
+    optimizer.param_groups[0].update(option)
+    with pytest.raises(InvalidInput, match=f"{name}=.* is not served"):
+        optimizer.step()
+
+
+def test_a_state_of_torchs_adamw_is_taken():
+    parameter, _ = stepped(2)
+    other = torch.optim.AdamW([parameter], lr=1e-3)
+    other.step()
+    optimizer = AdamW([parameter])
+    optimizer.load_state_dict(other.state_dict())
+    optimizer.step()
+    assert float(optimizer.state[parameter]["step"]) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
+def test_a_copy_of_an_optimizer_updates_copies_of_its_own(copied):
+    parameter, rounded = nn.Parameter(torch.ones(4)), torch.ones(4, dtype=torch.bfloat16)
+    optimizer = AdamW([parameter], lr=0.5, compute_copies={parameter: rounded})
+    other = copied(optimizer)
+    (own,) = other.param_groups[0]["params"]
+    own.grad = torch.ones(4)
+    other.step()
+    assert_bitwise_equal(other.compute_copies[own], own.detach().bfloat16())
+    assert bool((own < 1).all()) and bool((parameter == 1).all()) and bool((rounded == 1).all())

@@ -5,6 +5,7 @@ import torch
 
 from detcompile import policy_loss
 from detcompile.errors import InvalidInput
+from detcompile.templates.training.pointwise import policy_terms, policy_terms_cuda
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import normal
 
@@ -68,6 +69,21 @@ def test_a_token_without_an_advantage_adds_nothing():
     (found,) = torch.autograd.grad(loss, logprobs)
     assert not found[7:].any()
     assert_bitwise_equal(loss.detach(), policy_loss(logprobs[:7], old[:7], advantages[:7], 10).detach())
+
+
+@pytest.mark.parametrize("terms_of", [policy_terms, policy_terms_cuda])
+def test_a_token_without_an_advantage_may_have_any_old(terms_of):
+    """Padding that nobody set: NaN, and what lies so far below that the ratio is infinite."""
+    logprobs, old, advantages = (tensor.detach() for tensor in drawn(40))
+    advantages[7:] = 0
+    given = {"low": 0.8, "high": 1.2, "denominator": 10.0}
+    expected = terms_of(logprobs, old, advantages, **given)
+    old[7:20], old[20:30], logprobs[30:] = torch.nan, -200.0, -torch.inf
+    for found, known in zip(terms_of(logprobs, old, advantages, **given), expected, strict=True):
+        assert_bitwise_equal(found, known)
+    loss = policy_loss(logprobs.requires_grad_(), old, advantages, 10)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert not gradient[7:].any() and bool(gradient[:7].any()) and bool(loss.isfinite())
 
 
 @pytest.mark.parametrize(

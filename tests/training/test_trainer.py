@@ -1,5 +1,7 @@
 """A trainer's forward has the bytes that serve; its gradients those of no micro-batch, packing or order."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -156,6 +158,36 @@ def test_a_loss_that_is_not_divided_by_its_tokens_is_refused():
     with pytest.raises(NumericsError, match="Divide the loss"):
         (trainer.logprobs(ids, mask).sum() * 2.0**20).backward()
     trainer.zero_grad()
+
+
+def test_a_bound_of_a_gradient_begins_with_it_in_torchs_order_of_a_step():
+    rows, trainer = sequences([20, 9]), trained("qwen3")
+    ids, mask = padded(rows)
+    bounds = []
+    trainer.zero_grad()
+    for _ in range(3):
+        loss = trainer.logprobs(ids, mask).sum() / 100
+        trainer.zero_grad()
+        loss.backward()
+        bounds.append(trainer._guard.bounds(trainer.device))
+    assert torch.equal(bounds[2], bounds[0]) and bool((bounds[0] > 0).any())
+    (asked,) = torch.autograd.grad(trainer.logprobs(ids, mask).sum(), [trainer.get_parameter("model.norm.weight")])
+    assert asked.dtype is torch.float64
+    assert {parameter.grad.dtype for parameter in trainer.parameters()} == {torch.float32}
+    trainer.zero_grad()
+
+
+def test_a_trainer_whose_gradients_would_be_no_exact_sums_is_refused():
+    trainer, name = trained("qwen3"), "model.norm.weight"
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(InvalidInput, match="a trainer is not copied or pickled"):
+            copied(trainer)
+    own = trainer.get_parameter(name)
+    trainer.load_state_dict({name: own.detach().clone()}, strict=False, assign=True)
+    with pytest.raises(InvalidInput, match=f"{name} is another parameter"):
+        trainer.logprobs(torch.tensor([[1, 2]]))
+    trainer.get_submodule("model.norm").weight = own
+    trainer.logprobs(torch.tensor([[1, 2]]))
 
 
 def test_recomputed_layers_have_the_same_gradients():

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer over an engine and a trainer of ours: on policy to the bit, and blind to micro-batches."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,32 @@ def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any,
     assert drift[0] == drift[2] == 0.0 and min(drift[1], drift[3]) > 0
     other = dict(parts.model.named_parameters())
     assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
+
+
+def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a second ``train`` begin with 0 again; its first draws are no longer those of the first one."""
+    made: Any = object.__new__(GRPOTrainer)
+    policy, updates = torch.nn.Linear(2, 2), []
+    made.__dict__.update(
+        state=SimpleNamespace(global_step=0), args=SimpleNamespace(seed=0), policy=policy, _served=None, _num_drawn=0,
+        sampler=SimpleNamespace(update_weights=updates.append),
+        _engine=SimpleNamespace(generate=lambda prompts, params, progress: []),
+    )  # fmt: skip
+
+    def num_updates() -> int:
+        made._generate_single_turn([], None, None)
+        return len(updates)
+
+    assert [num_updates(), num_updates()] == [1, 1]
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    detcompile.AdamW(policy.parameters()).step()
+    assert [num_updates(), num_updates()] == [2, 2]
+    with torch.no_grad():
+        policy.bias.mul_(2)
+    assert [num_updates(), num_updates()] == [3, 3]
+    monkeypatch.setattr(trl.GRPOTrainer, "train", lambda self: num_updates())
+    assert made.train() == 4  # the sampler may have got others since
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,10 @@ def _rule(problem: AttentionProblem, T: int, draw: Draw, device: torch.device) -
         sliding_window=0 if problem.chunked else tokens,
         kv_chunk=problem.chunk,
         softcap=2.5 if problem.capped else 0.0,
-        sinks=torch.linspace(-3, 3, problem.heads, device=device) if problem.sinks else None,
-        alibi_slopes=2.0 ** -torch.linspace(1, 8, problem.heads, device=device) if problem.alibi else None,
+        sinks=torch.linspace(-3, 3, problem.heads, dtype=torch.float32, device=device) if problem.sinks else None,
+        alibi_slopes=2.0 ** -torch.linspace(1, 8, problem.heads, dtype=torch.float32, device=device)
+        if problem.alibi
+        else None,
         attention_chunk=tokens if problem.chunked else 0,
         relative_bias=draw(T, problem.heads, problem.chunk + 5) if problem.relative else None,
     )

@@ -41,7 +41,7 @@ EXPORT void detcompile_adamw(float* parameter, const float* gradient, float* ave
 }
 
 // Of each token: its term -min(ratio * A, clipped ratio * A) / denominator, and its derivative by the logprob; scalars[3]: lowest and
-// highest ratio, denominator. All float32 [count].
+// highest ratio, denominator. All float32 [count]. Where A is 0, nobody has to have set the logprobs.
 EXPORT void detcompile_policy_loss(const float* logprobs, const float* old, const float* advantages, float* terms, float* slopes,
                                    const float* scalars, int64_t count, int32_t num_threads) {
   over_elements(count, num_threads, [=](int64_t first, int64_t end) {
@@ -50,7 +50,8 @@ EXPORT void detcompile_policy_loss(const float* logprobs, const float* old, cons
       store(ratios, exp(load_some(logprobs + i, end - i) - load_some(old + i, end - i)));
       store(a, load_some(advantages + i, end - i));
       for (int lane = 0; lane < kLanes; lane++) {
-        float ratio = ratios[lane], bounded = ratio < scalars[0] ? scalars[0] : ratio > scalars[1] ? scalars[1] : ratio;
+        float ratio = a[lane] == 0.0f ? 1.0f : ratios[lane];
+        float bounded = ratio < scalars[0] ? scalars[0] : ratio > scalars[1] ? scalars[1] : ratio;
         float plain = ratio * a[lane], clipped = bounded * a[lane];
         bool is_clipped = clipped < plain;
         values[lane] = -(is_clipped ? clipped : plain);

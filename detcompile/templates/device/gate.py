@@ -98,7 +98,7 @@ class Gate(Generic[P, S]):
 
     def tuner(self, device: torch.device) -> "Tuner":
         """What this gate knows on one device; "cuda" is the current GPU, whose tensors say "cuda:0"."""
-        return _tuner(self.family, self.sources, torch.empty(0, device=device).device)
+        return _tuner(self.family, self.sources, torch.empty(0, dtype=torch.uint8, device=device).device)
 
     def _choose(self, problem: P, device: torch.device) -> S:
         reference, candidates = self.reference(problem), self.candidates(problem)
@@ -106,9 +106,7 @@ class Gate(Generic[P, S]):
             chosen = reference  # nothing to compare
         else:
             bits = functools.cache(lambda: self.probe(problem, device))  # drawn only if the gate has to run
-            chosen = self.tuner(device).choose(
-                str(problem), reference, candidates, lambda schedule: bits()(schedule)
-            )
+            chosen = self.tuner(device).choose(str(problem), reference, candidates, lambda schedule: bits()(schedule))
         self._chosen[problem, device] = chosen
         return chosen
 
@@ -261,9 +259,9 @@ class Tuner:
 
 
 def heavy_tailed(*shape: int, generator: torch.Generator, spread: float = 1.0) -> Tensor:
-    """float32 numbers of a probe whose magnitudes differ so much that another order of a sum shows: normal ones, each
-    scaled by exp(spread * another)."""
-    normal, exponent = (torch.randn(*shape, generator=generator, device=generator.device) for _ in range(2))
+    """float32 numbers of a probe, normal ones times exp(spread * others): another order of a sum shows."""
+    drawn = (torch.empty(shape, dtype=torch.float32, device=generator.device) for _ in range(2))
+    normal, exponent = (numbers.normal_(generator=generator) for numbers in drawn)
     return normal * torch.exp(spread * exponent)
 
 

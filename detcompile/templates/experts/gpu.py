@@ -131,7 +131,7 @@ def probe_experts(problem: ExpertsProblem, device: torch.device) -> Callable[[Ex
     elif not problem.aligned:
         w = torch.nn.functional.pad(w, (0, 1))[..., : problem.k]
     bias = None if problem.bias is None else draw(E, N).to(getattr(torch, problem.bias))
-    ids = (torch.rand(M, generator=generator, device=device).square() * E).long()
+    ids = (torch.rand(M, generator=generator, dtype=torch.float32, device=device).square() * E).long()
     ids[M // 2] = E
     radices = problem.radices
     expected = _by_matmul(x, ids, w, None, torch.float32, radices), _by_matmul(x, ids, w, bias, dtype, radices)

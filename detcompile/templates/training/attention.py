@@ -97,7 +97,7 @@ def packed_attention_backward_cpu(
     g, cu_seqlens = g.contiguous(), cu_seqlens.contiguous()
     q, k, v, out, lse = (tensor.contiguous() for tensor in given)
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
-    sink_rows = torch.zeros(0 if rule.sinks is None else len(q), q.shape[1], device="cpu")
+    sink_rows = torch.zeros((0 if rule.sinks is None else len(q), q.shape[1]), dtype=torch.float32, device="cpu")
     heads = (rule.alibi_slopes, rule.sinks)
     slopes, sinks = (None if values is None else values.float().contiguous() for values in heads)
     scalars = (ctypes.c_float * 4)(rule.pre_scale, rule.softcap, math.log2(math.e), rule.scale)

@@ -209,7 +209,7 @@ def probe_bits(problem: GradientProblem, device: torch.device) -> Callable[[Grad
     rule = AttentionRule(
         -scale if problem.needs_scores and not shaped else scale, 0 if problem.chunked or not problem.windowed else 97,
         64, 2.5 if problem.capped else 0.0, None,
-        2.0 ** -torch.linspace(1, 8, problem.heads, device=device) if problem.alibi else None,
+        2.0 ** -torch.linspace(1, 8, problem.heads, dtype=torch.float32, device=device) if problem.alibi else None,
         97 if problem.chunked else 0,
     )  # fmt: skip
     lse = attention_lse(q, k, cu_seqlens, rule).t().contiguous()

@@ -46,6 +46,16 @@ class ExactnessGuard:
         largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
         self._bounds[place] = largest + self._bounds[place] if place in self._bounds else largest
 
+    def bound_of(self, name: str) -> Tensor | None:
+        """The bound of a parameter; None where nothing was counted."""
+        return self._bounds.get(self._places[name])
+
+    def restart(self, name: str, bound: Tensor | None) -> None:
+        """Count on from ``bound``, of what a parameter's gradient is now; from nothing where it is None."""
+        self._bounds.pop(self._places[name], None)
+        if bound is not None:
+            self._bounds[self._places[name]] = bound
+
     def clear(self) -> None:
         """Start anew, as after an optimizer's step."""
         self._bounds.clear()
@@ -70,8 +80,8 @@ class ExactnessGuard:
         what = f"may reach {bound:.3g}" if bound != float("inf") else f"exceed {limit:g}"
         raise NumericsError(
             f"the sums that make the gradient of {name} {what}; multiples of 2^{self.grid} are added exactly up to "
-            f"{limit:g}{of_others}. Divide the loss by the number of its tokens, or choose a coarser "
-            "Numerics(token_grid=...)"
+            f"{limit:g}{of_others}. Divide the loss by the number of its tokens, set .grad to None at each step (also "
+            "of parameters that no optimizer has), or choose a coarser Numerics(token_grid=...)"
         )
 
     def require_one(self, name: str, ranks: int) -> None:

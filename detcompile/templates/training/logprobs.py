@@ -60,7 +60,7 @@ def token_logprobs_cpu(
     """
     _check("token_logprobs", logits, targets, temperature)
     logits, targets = logits.contiguous(), _in_vocabulary(targets, logits.shape[1])
-    logprobs, entropies = torch.empty(len(logits), device="cpu"), torch.empty(len(logits), device="cpu")
+    logprobs, entropies = (torch.empty(len(logits), dtype=torch.float32, device="cpu") for _ in range(2))
     cpu_library.library(isa).detcompile_token_logprobs(
         *(tensor.data_ptr() for tensor in (logits, targets, logprobs, entropies)), temperature, *logits.shape,
         cpu_library.radices_array(tuple(radices)), len(radices), cpu_library.dtype_code(logits),

@@ -2,7 +2,7 @@
 
     adamw:  m = m + (g - m) * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
             p = p * (1 - lr * decay) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
-    policy: ratio = exp(logprob - old)
+    policy: ratio = exp(logprob - old), and 1 where A is 0, so that a token that does not count may have any old
             term = -min(ratio * A, min(max(ratio, low), high) * A) / denominator
 
 All in float32, each operation rounded once (no fused multiply-add), root and division IEEE's, the constants rounded to
@@ -105,7 +105,14 @@ def policy_terms(
             (ctypes.c_float * 3)(low, high, denominator), logprobs.numel(), cpu_library.thread_count(),
         )  # fmt: skip
         return terms, slopes
-    ratio = torch.exp(logprobs - old)
+    return policy_terms_cuda(logprobs, old, advantages, low=low, high=high, denominator=denominator)
+
+
+def policy_terms_cuda(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float, denominator: float
+) -> tuple[Tensor, Tensor]:
+    """``policy_terms`` on the GPU."""
+    ratio = torch.exp(logprobs - old).masked_fill(advantages == 0, 1.0)
     plain, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
     is_clipped = clipped < plain
     divisor = logprobs.new_full((), denominator)  # a number would become a product with its reciprocal

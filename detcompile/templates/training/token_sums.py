@@ -54,8 +54,8 @@ def token_matmul_cpu(
     check_product(g, x, leaves)
     out = torch.empty((g.shape[1], x.shape[1]), dtype=torch.float64, device="cpu")
     g_NT, x_KT, leaves = g.t().contiguous(), x.contiguous().t(), leaves.contiguous()
-    nothing = torch.empty(0, device="cpu")  # the product of a leaf goes to memory of its own
-    call = pack_call(g_NT, x_KT, None, None, nothing, ())
+    nowhere = torch.empty(0, dtype=torch.float32, device="cpu")  # the product of a leaf goes to memory of its own
+    call = pack_call(g_NT, x_KT, None, None, nowhere, ())
     bad = cpu_library.library(isa).detcompile_token_matmul(
         call, leaves.data_ptr(), len(leaves) - 1, rows_a_token, magic_of(grid), limit_of(grid), out.data_ptr()
     )

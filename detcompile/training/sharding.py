@@ -6,7 +6,7 @@ reduced sum to float32 before it adds it to ``.grad``; a hook adds it in float64
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import InvalidInput, UnsupportedModel
 
-__all__ = ["ExactSum", "shard_blocks", "whole", "whole_weights"]
+__all__ = ["ExactSum", "Unreplicated", "shard_blocks", "whole", "whole_weights"]
+
+
+class Unreplicated(nn.Module):
+    """A module that refuses torch's replicas, whose gradients are averaged and added in float32."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # DistributedDataParallel reads it first of all
+        raise UnsupportedModel(
+            "DistributedDataParallel adds rounded gradients, so that bits follow ranks and micro-batches: call"
+            " trainer.shard() instead; a mesh of two dimensions, (ranks, 1), keeps every parameter whole on each rank"
+        )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise UnsupportedModel("DataParallel adds rounded gradients: start a process a GPU and call trainer.shard()")
 
 
 class ExactSum:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
@@ -30,14 +30,14 @@ from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.label_loss import label_loss
 from detcompile.training.packing import leaf_table, packed_step, pieces
-from detcompile.training.sharding import ExactSum, shard_blocks, whole, whole_weights
+from detcompile.training.sharding import ExactSum, Unreplicated, shard_blocks, whole, whole_weights
 
 __all__ = ["Trainer"]
 
 ROWS_AT_ONCE = 2048  # rows of logits that are in memory at a time
 
 
-class Trainer(nn.Module):
+class Trainer(Unreplicated):
     """A causal LM to train. Made by ``detcompile.trainer``.
 
     Its parameters have Hugging Face's names. Those that are trained are float32, and are rounded to the model's dtype

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from detcompile.errors import InvalidInput, UnsupportedModel
+from detcompile.training.optimizer import local_part
 
 __all__ = ["ExactSum", "Unreplicated", "shard_blocks", "whole", "whole_weights"]
 
@@ -36,29 +38,55 @@ class Unreplicated(nn.Module):
 class ExactSum:
     """Adds the reduced gradients of one FSDP group, float64, before they are rounded to the parameters' dtype.
 
-    It goes by torch's rule: a ``.grad`` of None starts a new sum. FSDP's own addition then finds None.
+    It goes by torch's rules, each parameter and element by itself: a ``.grad`` of None, and zeros in it, start a new
+    sum. FSDP's own addition then finds None. What else was written there is on no grid, and is refused.
     """
 
     def __init__(self, module: FSDPModule) -> None:
-        self._parameters = [held.sharded_param for group in _groups_of(module) for held in group.fsdp_params]
-        self._sum: Tensor | None = None
+        self._held = [held for group in _groups_of(module) for held in group.fsdp_params]
+        self._sums: dict[Any, Tensor] = {}  # by parameter, the rows of this rank
 
     def clear(self) -> None:
-        """Free the sum, where every ``.grad`` is None."""
-        self._sum = None
+        """Free the sums, where every ``.grad`` is None."""
+        self._sums.clear()
 
     def __call__(self, reduced: Tensor) -> None:
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if any(grad._local_tensor._version for grad in grads):
+        trained = [held for held in self._held if held.unsharded_param.requires_grad]
+        sizes = [held.padded_sharded_param_size.numel() for held in trained]
+        if sum(sizes) != reduced.numel():
             raise InvalidInput(
-                "a gradient was changed in place (zeroed, scaled) and then added to: start each step with"
-                " zero_grad(set_to_none=True), and clip after the last micro-batch"
+                "some parameters of a block have a gradient and others have none: call backward() without inputs"
             )
-        if grads and self._sum is not None:
-            reduced += self._sum
-        self._sum = reduced  # what FSDP rounds next is a copy
-        for parameter in self._parameters:
+        changed = []
+        for held, part in zip(trained, reduced.split(sizes), strict=True):
+            parameter = held.sharded_param
+            before, grad = self._sums.pop(parameter, None), parameter.grad
+            mine = part[: held.sharded_size.numel()]
+            if grad is not None:
+                earlier, other = _earlier(local_part(grad).flatten(), mine.new_zeros(()) if before is None else before)
+                mine += earlier
+                changed.append(other)
+            self._sums[parameter] = mine  # what FSDP rounds next is a copy
             parameter.grad = None
+        if changed:
+            _require_unchanged(torch.stack(changed).any(), trained[0].sharded_param.device_mesh)
+
+
+def _earlier(grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The float64 sum that a ``.grad`` is of, zero where that is; and whether it is elsewhere another's."""
+    kept = grad.view(torch.int32) == exact.to(grad.dtype).view(torch.int32)  # NaN is NaN
+    return exact.where(kept, 0.0), ~(kept | (grad == 0)).all()
+
+
+def _require_unchanged(changed: Tensor, mesh: DeviceMesh) -> None:
+    """Refuse on every rank what one has found; ranks that hold the same rows find the same."""
+    found = changed.int()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    if found.item():
+        raise InvalidInput(
+            "a gradient was changed in place (scaled, clipped) or replaced, and then added to: start each step with"
+            " zero_grad(), and clip after the last micro-batch"
+        )
 
 
 def shard_blocks(

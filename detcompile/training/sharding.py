@@ -35,20 +35,60 @@ class Unreplicated(nn.Module):
         raise UnsupportedModel("DataParallel adds rounded gradients: start a process a GPU and call trainer.shard()")
 
 
+class Changes:
+    """Refuses gradients that were changed and added to, on every rank, at the end of the backward that found them.
+
+    FSDP has its own state in order again by then, and one collective does for all groups.
+
+    Attributes:
+        sums: of all groups, which are cleared.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.sums: list[ExactSum] = []
+        self._group = mesh.get_group(mesh.ndim - 1)  # others hold the same rows, and find the same
+        self._found: list[Tensor] = []
+
+    def note(self, changed: Tensor) -> None:
+        """Take what one group found, a bool, during a backward."""
+        self._found.append(changed)
+        torch.autograd.Variable._execution_engine.queue_callback(self._refuse)
+
+    def _refuse(self) -> None:
+        if not self._found:
+            return  # the first of these callbacks took all
+        found = torch.stack(self._found).any().int()
+        self._found.clear()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        if found.item():
+            for held in self.sums:
+                held.clear()
+            raise InvalidInput(
+                "a gradient was changed in place (scaled, clipped) or replaced, and then added to; all are None now:"
+                " start each step with zero_grad(), and clip after the last micro-batch"
+            )
+
+
 class ExactSum:
     """Adds the reduced gradients of one FSDP group, float64, before they are rounded to the parameters' dtype.
 
     It goes by torch's rules, each parameter and element by itself: a ``.grad`` of None, and zeros in it, start a new
     sum. FSDP's own addition then finds None. What else was written there is on no grid, and is refused.
+
+    Args:
+        changes: refuses it.
     """
 
-    def __init__(self, module: FSDPModule) -> None:
+    def __init__(self, module: FSDPModule, changes: "Changes") -> None:
+        self._changes = changes
         self._held = [held for group in _groups_of(module) for held in group.fsdp_params]
-        self._sums: dict[Any, Tensor] = {}  # by parameter, the rows of this rank
+        self._sums: dict[Tensor, Tensor] = {}  # by parameter, the rows of this rank
 
     def clear(self) -> None:
-        """Free the sums, where every ``.grad`` is None."""
+        """Free the sums, where every ``.grad`` is None or is to be."""
         self._sums.clear()
+        for held in self._held:
+            held.sharded_param.grad = None
 
     def __call__(self, reduced: Tensor) -> None:
         trained = [held for held in self._held if held.unsharded_param.requires_grad]
@@ -69,7 +109,7 @@ class ExactSum:
             self._sums[parameter] = mine  # what FSDP rounds next is a copy
             parameter.grad = None
         if changed:
-            _require_unchanged(torch.stack(changed).any(), trained[0].sharded_param.device_mesh)
+            self._changes.note(torch.stack(changed).any())
 
 
 def _earlier(grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,36 +118,23 @@ def _earlier(grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     return exact.where(kept, 0.0), ~(kept | (grad == 0)).all()
 
 
-def _require_unchanged(changed: Tensor, mesh: DeviceMesh) -> None:
-    """Refuse on every rank what one has found; ranks that hold the same rows find the same."""
-    found = changed.int()
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
-    if found.item():
-        raise InvalidInput(
-            "a gradient was changed in place (scaled, clipped) or replaced, and then added to: start each step with"
-            " zero_grad(), and clip after the last micro-batch"
-        )
-
-
-def shard_blocks(
-    root: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, mesh: DeviceMesh | None
-) -> list[ExactSum]:
+def shard_blocks(root: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> list[ExactSum]:
     """fully_shard each block, and then ``root`` with what is left; returns what adds up their gradients.
 
     Args:
         dtype: dtype that the forward takes parameters in.
-        mesh: the ranks, of one dimension, or of two to replicate over the first; None for all there are.
+        mesh: the ranks, of one dimension, or of two to replicate over the first.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64, cast_forward_inputs=False)
     for module in (*blocks, root):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    sums = []
+    changes = Changes(mesh)
     for module in (*blocks, root):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # a sum: the loss has the global denominator
-        sums.append(ExactSum(module))
-        module.set_all_reduce_hook(sums[-1])
-    return sums
+        changes.sums.append(ExactSum(module, changes))
+        module.set_all_reduce_hook(changes.sums[-1])
+    return changes.sums
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Changes:
     FSDP has its own state in order again by then, and one collective does for all groups.
 
     Attributes:
-        sums: of all groups, which are cleared.
+        sums: the sums of all groups, which a refusal clears.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -104,7 +104,7 @@ class AdamW(Optimizer):
         """What this process holds of a parameter's two averages, whose memory a kernel is about to write."""
         state, p = self.state[parameter], local_part(parameter)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         if missing := [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in state]:
             raise InvalidInput(f"AdamW: the state of a parameter has no {', '.join(missing)}. Load a state of AdamW.")

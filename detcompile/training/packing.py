@@ -10,7 +10,7 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch
 from detcompile.step import StepInputs, step_leaves
 from detcompile.training.blocks import StepTensors
 
-__all__ = ["leaf_table", "packed_step"]
+__all__ = ["leaf_table", "packed_step", "padded", "pieces", "predicting_leaves"]
 
 
 def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> StepTensors:
@@ -26,6 +26,11 @@ def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> 
     position_ids = on_device(batch.position_ids[None], torch.int64)
     leaves = step_leaves(token_ids, position_ids, step, nothing)
     return StepTensors(tuple(leaves), on_device(leaf_table(batch.lengths.tolist(), token_leaf), torch.int32))
+
+
+def predicting_leaves(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> Tensor:
+    """The leaf table of the rows that predict a token: all but the last of each sequence."""
+    return torch.tensor(leaf_table((batch.lengths - 1).tolist(), token_leaf), dtype=torch.int32, device=device)
 
 
 def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
@@ -46,4 +51,11 @@ def pieces(table: Iterable[int], rows_at_once: int) -> list[list[int]]:
             first += found[-1][-1]
             found.append([0])
         found[-1].append(end - first)
+    return found
+
+
+def padded(values: Tensor, places: Tensor) -> Tensor:
+    """Zeros of the shape of ``places``, with ``values`` where it is true."""
+    found = values.new_zeros(places.shape)
+    found[places] = values
     return found

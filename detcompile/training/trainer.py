@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -29,15 +29,15 @@ from detcompile.training.construction import build
 from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.label_loss import label_loss
-from detcompile.training.packing import leaf_table, packed_step, pieces
-from detcompile.training.sharding import ExactSum, shard_blocks, whole, whole_weights
+from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves
+from detcompile.training.sharding import ExactSum, Unreplicated, shard_blocks, whole, whole_weights
 
 __all__ = ["Trainer"]
 
 ROWS_AT_ONCE = 2048  # rows of logits that are in memory at a time
 
 
-class Trainer(nn.Module):
+class Trainer(Unreplicated):
     """A causal LM to train. Made by ``detcompile.trainer``.
 
     Its parameters have Hugging Face's names. Those that are trained are float32, and are rounded to the model's dtype
@@ -71,6 +71,7 @@ class Trainer(nn.Module):
         for block in self.blocks:
             block.ledgers = {name: held for name, held in self._ledgers.items() if name.startswith(block.prefix)}
         self._trained, self._sums = list(trained.values()), list[ExactSum]()
+        self._mesh: DeviceMesh | None = None
         self.certificate  # noqa: B018 - nothing is trained whose backward is not proved
 
     @property
@@ -115,10 +116,11 @@ class Trainer(nn.Module):
         dtype, *others = set(self._dtypes.values())
         if others:
             raise UnsupportedModel(f"parameters of {dtype} and {others} are not sharded: load the model in one dtype")
+        self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),)) if mesh is None else mesh
         for ledger in self._ledgers.values():
-            ledger.leave_to(dist.get_world_size() if mesh is None else mesh.size())
-        self._sums = shard_blocks(self, self.blocks, dtype, mesh)
-        register_fsdp_forward_method(self, "logprobs")
+            ledger.leave_to(self._mesh.size())
+        self._sums = shard_blocks(self, self.blocks, dtype, self._mesh)
+        register_fsdp_forward_method(self, "_scored")
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def serving_weights(self) -> dict[str, Tensor]:
@@ -141,7 +143,7 @@ class Trainer(nn.Module):
             raise InvalidInput("the model came without adapters of PEFT: serving_weights() has all of its weights")
         named = self.named_parameters()
         kept = {name: whole(held) for name, held in named if of_adapters(name) or held.requires_grad}
-        if not self._sums or dist.get_rank() == 0:
+        if self._mesh is None or not any(self._mesh.get_coordinate() or ()):
             save_adapters(Path(folder), self._adapters, kept, self.config.name_or_path)
 
     def check(self, model: CompiledModel, seed: int = 0) -> None:
@@ -212,7 +214,12 @@ class Trainer(nn.Module):
         Raises:
             InvalidInput: as ``forward``, or a temperature that is not positive.
         """
-        batch = self._batch(input_ids, attention_mask, position_ids, None)
+        logprobs, entropy = self._scored(self._batch(input_ids, attention_mask, position_ids, None), temperature)
+        logprobs.entropy = entropy  # type: ignore[attr-defined]
+        return logprobs
+
+    def _scored(self, batch: UnpaddedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """What ``logprobs`` gives, and the entropy: FSDP unshards before the backward of returned tensors alone."""
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()
         rows = self._rows(step, weights)
@@ -221,11 +228,10 @@ class Trainer(nn.Module):
         predicting[last] = False
         kept = predicting.nonzero().squeeze(1).to(self.device)
         targets = step.leaves[0][0, kept + 1]
-        found = self._chunked(rows[:, kept], targets, temperature, step._replace(table=_short(batch, self)), weights)
+        step = step._replace(table=predicting_leaves(batch, self.numerics.token_leaf, self.device))
+        logprobs, entropy = self._chunked(rows[:, kept], targets, temperature, step, weights)
         places = torch.from_numpy(batch.mask[:, 1:] & batch.mask[:, :-1]).to(self.device)
-        logprobs, entropy = (_padded(values, places) for values in found)
-        logprobs.entropy = entropy  # type: ignore[attr-defined]
-        return logprobs
+        return padded(logprobs, places), padded(entropy, places)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """``detcompile.clip_grad_norm_`` of all parameters, where their gradients were exact sums.
@@ -233,10 +239,10 @@ class Trainer(nn.Module):
         Raises:
             NumericsError: a gradient's sums may not have been exact; it names the parameter, and what to do.
         """
-        if any(ledger.ranks for ledger in self._ledgers.values()):
-            self._guard.check(self.device)
-        else:
-            self._guard.require(self._guard.bounds(self.device))
+        bounds = self._guard.bounds(self.device)
+        for group in [] if self._mesh is None else self._mesh.get_all_groups():
+            dist.all_reduce(bounds, group=group)
+        self._guard.require(bounds)
         return clip_grad_norm_(self.parameters(), max_norm)
 
     def _batch(self, *given: Tensor | None) -> UnpaddedBatch:
@@ -271,7 +277,11 @@ class Trainer(nn.Module):
             return found
 
         if len(step.table) == 1:  # sequences of one token, which nothing predicts
-            return (nothing := rows.float().sum(-1).flatten()), nothing
+            ports = [port for name in self._built.last.weights if (port := weights[name].port) is not None]
+            nothing = rows.float().sum(-1).flatten()
+            for port in ports:  # their gradients are zeros and not None: ranks reduce those of the same parameters
+                nothing = nothing + (port.sum() * 0).float()
+            return nothing, nothing
         found, at = [], 0
         for table in pieces(step.table.tolist(), ROWS_AT_ONCE):
             piece = slice(at, at := at + table[-1])
@@ -279,15 +289,3 @@ class Trainer(nn.Module):
             found.append(checkpoint(of_piece, *given, use_reentrant=False))
         logprobs, entropies = zip(*found, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _short(batch: UnpaddedBatch, trainer: Trainer) -> Tensor:
-    """The leaf table of the rows that predict a token: all but the last of each sequence."""
-    table = leaf_table((batch.lengths - 1).tolist(), trainer.numerics.token_leaf)
-    return torch.tensor(table, dtype=torch.int32, device=trainer.device)
-
-
-def _padded(values: Tensor, places: Tensor) -> Tensor:
-    padded = values.new_zeros(places.shape)
-    padded[places] = values
-    return padded

@@ -16,13 +16,13 @@ CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn", "qwen3 lora"]
 
 @pytest.fixture(scope="module", params=exhaustive_unless("qwen3".__eq__, CASES))
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """By mesh and mutant, what every rank ended with in every split: processes are what shares a trainer."""
+    """By world, what every rank ended with in every split: processes are what shares a trainer."""
     file = tmp_path_factory.mktemp("worlds") / "found.json"
     with Path(file.with_suffix(".log")).open("w+") as log:
         program = [sys.executable, "-m", "tests.training.worlds", str(file), *request.param.split()]
         ended = subprocess.run(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=600, check=False)
         assert not ended.returncode, (log.seek(0), log.read())[1][-4000:]
-    return {(tuple(mesh), mutant): found for (mesh, mutant), found in json.loads(file.read_text())}
+    return {(tuple(mesh), mutant, others): ended for (mesh, mutant, others), ended in json.loads(file.read_text())}
 
 
 def distinct(found: list[Any], key: str) -> set[str]:
@@ -31,14 +31,18 @@ def distinct(found: list[Any], key: str) -> set[str]:
 
 @pytest.mark.parametrize("key", ["gradients", "norms", "weights", "served"])
 def test_no_world_mesh_assignment_or_split_moves_a_bit(found: dict[Any, list[Any]], key: str):
-    whole = distinct(found[(), ""], key)
+    whole = distinct(found[(), "", 0], key)
     assert len(whole) == 1
-    for mesh in ((1,), (2,), (3,), (2, 1), (2, 2)):
-        assert len(found[mesh, ""]) >= 4
-        assert distinct(found[mesh, ""], key) == whole, mesh
+    for mesh, others in (((1,), 0), ((2,), 0), ((3,), 0), ((2, 1), 0), ((2, 2), 0), ((2,), 1)):
+        assert len(found[mesh, "", others]) >= 4
+        assert distinct(found[mesh, "", others], key) == whole, mesh
+
+
+def test_the_first_rank_of_a_mesh_writes(found: dict[Any, list[Any]]):
+    assert sorted(ended["writes"] for ended in found[(2,), "", 1] if "writes" in ended) == [False, True]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_what_sharded_gradients_rest_on_is_seen_when_it_is_away(found: dict[Any, list[Any]], mutant: str):
     """float64 in the collective; the hook that adds micro-batches; a sum that is not divided by the ranks."""
-    assert not distinct(found[(3,), mutant], "gradients") <= distinct(found[(), ""], "gradients")
+    assert not distinct(found[(3,), mutant, 0], "gradients") <= distinct(found[(), "", 0], "gradients")

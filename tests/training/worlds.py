@@ -16,18 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import detcompile
 from detcompile import InvalidInput, Trainer
 from detcompile.training import sharding
+from detcompile.training import trainer as trainer_module
 from tests.model_cases import MAX_CONTEXT, random_model
 from tests.training.cases import adapted, add_gradients, sequences
 
 __all__ = ["LENGTHS", "MUTANTS", "WORLDS", "World"]
 
-LENGTHS = [40, 7, 130, 2, 64, 15]
+LENGTHS = [40, 7, 130, 2, 64, 1]  # the last is alone in some micro-batches, beside those of other ranks
 MUTANTS = ("reduce_dtype", "hook", "divide")
 
 
@@ -36,6 +37,7 @@ class World(NamedTuple):
 
     mesh: tuple[int, ...]  # () for one that is not sharded
     mutant: str = ""
+    others: int = 0  # first ranks of torch.distributed that have no part in it
 
     @property
     def size(self) -> int:
@@ -45,6 +47,7 @@ class World(NamedTuple):
 WORLDS = (
     *(World(mesh) for mesh in ((), (1,), (2,), (3,), (2, 1), (2, 2))),
     *(World((3,), mutant) for mutant in MUTANTS),
+    World((2,), others=1),
 )
 
 
@@ -103,25 +106,40 @@ def mutate(mutant: str) -> None:
 
 def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world.size)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world.others + world.size)
     mutate(world.mutant)
     if world.mesh:
-        trainer.shard(init_device_mesh("cpu", world.mesh, mesh_dim_names=("replicate", "shard")[-len(world.mesh) :]))
+        ranks = world.others + torch.arange(world.size).view(world.mesh)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")[-len(world.mesh) :])
+        if rank < world.others:
+            return
+        trainer.shard(mesh)
     found = []
     for groups in assignments(world.size):
         try:
-            found.append(two_steps(trainer, groups[rank]))
+            found.append(two_steps(trainer, groups[rank - world.others]))
         except InvalidInput as refused:  # as a mutant may be, on every rank alike
             found.append({"refused": str(refused)})
             break
+    if world.others:
+        found[0]["writes"] = writes(trainer)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def writes(trainer: Trainer) -> bool:
+    """Whether it is this rank that writes what all save."""
+    wrote: list[Any] = []
+    trainer_module.save_adapters = lambda *given: wrote.append(given)
+    trainer._adapters = {"default": None}
+    trainer.save_adapters("never")
+    return bool(wrote)
 
 
 def digests(world: World, trainer: Trainer) -> list[Any]:
     """Of every assignment and split, and of every rank: as equal as they are."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(of_rank, (world, trainer, folder), world.size, start_method="fork")
+        mp.start_processes(of_rank, (world, trainer, folder), world.others + world.size, start_method="fork")
         return [found for file in Path(folder).glob("*.json") for found in json.loads(file.read_text())]
 
 

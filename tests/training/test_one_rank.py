@@ -1,0 +1,135 @@
+"""A trainer that one rank holds keeps torch's rules for ``.grad``, or refuses what would move bits."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import detcompile
+from detcompile import InvalidInput, Trainer, UnsupportedModel
+from detcompile.training.sharding import whole
+from tests.model_cases import MAX_CONTEXT, random_model
+from tests.training.cases import add_gradients, sequences
+
+ROWS = sequences([9, 5])
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+Change = Callable[[Sequence[nn.Parameter]], object]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    store = tmp_path_factory.mktemp("rank") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    trainer = detcompile.trainer(random_model("qwen3", torch.bfloat16), max_context=MAX_CONTEXT)
+    trainer.shard()
+    yield trainer
+    dist.destroy_process_group()
+
+
+def gradients(trainer: Trainer) -> Mapping[str, Tensor]:
+    """Of all trained parameters: one without a gradient would be none here."""
+    return {name: whole(held.grad).clone() for name, held in trainer.named_parameters() if held.requires_grad}
+
+
+def after(trainer: Trainer, *steps: int | Change) -> Mapping[str, Tensor]:
+    """Gradients after backwards of the sequences of these numbers, and changes between them."""
+    trainer.zero_grad()
+    for step in steps:
+        if isinstance(step, int):
+            add_gradients(trainer, ROWS, [[step]])
+        else:
+            step(list(trainer.parameters()))
+    return gradients(trainer)
+
+
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert torch.equal(found[name], values), name
+
+
+def zero(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.zero_()
+
+
+def multiply(factor: float) -> Change:
+    def replace(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = parameter.grad * factor
+
+    return replace
+
+
+def test_torchs_replicas_are_refused_as_they_add_rounded_gradients(shared: Trainer):
+    with pytest.raises(UnsupportedModel, match=r"trainer\.shard\(\)"):
+        DistributedDataParallel(shared)
+    with pytest.raises(UnsupportedModel, match=r"trainer\.shard\(\)"):
+        shared._replicate_for_data_parallel()  # as DataParallel does for each of several GPUs
+
+
+@pytest.mark.parametrize("change", [zero, multiply(0.0), multiply(-0.0)])
+def test_zeros_start_a_new_sum(shared: Trainer, change: Change):
+    assert_same(after(shared, 0, change, 1), after(shared, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        multiply(0.5),
+        lambda parameters: torch._foreach_mul_([held.grad for held in parameters], 0.5),
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-3),
+        lambda parameters: detcompile.clip_grad_norm_(parameters, 1e-3),
+        lambda parameters: parameters[-1].grad[:1].add_(1.0),
+    ],
+    ids=["replaced", "foreach", "torch's clip", "clip", "one row"],
+)
+def test_what_else_changes_a_gradient_is_refused_by_the_next_addition(shared: Trainer, change: Change):
+    with pytest.raises(InvalidInput, match="changed in place"):
+        after(shared, 0, change, 1)
+
+
+def test_parameters_whose_gradient_is_none_start_alone(shared: Trainer):
+    def forget(parameters: Sequence[nn.Parameter]) -> None:
+        parameters[0].grad = None
+
+    found, second, both = after(shared, 0, forget, 1), after(shared, 1), after(shared, 0, 1)
+    first = next(iter(found))
+    assert_same(found, {**both, first: second[first]})
+    assert not torch.equal(second[first], both[first])
+
+
+def test_a_parameter_that_is_frozen_between_micro_batches_keeps_its_gradient(shared: Trainer):
+    query = shared.get_parameter(QUERY)
+    first, both = after(shared, 0), after(shared, 0, 1)
+    try:
+        after(shared, 0, lambda parameters: query.requires_grad_(False), 1)
+        assert torch.equal(whole(query.grad), first[QUERY])
+    finally:
+        query.requires_grad_(True)
+    assert_same(gradients(shared), {**both, QUERY: first[QUERY]})
+
+
+def test_the_entropy_alone_has_a_backward_behind_another(shared: Trainer):
+    shared.zero_grad()
+    sums = [shared.logprobs(row[None]).entropy.sum() for row in ROWS]
+    for value in sums:
+        value.backward()
+    found = gradients(shared)
+    shared.zero_grad()
+    for row in ROWS:
+        shared.logprobs(row[None]).entropy.sum().backward()
+    assert_same(found, gradients(shared))
+
+
+def test_sequences_of_one_token_give_zeros_to_every_parameter(shared: Trainer):
+    """Of ranks that do not all have such a micro-batch, the collectives have one size then."""
+    shared.zero_grad()
+    shared.logprobs(torch.tensor([[5], [6]])).sum().backward()
+    assert all(not values.any() for values in gradients(shared).values())
+    shared.zero_grad()
+    shared.logprobs(torch.tensor([[5], [6]])).entropy.sum().backward()
+    assert all(not values.any() for values in gradients(shared).values())

@@ -1,10 +1,12 @@
 """What gradients rest on, taken away one by one: the comparison of splits has to see each."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from detcompile.training import doors, packing, trainer
+from detcompile.training import doors, packing
 from tests.training.cases import gradients, sequences, trained
 
 ROWS = sequences([40, 7, 130, 64, 15])
@@ -30,11 +32,12 @@ def test_without_ports_each_micro_batch_would_be_rounded(dtype: torch.dtype, mon
 
 
 def test_without_a_ledger_rounded_sums_would_be_added(monkeypatch: pytest.MonkeyPatch):
-    def opened(ledger: doors.Ledger, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def put_rounded(ledger: doors.Ledger, parameter: nn.Parameter, registered: Any) -> None:
+        registered.remove()
         if parameter.grad is not None:
             parameter.grad = parameter.grad.double()
 
-    monkeypatch.setattr(doors.Ledger, "open", opened)
+    monkeypatch.setattr(doors.Ledger, "_put_exact", put_rounded)
     assert differs()
 
 
@@ -42,6 +45,5 @@ def test_a_leaf_across_sequences_follows_the_packing(monkeypatch: pytest.MonkeyP
     def one_leaf(lengths: list[int], token_leaf: int) -> list[int]:
         return [0, sum(lengths)]
 
-    for module in (packing, trainer):
-        monkeypatch.setattr(module, "leaf_table", one_leaf)
+    monkeypatch.setattr(packing, "leaf_table", one_leaf)
     assert differs()

@@ -193,7 +193,7 @@ def test_a_capture_takes_the_nearest_bucket_that_was_chosen_for(
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     tuner = Tuner("capture", ENVIRONMENT, tmp_path)
     monkeypatch.setattr("detcompile.templates.device.gate._tuner", lambda *arguments: tuner)
-    monkeypatch.setattr("torch.empty", lambda *arguments, device: torch.zeros(0))
+    monkeypatch.setattr("torch.empty", lambda *arguments, dtype, device: torch.zeros(0))
     probe, device = Probe(), torch.device("cuda")
     gate = schedules_of(probe, serves=lambda schedule, problem: schedule != "slow" or problem.bucket <= 32)
     with pytest.raises(ScheduleError, match="before CUDA graph capture"):

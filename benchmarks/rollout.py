@@ -15,7 +15,6 @@ import json
 import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import detcompile
-from benchmarks.cpu import cpu_name
-from benchmarks.train_sharded import SHAPES, build, build_on_current_device
+from benchmarks.train_sharded import begin, build, build_on_current_device, model_arguments
 from detcompile import CompiledModel, EngineConfig, SamplingParams, Trainer
 from detcompile.models.remote import compile_in_workers
 from tests.training.cases import padded
@@ -140,11 +138,7 @@ def steps(arguments: argparse.Namespace, device: torch.device) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--model-shape", choices=["tiny", *SHAPES], default="8b", help="tiny: the embedded model")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser = model_arguments(__doc__)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--answers", type=int, default=64, help="answers of a step")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the longest prompt")
@@ -152,14 +146,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.answers < int(os.environ["WORLD_SIZE"]):
         parser.error(f"--answers {arguments.answers} are fewer than the ranks, each of which learns from one at least")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device, world = begin("cpu:gloo,cuda:nccl")
     report = {name: value for name, value in vars(arguments).items() if name != "json"}
-    report |= {"hardware": torch.cuda.get_device_name() if cuda else cpu_name(), "ranks": dist.get_world_size()}
-    report |= {"torch": torch.__version__, "steps": steps(arguments, device)}
+    report |= world | {"steps": steps(arguments, device)}
     if dist.get_rank() == 0:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     dist.destroy_process_group()

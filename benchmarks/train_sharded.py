@@ -35,7 +35,7 @@ from benchmarks.cpu import cpu_name
 from detcompile.training.optimizer import local_part
 from detcompile.training.sharding import whole
 
-__all__ = ["SHAPES", "build", "build_on_current_device"]
+__all__ = ["SHAPES", "begin", "build", "build_on_current_device", "model_arguments"]
 
 COMMON = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None, "head_dim": 128}
 
@@ -240,12 +240,29 @@ def _now(device: torch.device) -> float:
 PARTS = {"ours": ours, "plain": plain, "reduce": reduce_scatters}
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def model_arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser of where the report goes and of which model is trained."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--commit", default="")
     parser.add_argument("--model-shape", choices=["tiny", *SHAPES], default="8b", help="tiny: the embedded model")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    return parser
+
+
+def begin(cuda_backend: str) -> tuple[torch.device, dict[str, Any]]:
+    """Join torchrun's other ranks; this rank's device, and what the report says of all of them."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(cuda_backend if cuda else "gloo")
+    hardware = torch.cuda.get_device_name() if cuda else cpu_name()
+    return device, {"hardware": hardware, "ranks": dist.get_world_size(), "torch": torch.__version__}
+
+
+def parsed() -> argparse.Namespace:
+    parser = model_arguments(__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=64, help="sequences of the global batch")
     parser.add_argument("--length", type=int, default=1024, help="tokens a sequence")
@@ -261,16 +278,11 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device, world = begin("nccl")
     vocab_size = SHAPES.get(arguments.model_shape, {}).get("vocab_size", 4096)
     work = Work(arguments, device, dist.get_rank(), dist.get_world_size(), vocab_size)
     report: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name != "json"}
-    report |= {"hardware": torch.cuda.get_device_name() if cuda else cpu_name(), "ranks": work.ranks}
-    report |= {"torch": torch.__version__, "backend": dist.get_backend()}
+    report |= world | {"backend": dist.get_backend()}
     for part in arguments.parts.split(","):
         report[part] = []
         for row in PARTS[part](work):
@@ -279,7 +291,7 @@ def main() -> None:
                 print(part, row, flush=True)
                 arguments.json.write_text(json.dumps(report, indent=1))
         gc.collect()
-        if cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 

@@ -18,7 +18,8 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 # Limits, bytes in use, and the key of memory.stat for cached pages of files, which give way to other uses.
 VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-SIGNS = ("out of memory", "can't allocate memory")  # in messages of CUDA, Triton and torch's CPU allocator
+# In messages of CUDA and Triton, of torch's CPU allocator, and of torch where the bytes are no int64.
+SIGNS = ("out of memory", "can't allocate memory", "storage size calculation overflowed")
 
 
 class GPUMemory(NamedTuple):

@@ -174,7 +174,7 @@ class Events(_Awaited):
                 await self._refuse(send, refusal)
                 return
             await send(_body(refusal.event(self._path)))
-        except Exception:  # a fault of this program
+        except Exception:  # a fault of this program: the client hears of it before it is raised on
             if begun and not self._left:
                 await send(_body(HTTPError(500, FAULT).event(self._path), last=True))
             raise

@@ -8,7 +8,7 @@ import torch
 
 from detcompile import CompiledModel, EngineConfig, InvalidInput
 from detcompile.runtime.kv.kv_cache import KVCache
-from detcompile.step import KVGroup, KVShape
+from detcompile.step import KVGroup, KVShape, StateShape
 
 BAD = [
     {"num_blocks": "50"},
@@ -55,7 +55,20 @@ def test_an_engine_takes_settings_of_their_own_types_alone(settings) -> None:
         CompiledModel.engine(model, **settings)
 
 
-def test_a_cache_without_memory_says_what_to_lower() -> None:
+@pytest.mark.parametrize("num_blocks", [2 * 10**9, 1 << 62], ids=["no_memory", "no_int64"])
+def test_a_cache_without_memory_says_what_to_lower(num_blocks: int) -> None:
     shapes, groups = [KVShape(8, 128, 128)], [KVGroup((0,), 0)]
-    with pytest.raises(InvalidInput, match="2000000000 KV blocks of 64 tokens do not fit the memory of cpu"):
-        KVCache(shapes, groups, dtype=torch.float32, device="cpu", num_blocks=2 * 10**9, block_size=64)
+    with pytest.raises(InvalidInput, match=f"{num_blocks} KV blocks of 64 tokens do not fit the memory of cpu"):
+        KVCache(shapes, groups, dtype=torch.float32, device="cpu", num_blocks=num_blocks, block_size=64)
+    states = [StateShape((1 << 20,), float32=True)]
+    with pytest.raises(InvalidInput, match=f"the states of {num_blocks} sequences do not fit .* smaller max_num_seqs"):
+        KVCache(
+            shapes,
+            groups,
+            dtype=torch.float32,
+            device="cpu",
+            num_blocks=2,
+            block_size=64,
+            states=states,
+            num_state_slots=num_blocks,
+        )

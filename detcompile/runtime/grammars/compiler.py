@@ -17,7 +17,7 @@ from detcompile.runtime.grammars.matcher import Matcher, token_bits
 __all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "llguidance_version"]
 
 COMPILE_SECONDS = 1.0
-MOST_LEFT = 4
+MOST_LEFT = 4  # threads that compile what nobody waits for any more; beside so many, no new one is started
 COMPILE_STACK = 256 << 20  # bytes: rules that name each other nest as deep as there is source for
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of LLParserLimits, beside its own bounds of each step
 WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # where JSON may have some: as it is written, and nothing to get lost in

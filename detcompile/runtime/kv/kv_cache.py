@@ -1,5 +1,6 @@
 """The tensors that hold keys and values, one block id space for all layers."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.facts import ModelFacts
+from detcompile.runtime.device_memory import ran_out_of_memory
 from detcompile.runtime.kv.block_pool import check_block_size
 from detcompile.step import KVGroup, KVShape, StateShape
 from detcompile.templates.tokens.block_copies_gpu import copy_blocks_cuda
@@ -62,23 +64,19 @@ class KVCache:
 
         # What a slot holds before it is written does not matter: attention selects by position, NaN or not.
         counts, k_places, v_places = _places(tuple(shapes), self.groups)
-        try:
+        with _fitting(f"{num_blocks} KV blocks of {block_size} tokens", "num_blocks, or None to size it", self.device):
             self._storages = {
                 (heads, dim): torch.empty(count, num_blocks, block_size, heads, dim, dtype=dtype, device=self.device)
                 for (heads, dim), count in counts.items()
             }
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's has no name of its own
-            raise InvalidInput(
-                f"{num_blocks} KV blocks of {block_size} tokens do not fit the memory of {self.device}: give a smaller"
-                " num_blocks, or None, which memory_fraction then sizes"
-            ) from error
         layers = {key: storage.unbind() for key, storage in self._storages.items()}
         self.k_caches = tuple(layers[key][index] for key, index in k_places)
         self.v_caches = tuple(layers[key][index] for key, index in v_places)
-        self.states = tuple(
-            torch.empty(num_state_slots, *state.shape, dtype=_dtype(state, dtype), device=self.device)
-            for state in states
-        )
+        with _fitting(f"the states of {num_state_slots} sequences", "max_num_seqs", self.device):
+            self.states = tuple(
+                torch.empty(num_state_slots, *state.shape, dtype=_dtype(state, dtype), device=self.device)
+                for state in states
+            )
 
     def copy_blocks(self, block_copies: Tensor) -> None:
         """Copy the first tokens of blocks over those of others, in every layer.
@@ -121,6 +119,17 @@ class KVCache:
     def bytes_per_state(states: Sequence[StateShape], dtype: torch.dtype) -> int:
         """Memory that the states of one sequence take."""
         return sum(math.prod(state.shape) * _dtype(state, dtype).itemsize for state in states)
+
+
+@contextlib.contextmanager
+def _fitting(what: str, less: str, device: torch.device) -> Iterator[None]:
+    """Say what found no memory, and what to give less of."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise InvalidInput(f"{what} do not fit the memory of {device}: give a smaller {less}") from error
 
 
 @functools.lru_cache(maxsize=64)

@@ -140,7 +140,7 @@ class Recording:
         try:
             await self._told()
             self._end()
-        except Exception:  # a fault of this program
+        except Exception:  # a fault of this program: it is logged, and the response ends as failed
             logger.exception("%s failed", self.name)
             self._status, self._output = "in_progress", ResponseOutput(self.name)  # it may be what cannot be told
             self._fail(EngineError(FAULT))

@@ -259,9 +259,10 @@ class Tuner:
 
 
 def heavy_tailed(*shape: int, generator: torch.Generator, spread: float = 1.0) -> Tensor:
-    """float32 numbers of a probe, normal ones times exp(spread * others): another order of a sum shows."""
-    drawn = (torch.empty(shape, dtype=torch.float32, device=generator.device) for _ in range(2))
-    normal, exponent = (numbers.normal_(generator=generator) for numbers in drawn)
+    """float32 numbers of a probe whose magnitudes differ so much that another order of a sum shows: normal ones, each
+    scaled by exp(spread * another)."""
+    draw = functools.partial(torch.randn, *shape, generator=generator, dtype=torch.float32, device=generator.device)
+    normal, exponent = draw(), draw()
     return normal * torch.exp(spread * exponent)
 
 

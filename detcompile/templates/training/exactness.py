@@ -9,7 +9,6 @@ other ranks, is bounded by the guard: it adds up the largest magnitude of each.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from detcompile.errors import NumericsError
@@ -91,15 +90,4 @@ class ExactnessGuard:
         """
         bounds = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
         bounds[self._places[name]] = self._bounds[self._places[name]] * ranks
-        self.require(bounds)
-
-    def check(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Add the bounds of all ranks of ``group``, where torch.distributed is initialized, and ``require`` them.
-
-        Raises:
-            NumericsError: the sums of a parameter's gradient may not have been exact.
-        """
-        bounds = self.bounds(device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(bounds, group=group)
         self.require(bounds)

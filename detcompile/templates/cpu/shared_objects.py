@@ -1,15 +1,21 @@
-"""C++ sources -> a shared object in the cache: whole or absent, however many processes build it at once.
+"""C++ sources -> a shared object in the cache: whole or absent, however many processes ask for it at once.
 
+One of them builds, the others wait for it: else ranks that start together would each run every compiler.
 A file ends with the SHA-256 of its own bytes, so that a damaged one is never loaded, and is renamed into place. One
 that somebody else could have written is never loaded either.
 """
 
+import contextlib
+import fcntl
 import functools
 import hashlib
+import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from detcompile import config
@@ -19,6 +25,7 @@ from detcompile.storage import CACHE_ADVICE, disk_failure, distrust, naming, put
 __all__ = ["build", "compiler_version", "is_intact"]
 
 _DIGEST_BYTES = 32
+_LONGEST_WAIT = 300.0  # seconds, for a build of another process, which may be stopped
 
 
 @functools.cache
@@ -54,7 +61,8 @@ def is_intact(path: Path) -> bool:
 
 
 def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> None:
-    """Compile the sources side by side and link them into ``path``, in a folder of storage.cache_folder.
+    """Compile the sources side by side and link them into ``path``, in a folder of storage.cache_folder; at once if
+    another process puts it there meanwhile.
 
     Args:
         flags: the compiler's, for compiling and linking.
@@ -65,7 +73,13 @@ def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: 
         StorageError: the folder is full or cannot be written.
     """
     command = [*shlex.split(config.cxx_compiler()), *flags]
-    with naming(path.parent, CACHE_ADVICE), tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+    with (
+        naming(path.parent, CACHE_ADVICE),
+        _alone_in(path.parent),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder,
+    ):
+        if is_intact(path):
+            return
         objects = [(source, Path(folder, source.stem + ".o")) for source in sources]
         _run_all([[*command, "-c", str(source), "-o", str(target)] for source, target in objects], folder)
         linked = Path(folder, "linked.so")
@@ -75,18 +89,39 @@ def build(path: Path, sources: Iterable[Path], flags: Sequence[str], libraries: 
         put(path, content + hashlib.sha256(content).digest())
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While no other process builds in this folder; not for ever, and not where the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + _LONGEST_WAIT
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # NFS locks nothing that was opened for reading
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _run_all(commands: Sequence[Sequence[str]], folder: str) -> None:
-    """Runs compiler commands side by side; what they write meanwhile is in ``folder`` too."""
+    """Runs compiler commands, as many at once as there are cores; what they write meanwhile is in ``folder`` too."""
     environment = config.compiler_environment(folder)
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
-        for command in commands
-    ]
-    outputs = [process.communicate()[0].decode(errors="replace") for process in running]
-    for process, command, output in zip(running, commands, outputs, strict=True):
-        if process.returncode != 0:
+
+    def run(command: Sequence[str]) -> None:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        if done.returncode != 0:
             failed = CompilerNotFound(
-                f"C++ could not be compiled: {shlex.join(command)} ended with {process.returncode}:\n"
-                f"{output[-2000:]}\nInstall a C++20 compiler with OpenMP (g++ 11 or later) or name one in CXX."
+                f"C++ could not be compiled: {shlex.join(command)} ended with {done.returncode}:\n"
+                f"{done.stdout.decode(errors='replace')[-2000:]}\n"
+                "Install a C++20 compiler with OpenMP (g++ 11 or later) or name one in CXX."
             )
             raise disk_failure(failed, Path(folder).parent, CACHE_ADVICE) or failed
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compilers") as pool:
+        for done in [pool.submit(run, command) for command in commands]:
+            done.result()

@@ -1,8 +1,10 @@
 """The compiled CPU templates: cached, rebuilt when damaged, shared by processes, refused without a compiler."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -106,14 +108,29 @@ def test_the_probe_of_the_product_of_tiles_sees_its_absence():
     assert cpu_library.library("portable").detcompile_tile_faults() == -1
 
 
-def test_processes_build_at_once_and_leave_one_library(sources, tmp_path):
-    environment = {**os.environ, "DETCOMPILE_CACHE": str(tmp_path)}
+def test_processes_that_ask_at_once_build_one_library_once(sources, tmp_path):
+    compiler, runs = tmp_path / "compiler", tmp_path / "runs"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {runs}\nexec {os.environ.get("CXX", "g++")} "$@"\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "DETCOMPILE_CACHE": str(tmp_path), "CXX": str(compiler)}
     command = [sys.executable, "-c", SMALL_BUILD, str(sources)]
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for process in processes:
         errors = process.communicate()[1]
         assert process.returncode == 0, errors
     assert [path.suffix for path in (tmp_path / "cpu").iterdir()] == [".so"]
+    assert sum(" -c " in line for line in runs.read_text().splitlines()) == len(list(sources.glob("*.cpp")))
+
+
+def test_a_build_waits_for_another_ones_end_and_not_for_ever(build, tmp_path, monkeypatch):
+    (tmp_path / "cache" / "cpu").mkdir(parents=True)
+    holder = os.open(tmp_path / "cache" / "cpu", os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    monkeypatch.setattr(shared_objects, "_LONGEST_WAIT", 0.2)
+    start = time.monotonic()
+    build()
+    assert time.monotonic() - start >= 0.2
+    os.close(holder)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign"])

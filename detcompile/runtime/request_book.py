@@ -58,7 +58,7 @@ class RequestBook:
         self._weights_version = weights_version
         self._version = weights_version(look=True)
         self._admitting = threading.Lock()  # of ``_names``
-        self._names: set[str] = set()  # of requests queued or running
+        self._names: set[str] = set()  # of requests whose last output was not handed on
         self._numbers = count()
         self._inbox: deque[Request | str] = deque()  # to start, or to cancel by name, between steps
         self._requests: dict[str, Request] = {}
@@ -69,8 +69,8 @@ class RequestBook:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is queued or runs."""
-        return not (self._inbox or self._requests)
+        """Whether no request is queued or runs, and none has an output that was not handed on."""
+        return not (self._inbox or self._requests or self._touched)
 
     def admit(self, request: Request, kind: str | None, check: Callable[[str], None]) -> str:
         """Queue a request and return its name from now on. Two of one name never get in.
@@ -199,8 +199,12 @@ class RequestBook:
             self._break(request, error)
 
     def _deliver(self, output: RequestOutput) -> None:
+        """Hand an output on; the last one of a request frees its name, which another one may have from now on."""
         if not self._deliveries.give(output) and not output.finished:
             self.cancel(output.request_id)
+        if output.finished:
+            with self._admitting:
+                self._names.discard(output.request_id)
 
     def _attempt(self, act: Callable[[Request], None], request: Request | None) -> None:
         try:
@@ -258,13 +262,9 @@ class RequestBook:
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """Free the name of a request; another one may have it by now."""
+        """A request has ended; its name stays in use until its last output is handed on."""
         self._trials.forget(request)
-        name = request.output.request_id
-        with self._admitting:
-            if self._requests.get(name) is request:
-                del self._requests[name]
-                self._names.discard(name)
+        self._requests.pop(request.output.request_id, None)
 
     def _start(self, request: Request) -> None:
         self._requests[request.output.request_id] = request
@@ -287,7 +287,7 @@ class RequestBook:
                 request.end(sequence.sample_index, "abort")
             if self._owner.pop(sequence, None) is not None:
                 self._forget_sequence(sequence)
-        self._deliver(request.output)
+        self._touched[request] = None
         self._forget(request)
 
     def _metrics_of(self, sequence: Sequence) -> RequestMetrics | None:

@@ -1,10 +1,14 @@
 """The engine among many requests: threads, preemption, prefix hits, windows, statistics, urgency."""
 
+import asyncio
+import contextlib
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
+from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.engine_cases import (
     GREEDY,
@@ -205,3 +209,64 @@ def test_two_engines_of_one_model_do_not_meet(device) -> None:
     assert len(finished) == 6
     for output in finished:
         assert_as_alone(model, output, params)
+
+
+ASKS = {"nothing": {}, "bad words": {"bad_words_ids": [[1, 2, 3]]}}
+
+
+@OVERLAP
+@pytest.mark.parametrize("asks", ASKS)
+def test_what_a_cancelled_request_has_drawn_is_handed_on_once(overlap, asks):
+    engine = engine_of(tiny_model("cpu"), config_of(overlap=overlap))
+    params = SamplingParams(temperature=0.0, max_tokens=40, **ASKS[asks])
+    [alone] = engine.generate([prompt_of(9)], params, progress=False)
+    name = engine.add_request(prompt_of(9), params, output_kind="delta")
+    deltas = [output for _ in range(5) for output in engine.step()]
+    engine.cancel(name)
+    while engine.has_unfinished_requests:
+        deltas += engine.step()
+    drawn = [token for delta in deltas for sample in delta.outputs for token in sample.token_ids]
+    assert drawn == alone.outputs[0].token_ids[: len(drawn)] and 3 <= len(drawn) <= 6
+    assert [delta.finished for delta in deltas].count(True) == 1
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_of_a_stream_that_was_left_nothing_is_kept(asks):
+    engine = engine_of(tiny_model("cpu"), config_of(overlap=True))
+
+    async def leave() -> None:
+        stream = engine.stream(prompt_of(9), SamplingParams(max_tokens=100, **ASKS[asks]))
+        async for output in stream:
+            if len(output.outputs[0].token_ids) > 3:
+                break
+        await stream.aclose()
+
+    asyncio.run(leave())
+    while engine._steps.has_work:
+        engine._steps.step()
+    assert not engine.has_unfinished_requests and engine.step() == []
+
+
+def test_a_name_is_in_use_until_the_last_output_is_handed_on():
+    """Another thread asks for it between the end of a request and what the engine says of that."""
+    engine = engine_of(tiny_model("cpu"), config_of(overlap=True))
+    params = SamplingParams(temperature=0.0, max_tokens=6, bad_words_ids=[[1, 2, 3]])
+    prompts = [prompt_of(9), prompt_of(9, 1)]
+    alone = [output.outputs[0].token_ids for output in engine.generate(prompts, params, progress=False)]
+    engine.add_request(prompts[0], params, request_id="a", output_kind="delta")
+    engine.add_request(prompt_of(9, 2), SamplingParams(max_tokens=40), request_id="neighbour", output_kind="final_only")
+    launch, taken = engine._pipeline._worker.launch, []
+
+    def launching(work):
+        with contextlib.suppress(InvalidInput):
+            taken.append(engine.add_request(prompts[1], params, request_id="a", output_kind="delta"))
+        return launch(work)
+
+    drawn: list[list[int]] = [[], []]
+    with mock.patch.object(engine._pipeline._worker, "launch", launching):
+        while len(taken) < 2 and engine.has_unfinished_requests:
+            for output in engine.step():
+                if output.request_id == "a" and output.prompt_token_ids in prompts:
+                    of = prompts.index(output.prompt_token_ids)
+                    drawn[of] += [token for sample in output.outputs for token in sample.token_ids]
+    assert drawn[0] == alone[0] and drawn[1][:6] == alone[1]

@@ -70,8 +70,7 @@ class Engine:
             raise InvalidInput("workers in other processes accept exactly: take acceptance='exact', or tp=1")
         self.config = config
         self.speculator = None if speculation is None else Speculator(speculation, blocks, admission.vocab_size)
-        self._blocks = blocks
-        self._admission = admission
+        self._blocks, self._admission = blocks, admission
         self._arrivals, self._deliveries = count(), Deliveries()
         self._scheduler = Scheduler(config, blocks, worker.num_stages)
         self._book = RequestBook(
@@ -247,9 +246,10 @@ class Engine:
         """No step begins while this is entered.
 
         Raises:
-            InvalidInput: requests are queued or running.
+            InvalidInput: requests are queued or running that nobody has cancelled.
         """
         with self._steps.turns:
+            self._steps.drop_cancelled()
             if self._steps.has_work:
                 raise InvalidInput("an engine has requests: serve or cancel them before its weights change")
             yield

@@ -182,3 +182,29 @@ def test_an_archive_takes_new_weights_too(tmp_path):
     assert answer(engine) == answer(model.engine(CONFIG)) != old
     again = detcompile.load(detcompile.export(model, tmp_path / "again.pt2"))
     assert again.fingerprint == model.fingerprint
+
+
+def test_what_was_cancelled_holds_no_weights_back(model):
+    engine = model.engine(CONFIG)
+    engine.cancel("nobody's")
+    queued, running = (engine.add_request(PROMPT, GREEDY) for _ in range(2))
+    engine.cancel(queued)
+    engine.step()
+    with pytest.raises(InvalidInput, match="serve or cancel them"):
+        model.update_weights(noise(model, 3))
+    engine.cancel(running)
+    model.update_weights(noise(model, 3))
+    ended = [output for output in engine.step() if output.finished]
+    assert [output.outputs[0].finish_reason for output in ended] == ["abort"] and not engine.has_unfinished_requests
+
+
+def test_who_runs_under_other_weights_is_told_also_where_blocks_are_exported(model):
+    engine = model.engine(CONFIG)
+    name = engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    by_the_optimizer(model)
+    engine.prefixes.export(PROMPT)
+    assert engine.has_unfinished_requests
+    [output] = engine.step()
+    assert output.request_id == name and isinstance(output.error, EngineError)
+    assert not engine.has_unfinished_requests

@@ -19,8 +19,8 @@ REFUSED = {
 SERVED = "input_ids, attention_mask, position_ids, labels, logits_to_keep and return_dict"
 
 
-def require_served(keywords: Mapping[str, Any]) -> None:
-    """Fail if one of these keywords of a call changes what it gives.
+def require_served(keywords: Mapping[str, Any], served: str = SERVED) -> None:
+    """Fail if one of these keywords of a call changes what it gives; ``served`` are the others, in words.
 
     Raises:
         InvalidInput: naming the keyword.
@@ -32,7 +32,7 @@ def require_served(keywords: Mapping[str, Any]) -> None:
         if name == "cache_position" and asked:
             raise InvalidInput("cache_position is not served: pass position_ids, for each token its own")
         if name not in REFUSED and name not in IDLE:
-            raise InvalidInput(f"{name}: no argument of a call; there are {SERVED}")
+            raise InvalidInput(f"{name}: no argument of a call; there are {served}")
 
 
 def require_tensors(

@@ -1,13 +1,14 @@
 """Models that say one thing of a whole sequence: classifiers and reward models, and embeddings. Like every compiled
 model, what they say of a row depends on that row's own tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
@@ -20,11 +21,13 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, re
 from detcompile.runtime.dense.step import dense_step, two_way_step
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE
 from detcompile.runtime.requests.plain_values import flag, kind, shown, token_list
+from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt, tokenized
 from detcompile.templates.cpu.fp_mode import float_mode
 
 __all__ = ["CompiledClassifier", "CompiledEmbedder", "Prompts"]
 
-Prompts = str | SequenceOf[str] | SequenceOf[SequenceOf[int]]
+Prompts = Prompt | SequenceOf[Prompt]
+SERVED = "input_ids, attention_mask, position_ids and return_dict"
 STEP_TOKENS = 4096  # of prompts that are served together; a longer one goes alone
 
 
@@ -82,10 +85,8 @@ class _Pooling(CertifiedModel):
         raise NotImplementedError
 
     def _batch(self, input_ids: Any, mask: Any, position_ids: Any, keywords: dict[str, Any]) -> UnpaddedBatch:
-        types = keywords.pop("token_type_ids", None)
-        if types is not None and bool(torch.as_tensor(types, device="cpu").any()):
-            raise InvalidInput("token_type_ids other than 0 are not served: pairs need a model that reads them as text")
-        require_served(keywords)
+        _require_one_type(keywords.pop("token_type_ids", None))
+        require_served(keywords, SERVED)
         return unpad(*require_tensors(input_ids, mask, position_ids, None))
 
     def _packs(self, prompts: Prompts) -> list[UnpaddedBatch]:
@@ -100,21 +101,34 @@ class _Pooling(CertifiedModel):
             lengths += len(row)
         return [*packs, _batch_of(rows)]
 
-    def _token_ids(self, prompts: Prompts) -> list[list[int]]:
-        if not isinstance(prompts, Iterable):
-            raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give a text, or a list of them")
-        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    def _token_ids(self, prompts: Any) -> list[list[int]]:
+        given = prompts_of(list(prompts) if isinstance(prompts, Iterator) else prompts)
         if not given:
             raise InvalidInput("no prompts: give a text, a list of texts, or a list of lists of token ids")
-        if all(isinstance(prompt, str) for prompt in given):
-            if self.tokenizer is None:
-                raise InvalidInput("the model has no tokenizer: give lists of token ids")
-            given = self.tokenizer(given)["input_ids"]
-        wanted = "prompts are texts, or lists of token ids"
-        rows = [token_list(row, f"{wanted}: {index}") for index, row in enumerate(given)]
-        if not all(rows):
-            raise InvalidInput(f"prompt {[bool(row) for row in rows].index(False)} has no tokens")
+        rows = [self._row(index, prompt) for index, prompt in enumerate(given)]
+        for index, row in enumerate(rows):
+            if not row:
+                raise InvalidInput(f"prompt {index} has no tokens")
+            bad = next((token for token in row if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                raise InvalidInput(f"prompt {index} holds token {bad}; ids are 0 to {self.vocab_size - 1}")
         return rows
+
+    def _row(self, index: int, prompt: Any) -> list[int]:
+        text, token_ids = prompt if isinstance(prompt, str) else None, None
+        if isinstance(prompt, (Mapping, Encoding)):
+            try:
+                text, token_ids = read_prompt(prompt)
+            except InvalidInput as error:
+                raise InvalidInput(f"prompt {index}: {error}") from error
+            _require_one_type(prompt.get("token_type_ids") if isinstance(prompt, Mapping) else prompt.type_ids)
+        elif text is None:
+            token_ids = token_list(prompt, f"prompts are texts, or lists of token ids: {index}")
+        if token_ids is not None:
+            return token_ids
+        if self.tokenizer is None:
+            raise InvalidInput("the model has no tokenizer: give lists of token ids")
+        return tokenized(self.tokenizer, text or "")
 
 
 class CompiledClassifier(_Pooling):
@@ -132,7 +146,8 @@ class CompiledClassifier(_Pooling):
         """Scores [N, labels] of prompts, as a call gives them, as many at a time as a step holds.
 
         Args:
-            prompts: a text, texts, or lists of token ids. Texts get the tokenizer's special tokens.
+            prompts: a text, texts, lists of token ids, or what a tokenizer gives, without its padding. Texts get the
+                tokenizer's special tokens.
 
         Raises:
             InvalidInput: prompts that cannot be served, or no tokenizer for texts.
@@ -172,7 +187,7 @@ class CompiledEmbedder(_Pooling):
         """Embeddings [N, H] float32 of prompts, as many at a time as a step holds.
 
         Args:
-            prompts: a text, texts, or lists of token ids. Texts get the tokenizer's special tokens.
+            prompts: the same as in ``CompiledClassifier.score``.
             pooling: the hidden state of a prompt's last or first token, or the mean over its own tokens, summed in the
                 order of rows (``orders.Row``); None takes "mean" of a model that attends both ways, "last" of others.
             normalize: divide by the Euclidean norm.
@@ -180,9 +195,10 @@ class CompiledEmbedder(_Pooling):
         Raises:
             InvalidInput: prompts that cannot be served, no tokenizer for texts, or another pooling.
         """
-        chosen = pooling or ("mean" if attends_both_ways(self.model) else "last")
+        default = "mean" if attends_both_ways(self.model) else "last"
+        chosen, divide = default if pooling is None else pooling, flag(normalize, "normalize")
         places = {"last": _last, "first": _first, "mean": lambda batch: np.arange(len(batch.token_ids))}
-        if chosen not in places:
+        if chosen not in list(places):
             raise InvalidInput(f"pooling={pooling!r}: take {', '.join(map(repr, places))}, or None")
         found = []
         for batch in self._packs(prompts):
@@ -190,7 +206,7 @@ class CompiledEmbedder(_Pooling):
             with float_mode(states.device):
                 found.append(_means(states, batch.lengths) if chosen == "mean" else states)
         embeddings = torch.cat(found)
-        if not normalize:
+        if not divide:
             return embeddings
         with float_mode(embeddings.device):
             return embeddings / torch.ops.detcompile.row_sum(embeddings * embeddings).sqrt()[:, None]
@@ -204,6 +220,16 @@ def _means(states: Tensor, lengths: NDArray[np.int64]) -> Tensor:
     """[B, H] means over the tokens of each row of [T, H]."""
     columns = [rows.t().contiguous() for rows in states.split(lengths.tolist())]
     return torch.stack([torch.ops.detcompile.row_sum(own) / own.shape[1] for own in columns])
+
+
+def _require_one_type(types: Any) -> None:
+    """Fail unless all token types are zeros."""
+    try:
+        pairs = types is not None and bool(torch.as_tensor(types, device="cpu").any())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"token_type_ids {shown(types)} is {kind(types)}: give a tensor of zeros") from error
+    if pairs:
+        raise InvalidInput("token_type_ids other than 0 are not served: pairs need a model that reads them as text")
 
 
 def _first(batch: UnpaddedBatch) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BatchEncoding,
     PreTrainedModel,
     TextClassificationPipeline,
 )
@@ -129,6 +130,25 @@ def test_prompts_are_scored_alike_however_they_are_packed(name: str, monkeypatch
     assert_bitwise_equal(model(ids, mask).logits, together)
 
 
+def test_what_a_tokenizer_gives_is_read_as_its_ids_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = compiled("bert classifier"), [[5, 6, 7], [9, 8]]
+    monkeypatch.setitem(vars(model), "tokenizer", lambda text: {"input_ids": [ord(letter) for letter in text]})
+    alone = model.score(rows)
+    for left in (False, True):
+        ids, mask = padded([torch.tensor(row) for row in rows], PAD, left)
+        given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+        for batch in (given, BatchEncoding(given), BatchEncoding({key: own.tolist() for key, own in given.items()})):
+            assert_bitwise_equal(model.score(batch), alone)
+    assert_bitwise_equal(model.score([{"input_ids": rows[0]}, {"prompt_token_ids": rows[1]}]), alone)
+    assert_bitwise_equal(torch.cat([model.score(rows[0]), model.score(torch.tensor(rows[1]))]), alone)
+    assert_bitwise_equal(model.score(iter(rows)), alone)
+    assert_bitwise_equal(model.score({"prompt": "MN"}), model.score("MN"))
+    assert_bitwise_equal(model.score(["MN", [5, 6, 7]]), torch.cat([model.score("MN"), alone[:1]]))
+    monkeypatch.setitem(vars(model), "tokenizer", lambda text: {"input_ids": list(text.encode())})
+    with pytest.raises(InvalidInput, match="character 1 is half of a surrogate pair"):
+        model.score(["a", "b\ud800"])
+
+
 @pytest.mark.parametrize("how", ["last", "first", "mean"])
 def test_embeddings_are_pooled_of_a_rows_own_tokens(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = compiled("xlm-roberta base"), draw_rows([30, 1, 57])
@@ -212,14 +232,23 @@ def test_new_weights_move_scores_and_the_fingerprint() -> None:
         (lambda m: m([[5, 6]]), "input_ids must be a tensor"),
         (lambda m: m(torch.tensor([[5, VOCAB_SIZE]])), f"token {VOCAB_SIZE}"),
         (lambda m: m(torch.tensor([[5, 6]]), output_hidden_states=True), "output_hidden_states"),
-        (lambda m: m(torch.tensor([[5, 6]]), labels=torch.tensor([1])), "labels"),
+        (lambda m: m(torch.tensor([[5, 6]]), labels=torch.tensor([1])), "labels: no .* position_ids and return_dict"),
         (lambda m: m.score([]), "no prompts"),
         (lambda m: m.score([[5], []]), "prompt 1 has no tokens"),
         (lambda m: m.score("a text"), "no tokenizer"),
         (lambda m: m.score([[5, "a"]]), "lists of token ids"),
         (lambda m: m.score([[5], [1.5]]), "lists of token ids: 1: entry 0, 1.5 is a float"),
-        (lambda m: m.score([[5], {6: 7}]), "lists of token ids: 1: {6: 7} is a dict"),
-        (lambda m: m.score(5), "prompts 5 is an int: give a text"),
+        (lambda m: m.score([[5], {6: 7}]), "prompt 1: the prompt is a dict with 6, which cannot be served"),
+        (lambda m: m.score({"text": "a"}), "prompt 0: the prompt is a dict with 'text', which cannot be served"),
+        (lambda m: m.score({"a", "b"}), "is a set: give a string"),
+        (lambda m: m.score(b"text"), "is a bytes: give a string"),
+        (lambda m: m.score(torch.tensor(5)), "is a Tensor: give a string"),
+        (lambda m: m.score([[5], [1 << 70]]), f"prompt 1 holds token {1 << 70}; ids are 0 to"),
+        (lambda m: m.score({"input_ids": [[5, 6]], "token_type_ids": [[0, 1]]}), "token_type_ids other than 0"),
+        (lambda m: m(torch.tensor([[5, 6]]), token_type_ids="pair"), "token_type_ids 'pair' is a str"),
+        (lambda m: compiled("xlm-roberta base").embed([[5]], normalize="no"), "normalize 'no' is a str"),
+        (lambda m: compiled("xlm-roberta base").embed([[5]], pooling=["last"]), r"pooling=\['last'\]"),
+        (lambda m: m.score(5), "prompts 5 is an int: give a string"),
         (lambda m: m(torch.tensor([[5, 6]]), return_dict="no"), "return_dict 'no' is a str"),
         (lambda m: m.score([[5] * (MAX_CONTEXT + 1)]), "max_context"),
         (lambda m: compiled("xlm-roberta base").embed([[5]], pooling="max"), "pooling='max'"),

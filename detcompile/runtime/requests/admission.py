@@ -14,7 +14,7 @@ from detcompile.runtime.grammars.compiler import GrammarCompiler
 from detcompile.runtime.requests.bad_words import NO_WORDS, BadWords, word_tokens
 from detcompile.runtime.requests.outputs import CompletionOutput, RequestOutput
 from detcompile.runtime.requests.plain_values import flag, kind, shown, string, token_list, whole_number
-from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt
+from detcompile.runtime.requests.prompts import Prompt, prompts_of, read_prompt, tokenized
 from detcompile.runtime.requests.request import Request
 from detcompile.runtime.requests.resumption import resumed_samples
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -172,16 +172,8 @@ class Admission:
     def _tokenized(self, text: str, **options: bool) -> list[int]:
         if self.tokenizer is None:
             raise InvalidInput("this engine has no tokenizer: give token ids, or a tokenizer to engine()")
-        try:
-            with self._tokenizing:
-                found = self.tokenizer(text, verbose=False, **options)["input_ids"]
-                return token_list(found, "what the tokenizer gives")
-        except Exception as error:
-            half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-            why = repr(error) if half is None else f"character {half} is half of a surrogate pair, which is no text"
-            raise InvalidInput(
-                f"the tokenizer cannot read the prompt: {why}. Give other text, or token ids"
-            ) from error
+        with self._tokenizing:
+            return tokenized(self.tokenizer, text, verbose=False, **options)
 
     def _check_length(self, token_ids: list[int], params: SamplingParams) -> None:
         if len(token_ids) >= self.max_context:

@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from detcompile.errors import InvalidInput
 from detcompile.runtime.requests.plain_values import kind, shown, token_list
 
-__all__ = ["Prompt", "ReadPrompt", "prompts_of", "read_prompt"]
+__all__ = ["Prompt", "ReadPrompt", "prompts_of", "read_prompt", "tokenized"]
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any] | Encoding  # also one axis of integers of numpy or torch
 WANTED = 'a string, a list of token ids, what a tokenizer gives, or {"prompt": text} or {"prompt_token_ids": ids}'
@@ -63,6 +63,20 @@ def prompts_of(prompts: Any) -> list[Any]:
         raise InvalidInput(f"prompts {shown(prompts)} is {kind(prompts)}: give {WANTED}, or a list of such")
     every = list(prompts)
     return [prompts] if every and _is_number(every[0]) else every
+
+
+def tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """The tokens of a text, by a tokenizer of transformers.
+
+    Raises:
+        InvalidInput: text that it cannot read.
+    """
+    try:
+        return token_list(tokenizer(text, **options)["input_ids"], "what the tokenizer gives")
+    except Exception as error:
+        half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+        why = repr(error) if half is None else f"character {half} is half of a surrogate pair, which is no text"
+        raise InvalidInput(f"the tokenizer cannot read the prompt: {why}. Give other text, or token ids") from error
 
 
 def _read_dict(prompt: Mapping[str, Any]) -> ReadPrompt:

@@ -23,7 +23,7 @@ from detcompile.offline.llm_outputs import LLMOutput, llm_output
 from detcompile.runtime.dense.padded_batch import seed_of_row
 from detcompile.runtime.engine import Engine
 from detcompile.runtime.requests.plain_values import kind, shown
-from detcompile.runtime.requests.prompts import Prompt, prompts_of
+from detcompile.runtime.requests.prompts import Prompt, prompts_of, tokenized
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["LLM"]
@@ -150,6 +150,9 @@ class LLM:
         tokenizer = self.get_tokenizer()
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, SequenceOf) or not len(messages):
             raise InvalidInput(f"messages {shown(messages)} is {kind(messages)}: give a list of messages, or of lists")
+        if not isinstance(chat_template_kwargs, (Mapping, type(None))):
+            said = f"{shown(chat_template_kwargs)} is {kind(chat_template_kwargs)}"
+            raise InvalidInput(f"chat_template_kwargs {said}: give a dict of arguments of the template")
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -158,7 +161,7 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [_rendered(tokenizer, list(conversation), options) for conversation in conversations]
+        prompts = [_rendered(tokenizer, conversation, options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> Any:
@@ -238,13 +241,16 @@ def _are_params(params: Any) -> bool:
     return isinstance(params, SequenceOf) and all(isinstance(own, SamplingParams) for own in params)
 
 
-def _rendered(tokenizer: Any, conversation: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _rendered(tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """A prompt: the conversation as text, and its tokens; special tokens are in the template."""
+    if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, SequenceOf):
+        said = f"{shown(conversation)}, which is {kind(conversation)}"
+        raise InvalidInput(f"messages hold {said}: give a list of messages, or a list of such lists")
     try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
     except Exception as error:  # templates are programs
         raise InvalidInput(
             f"the chat template cannot render {shown(conversation)}: {error}. Give messages with a role and a content,"
             " and a chat_template if the tokenizer has none"
         ) from error
-    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return {"prompt": text, "prompt_token_ids": tokenized(tokenizer, text, add_special_tokens=False)}

@@ -99,7 +99,7 @@ def read_options(given: Mapping[str, Any]) -> LLMOptions:
     defaults = rest.pop("generation_config", "auto")
     tp = whole_number(rest.pop("tensor_parallel_size", 1), "tensor_parallel_size")
     pp = whole_number(rest.pop("pipeline_parallel_size", 1), "pipeline_parallel_size")
-    if not isinstance(dtype, torch.dtype) and dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) and not (isinstance(dtype, str) and dtype in DTYPES):
         raise InvalidInput(f"dtype={shown(dtype)} must be a torch.dtype or one of {', '.join(DTYPES)}")
     if defaults not in ("auto", "vllm"):
         raise InvalidInput(f'generation_config={shown(defaults)} must be "auto" (the model\'s own) or "vllm" (none)')

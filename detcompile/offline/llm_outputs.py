@@ -17,7 +17,7 @@ class Logprob:
     Attributes:
         logprob: fp32, natural logarithm, under the model itself.
         rank: place among the vocabulary from 1; equal ones are ranked by their ids.
-        decoded_token: the token alone as text; None without a tokenizer.
+        decoded_token: the token alone as text; None without a tokenizer, and where it cannot read the id.
     """
 
     logprob: float
@@ -85,7 +85,10 @@ def llm_output(output: RequestOutput, tokenizer: Any | None) -> LLMOutput:
     """An engine's output in vLLM's form."""
 
     def decoded(token: int) -> str | None:
-        return None if tokenizer is None else tokenizer.decode([token])
+        try:
+            return None if tokenizer is None else tokenizer.decode([token])
+        except Exception:  # some raise at ids that they do not know, and any id may be among the likeliest
+            return None
 
     known = output.prompt_logprobs
     return LLMOutput(

@@ -140,9 +140,31 @@ def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
     assert llm.chat(CHAT, GREEDY, **options)[0].prompt == "<system>Write Python.</><user>def mean("
     with pytest.raises(InvalidInput, match="chat template cannot render"):
         llm.chat(CHAT, GREEDY, use_tqdm=False)  # this tokenizer has none
-    for messages in ("hello", {}, [], 3):
+    for messages in ("hello", {}, [], 3, [3], [None], [CHAT, "hello"], [CHAT, CHAT[0]]):
         with pytest.raises(InvalidInput, match="messages"):
-            llm.chat(messages, GREEDY)
+            llm.chat(messages, GREEDY, chat_template=TEMPLATE)
+    with pytest.raises(InvalidInput, match="character 6 is half of a surrogate pair"):
+        llm.chat([{"role": "user", "content": "\ud800"}], GREEDY, chat_template=TEMPLATE)
+    with pytest.raises(InvalidInput, match="chat_template_kwargs 5 is an int"):
+        llm.chat(CHAT, GREEDY, chat_template=TEMPLATE, chat_template_kwargs=5)
+
+
+def test_a_tokenizer_that_does_not_know_an_id_leaves_its_text_out(model: CompiledModel) -> None:
+    """As tokenizers without a text for the ids that pad a vocabulary; any id may be among the likeliest."""
+
+    class Narrow:
+        all_special_ids: tuple[int, ...] = ()
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            if max(ids) >= 300:
+                raise IndexError("piece id is out of range")
+            return "a" * len(ids)
+
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=-1, allowed_token_ids=[5, 6])
+    llm = LLM(model, tokenizer=Narrow(), num_gpu_blocks_override=20)
+    [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    texts = [{token: own.decoded_token for token, own in entry.items()} for entry in output.outputs[0].logprobs]
+    assert texts == [dict.fromkeys(entry) | dict.fromkeys(range(300), "a") for entry in texts]
 
 
 def test_a_prompt_that_is_refused_has_an_empty_output(model: CompiledModel, llm: LLM) -> None:
@@ -215,6 +237,7 @@ def test_options_are_mapped() -> None:
         ({"tokenizer_revision": "main"}, "tokenizer_revision='main'.* is not served"),
         ({"max_modellen": 3}, "no option 'max_modellen'"),
         ({"dtype": "int8"}, "dtype='int8' must be"),
+        ({"dtype": ["auto"]}, r"dtype=\['auto'\] must be"),
         ({"max_model_len": "4k"}, "max_model_len '4k' is a str"),
         ({"generation_config": "x"}, "generation_config='x' must be"),
         ({"block_size": 17}, "block_size"),

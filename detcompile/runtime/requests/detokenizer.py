@@ -34,7 +34,8 @@ class Detokenizer:
 
     Attributes:
         stopped_by: the stop string that ended the request, or None. The text is cut before it, or after it with
-            include_stop_str_in_output. Of several, the one that is complete first; then the one that began first.
+            include_stop_str_in_output. It may begin in the first min_tokens tokens, and ends behind them.
+            Of several, the one that is complete first; then the one that began first.
         num_tokens: tokens that were read; those after the one that completed a stop string are not.
     """
 
@@ -131,8 +132,9 @@ class Detokenizer:
     def _match(self, new: str, last: bool) -> str:
         """Text to give out, now that ``new`` is certain; keeps what may begin a stop string, unless it is the last."""
         text = self._held + new
-        stops = self._params.stop if self.num_tokens > self._params.min_tokens else ()
-        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in stops if stop in text]
+        stops = self._params.stop
+        ends = stops if self.num_tokens > self._params.min_tokens else ()
+        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in ends if stop in text]
         if found:
             end, start, self.stopped_by = min(found)
             self._held = ""

@@ -148,6 +148,13 @@ def test_stop_strings_wait_for_min_tokens(min_tokens, text):
     assert "".join(pieces_of(TINY, ids, stop="a", min_tokens=min_tokens)[0]) == text
 
 
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "x"), (3, "x"), (4, "xaba"), (6, "xaba"), (7, "xabaaba")])
+def test_a_stop_string_may_begin_in_the_first_min_tokens_and_ends_behind_them(min_tokens, text):
+    ids = [i for letter in "xabaaba" for i in TINY(letter).input_ids]
+    pieces, detokenizer = pieces_of(TINY, ids, stop="aba", min_tokens=min_tokens)
+    assert "".join(pieces) == text and detokenizer.num_tokens == (4 if min_tokens < 4 else 7)
+
+
 def test_a_token_costs_the_same_in_a_long_text():
     for ids in (TINY("hello wörld ").input_ids * 300, BYTE_TOKENS * 10, [*TINY("a").input_ids, *[0] * 500]):
         detokenizer = Detokenizer(TINY, SamplingParams(stop="never seen"))

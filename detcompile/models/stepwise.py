@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from detcompile.errors import EngineError
 from detcompile.executors.executor import Executor
 from detcompile.runtime.dense.generation_arguments import GenerationArguments
 from detcompile.runtime.kv.block_pool import BLOCK_SIZE, whole_blocks
 from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.request_book import CHANGED
 from detcompile.runtime.requests.admission import Admission
 from detcompile.runtime.requests.request import undrawable
 from detcompile.runtime.requests.sampling_params import SamplingParams
@@ -70,7 +72,8 @@ class Stepper:
             criteria: end rows; one of them ends all after ``max_new_tokens`` columns.
 
         Raises:
-            EngineError: a row's logits are not numbers; a GenerationError where its own parameters are to blame.
+            EngineError: the weights changed meanwhile; or a row's logits are not numbers, a GenerationError where its
+                own parameters are to blame.
             InvalidInput: a row that cannot be served.
         """
         sequences = _sequences(executor, prompts, params)
@@ -109,6 +112,7 @@ class _Rows:
         self._blocks = plain_blocks(facts, tokens, num_sequences=kept.num_states or None)
         self._runner = kept.runner
         self._sampler = Sampler(facts.num_logits, facts.device)
+        self._weights, self._version = executor.weights, executor.weights.version()
 
     def draw(self, live: SequenceOf[int], with_scores: bool) -> tuple[list[int], Tensor, Tensor | None]:
         """The next token of the rows ``live``, appended to them; the logits that they had, and what was drawn from."""
@@ -130,6 +134,8 @@ class _Rows:
         )
         scores = torch.empty_like(logits, dtype=torch.float32) if with_scores else None
         drawn = self._sampler(logits, plan, scores=scores).drawn.tolist()
+        if self._weights.version() != self._version:  # by a streamer, or by another thread
+            raise EngineError(f"generate(): {CHANGED}")
         for row, sequence, (invalid, token) in zip(live, sequences, drawn):
             if invalid or token >= self.num_ids:
                 where = f"row {row}, token {len(sequence.token_ids)}"

@@ -22,7 +22,7 @@ from detcompile.runtime.requests.sequence import Sequence
 from detcompile.runtime.scheduler import Scheduler
 from detcompile.runtime.step.builder import StepEntry
 
-__all__ = ["RequestBook"]
+__all__ = ["CHANGED", "RequestBook"]
 
 LOST = f"its workers ended {ALONE_DEATHS} times while they served it alone"
 CHANGED = "the weights were changed in place while it ran: change them by update_weights(), when nothing runs"

@@ -208,3 +208,30 @@ def test_who_runs_under_other_weights_is_told_also_where_blocks_are_exported(mod
     [output] = engine.step()
     assert output.request_id == name and isinstance(output.error, EngineError)
     assert not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("change", [by_call, by_the_optimizer], ids=lambda way: way.__name__)
+def test_an_answer_that_is_watched_is_of_one_version_of_the_weights(model, change):
+    class Changing:
+        """A streamer that has new weights in the middle; or another thread has them."""
+
+        num_columns = 0
+
+        def put(self, _tokens: Tensor) -> None:
+            self.num_columns += 1
+            if self.num_columns == 4:
+                change(model)
+
+        def end(self) -> None:
+            raise AssertionError("an answer of two versions of the weights")
+
+    model.update_weights(noise(model, 4))
+    with pytest.raises(EngineError, match=r"generate\(\): the weights were changed"):
+        model.generate(torch.tensor([PROMPT]), max_new_tokens=8, eos_token_id=(), streamer=Changing())
+    plain = continued(model)
+    watched = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, eos_token_id=(), stopping_criteria=[_never])
+    assert watched[0, -6:].tolist() == plain
+
+
+def _never(ids: Tensor, _scores: Any) -> Tensor:
+    return torch.zeros(len(ids), dtype=torch.bool)

@@ -8,6 +8,7 @@ from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.runtime.kv.block_pool import whole_blocks
 from detcompile.runtime.kv.plain_blocks import plain_blocks
+from detcompile.runtime.requests.plain_values import flag, or_none, token_list, whole_number
 from detcompile.runtime.speculation.model_drafter import ModelDrafter
 
 __all__ = ["CACHE_TOKENS", "draft_with"]
@@ -32,10 +33,15 @@ def draft_with(
     facts = executor.description.facts
     if facts.state_shapes:
         raise InvalidInput("this model's layers carry a state, which cannot take guesses back: draft with another")
+    numbers = {name: whole_number(shape[name], f"drafter: {name}") for name in ("num_tokens", "siblings", "max_nodes")}
+    if numbers["max_nodes"] < 1:
+        raise InvalidInput(f"drafter: max_nodes={numbers['max_nodes']} must be at least 1")
+    num_sequences = whole_number(num_sequences, "drafter: num_sequences")
+    cache_tokens = or_none(whole_number)(cache_tokens, "drafter: cache_tokens")
+    cuda_graphs = or_none(flag)(cuda_graphs, "drafter: cuda_graphs")
     if num_sequences < 1 or (cache_tokens is not None and cache_tokens < 1):
         raise InvalidInput(f"drafter: num_sequences={num_sequences} and cache_tokens={cache_tokens}: at least 1")
-    chosen = range(layers) if isinstance(layers, int) else layers
-    source = executor.drafting(None if chosen is None else tuple(chosen))
+    source = executor.drafting(_chosen(layers))
     if cache_tokens is None:
         longest = whole_blocks(facts.max_context)
         cache_tokens = min(num_sequences * longest, max(longest, CACHE_TOKENS))
@@ -49,5 +55,15 @@ def draft_with(
         max_context=facts.max_context,
         num_sequences=num_sequences,
         tokenizer=tokenizer,
-        **shape,
+        tree=shape["tree"],
+        **numbers,
     )
+
+
+def _chosen(layers: Any) -> tuple[int, ...] | None:
+    """The first so many layers, or these ones, as their indices; None for all."""
+    if layers is None:
+        return None
+    if isinstance(layers, int):
+        return tuple(range(whole_number(layers, "drafter: layers")))
+    return tuple(token_list(layers, "drafter: layers"))

@@ -265,7 +265,10 @@ def _trees(tree: TreeKind, max_nodes: int) -> tuple[Callable[[], GrowingTree | F
         return lambda: GrowingTree(max_nodes, WIDTH), WIDTH
     if isinstance(tree, str):
         raise InvalidInput(f"ModelDrafter: tree={tree!r}: 'chain', 'grown', or a list of paths")
-    shape = require_shape(tree)
+    try:
+        shape = require_shape([tuple(path) for path in tree])
+    except TypeError as error:
+        raise InvalidInput(f"ModelDrafter: tree={tree!r}: 'chain', 'grown', or a list of paths, as (0, 1)") from error
     return lambda: FixedTree(shape), 1 + max(max(path) for path in shape)
 
 

@@ -274,6 +274,18 @@ def test_heads_are_read_as_they_were_written(own, tmp_path):
         (lambda model: model.drafter(layers=0), "give some of 0 to 1"),
         (lambda model: model.drafter(num_sequences=0), "num_sequences=0"),
         (lambda model: model.drafter(cache_tokens=0), "cache_tokens=0"),
+        (lambda model: model.drafter(num_tokens=1.5), "drafter: num_tokens 1.5 is a float"),
+        (lambda model: model.drafter(siblings="2"), "drafter: siblings '2' is a str"),
+        (lambda model: model.drafter(max_nodes=0), "max_nodes=0"),
+        (lambda model: model.drafter(max_nodes=None), "drafter: max_nodes None is None"),
+        (lambda model: model.drafter(num_sequences="2"), "drafter: num_sequences '2' is a str"),
+        (lambda model: model.drafter(cache_tokens=6.4), "drafter: cache_tokens 6.4 is a float"),
+        (lambda model: model.drafter(cuda_graphs="no"), "drafter: cuda_graphs 'no' is a str"),
+        (lambda model: model.drafter(layers="2"), "drafter: layers: '2' is a str"),
+        (lambda model: model.drafter(layers=True), "drafter: layers True is a bool"),
+        (lambda model: model.drafter(layers=[0.5]), "drafter: layers: entry 0, 0.5 is a float"),
+        (lambda model: model.drafter(tree=5), "tree=5: 'chain', 'grown', or a list of paths"),
+        (lambda model: model.drafter(tree=[5]), r"tree=\[5\]: 'chain', 'grown', or a list of paths"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

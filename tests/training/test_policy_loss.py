@@ -95,9 +95,32 @@ def test_a_token_without_an_advantage_may_have_any_old(terms_of):
         ({"old": torch.zeros(3)}, r"old is torch.float32 \(3,\) and must be float32 \(4,\)"),
         ({"advantages": torch.zeros(4).double()}, "advantages is torch.float64"),
         ({"logprobs": torch.zeros(4).bfloat16()}, "logprobs is torch.bfloat16"),
+        ({"advantages": torch.zeros(4, device="meta")}, "advantages: it is on the meta device"),
+        ({"old": torch.zeros(4).to_sparse()}, "old: it is of layout torch.sparse_coo"),
+        ({"advantages": 1.0}, "advantages is a float: give a tensor"),
+        ({"logprobs": [0.0]}, "logprobs is a list: give a tensor"),
+        ({"clip": (0.2, torch.nan)}, "clip nan is a float: give a number"),
+        ({"clip": (0.1, 0.2, 0.3)}, r"clip .* is a tuple: give a number"),
+        ({"clip": "0.2"}, "clip '0.2' is a str: give a number"),
+        ({"denominator": None}, "denominator None is .*: give a number"),
+        ({"denominator": 1e-300}, "denominator=1e-300 positive and within float32"),
+        ({"denominator": torch.inf}, "denominator=inf positive and within float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     given = {"logprobs": torch.zeros(4), "old": torch.zeros(4), "advantages": torch.zeros(4), "denominator": 2.0}
     with pytest.raises(InvalidInput, match=message):
         policy_loss(**(given | change))
+
+
+def test_a_list_of_two_distances_is_taken_as_a_tuple_is():
+    logprobs, old, advantages = drawn(40)
+    found = (policy_loss(logprobs, old, advantages, 10, clip).detach() for clip in ([0.1, 0.3], (0.1, 0.3)))
+    assert_bitwise_equal(*found)
+
+
+def test_a_tensor_of_another_device_is_refused(monkeypatch):
+    """A kernel would read from its address; the meta device stands for a GPU beside a CPU."""
+    monkeypatch.setattr("detcompile.training.policy_loss.require_values", lambda tensor, name: None)
+    with pytest.raises(InvalidInput, match=r"old is torch\.float32 .* on cpu and not on meta"):
+        policy_loss(torch.zeros(4), torch.zeros(4, device="meta"), torch.zeros(4), 2.0)

@@ -19,8 +19,8 @@ __all__ = ["Ledger", "door"]
 class Ledger:
     """The exact gradient of one parameter since its ``.grad`` was last None.
 
-    It goes by torch's own rules: a ``.grad`` of None starts a new sum, and one that was changed from outside (scaled,
-    zeroed, replaced) is what the next gradient is added to.
+    It goes by torch's own rules: a ``.grad`` of None starts a new sum, and elements that were changed from outside
+    (scaled, zeroed, replaced, by whatever means) are what the next gradient is added to.
 
     Args:
         name: what messages call the parameter.
@@ -34,8 +34,7 @@ class Ledger:
         self.name, self.guard, self.ranks = name, guard, 0
         self._parameter = weakref.ref(parameter)
         self._exact: Tensor | None = None
-        self._rounded: tuple[Tensor, int] | None = None  # what .grad was set to, and its version then
-        self._bound: Tensor | None = None  # the guard's, of what .grad was set to
+        self._bound: Tensor | None = None  # the guard's, of that sum
         self._backward = -1  # autograd's number of the backward that opened it last
         parameter.grad_dtype = None  # float64 while autograd adds, the parameter's own afterwards
         self._hook = parameter.register_post_accumulate_grad_hook(self._round)
@@ -74,27 +73,33 @@ class Ledger:
         if gradient.device.type == "cpu":
             self.guard.require_one(self.name, max(1, self.ranks))
 
-    def _is_own(self, grad: Tensor) -> bool:
-        return self._rounded is not None and grad is self._rounded[0] and grad._version == self._rounded[1]
+    @staticmethod
+    def _kept(grad: Tensor, exact: Tensor) -> Tensor:
+        """Where ``.grad`` is the sum rounded, by its values: torch counts no changes through ``.data`` or numpy."""
+        return (grad == exact.to(grad.dtype)) & (grad != 0)
 
     def _bound_of(self, grad: Tensor | None) -> Tensor | None:
-        if grad is None or self._is_own(grad):
-            return None if grad is None else self._bound
-        return torch.linalg.vector_norm(grad.detach().double(), float("inf"))
+        if grad is None:
+            return None
+        now, bound = grad.detach().double(), self._bound
+        if self._exact is not None and bound is not None:
+            kept = self._kept(grad, self._exact)
+            now, bound = now.where(~kept, 0.0), bound.where(kept.any(), 0.0)
+        largest = torch.linalg.vector_norm(now, float("inf"))
+        return largest if bound is None else torch.maximum(largest, bound)
 
     def _put_exact(self, parameter: nn.Parameter, registered: Any) -> None:
         """Put the float64 sum where autograd adds, once however many doors asked for it."""
         registered.remove()
         grad = parameter.grad
         if grad is not None and grad.dtype is not torch.float64:
-            parameter.grad = self._exact if self._is_own(grad) else grad.double()
+            now, exact = grad.double(), self._exact
+            parameter.grad = now if exact is None else exact.where(self._kept(grad, exact), now)
 
     def _round(self, parameter: Tensor) -> None:
         self._exact = parameter.grad
         assert self._exact is not None
-        rounded = self._exact.to(parameter.dtype)
-        parameter.grad = rounded
-        self._rounded, self._bound = (rounded, rounded._version), self.guard.bound_of(self.name)
+        parameter.grad, self._bound = self._exact.to(parameter.dtype), self.guard.bound_of(self.name)
 
 
 class _Door(torch.autograd.Function):

@@ -1,5 +1,8 @@
 """A ledger's bound begins with its parameter's .grad, and .grad is float32 whatever calls autograd."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,6 +49,34 @@ def test_a_bound_begins_anew_with_its_gradient():
     held.loss(0.6 * MOST).backward()
     assert held.bound == pytest.approx(0.9 * MOST)
     assert held.parameter.grad.tolist() == pytest.approx([0.9 * MOST] * 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: grad.mul_(0.5),
+        lambda grad: torch._foreach_mul_([grad], 0.5),
+        lambda grad: grad.data.mul_(0.5),
+        lambda grad: np.multiply(grad.numpy(), np.float32(0.5), out=grad.numpy()),
+        lambda grad: grad.data.copy_(grad.clone() * 0.5),
+    ],
+    ids=["in place", "foreach", "data", "numpy", "data copied"],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_gradient_that_was_changed_is_added_to_as_it_is_now(change: Callable[[Tensor], object], whole: bool):
+    """Whatever torch counts of the change; elements beside it keep their exact sum."""
+    held, third = Held(), 1 / 3
+    held.loss(third).backward()
+    changed = held.parameter.grad if whole else held.parameter.grad[:1]
+    change(changed)
+    half = float(torch.tensor(third)) / 2
+    held.loss(third).backward()
+    now = [third + half if whole or not place else 2 * third for place in range(3)]
+    assert held.parameter.grad.tolist() == torch.tensor(now, dtype=torch.float64).float().tolist()
+    assert held.bound == pytest.approx(max(now))
+    held.parameter.grad.data.zero_()
+    held.loss(third).backward()
+    assert held.parameter.grad.tolist() == torch.tensor([third] * 3).tolist() and held.bound == third
 
 
 def test_a_gradient_that_grows_is_refused_and_the_next_is_not():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.plain_values import number
 from detcompile.templates.rows.sums import row_square_sum
 from detcompile.training.optimizer import local_part
 
@@ -37,7 +38,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     Raises:
         InvalidInput: max_norm is not positive, or a gradient is not float32 or cut otherwise than into rows.
     """
-    if not max_norm > 0:
+    max_norm = number(max_norm, "clip_grad_norm_: max_norm")
+    if max_norm <= 0:
         raise InvalidInput(f"clip_grad_norm_: max_norm={max_norm} must be positive.")
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]

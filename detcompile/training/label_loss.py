@@ -6,6 +6,8 @@ from torch import Tensor
 from detcompile.errors import InvalidInput
 from detcompile.runtime.dense.given_tensors import require_integers
 from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch
+from detcompile.runtime.requests.plain_values import number
+from detcompile.runtime.requests.sampling_params import LARGEST, SMALLEST
 
 __all__ = ["label_loss"]
 
@@ -18,7 +20,8 @@ def label_loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: 
         labels: [B, C], -100 where none.
 
     Raises:
-        InvalidInput: no token has a label, or they are of another batch.
+        InvalidInput: no token has a label, one is out of the vocabulary, they are of another batch, or ``num_items`` is
+            no positive number.
     """
     require_integers(labels, "labels")
     labels = labels.to(logits.device)
@@ -29,8 +32,13 @@ def label_loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: 
     following[:, :-1] = torch.where(mask[:, 1:], labels[:, 1:], IGNORED_LABEL)
     targets = following[mask]
     counted = targets != IGNORED_LABEL
-    count = counted.sum() if num_items is None else torch.as_tensor(num_items, dtype=torch.float64)
-    if not int(count):
+    bad = targets[counted & ((targets < 0) | (targets >= logits.shape[1]))]
+    if len(bad):
+        raise InvalidInput(f"label {int(bad[0])}: labels are 0 to {logits.shape[1] - 1}, or {IGNORED_LABEL} for none")
+    count = float(counted.sum()) if num_items is None else number(num_items, "num_items_in_batch")
+    if num_items is None and not count:
         raise InvalidInput("no token has a label: every label is -100, at padding, or of a row's first token")
+    if not SMALLEST <= count <= LARGEST:
+        raise InvalidInput(f"num_items_in_batch={count} divides the loss: give the number of labels of the whole batch")
     logprobs, _ = torch.ops.detcompile.token_logprobs(logits, targets.where(counted, 0))
-    return -(logprobs * counted / count.to(logprobs)).sum(dtype=torch.float64).float()
+    return -(logprobs * counted / logprobs.new_full((), count)).sum(dtype=torch.float64).float()

@@ -136,10 +136,15 @@ def _check_copy(own: Tensor, copy: Tensor) -> None:
 def _check_options(group: Mapping[str, Any]) -> None:
     """Refuse numbers out of their range, and options of torch's optimizers that this one does not have."""
     lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    if not (all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)):
+    try:
+        fits = all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)
+        fits = fits and len(betas) == 2
+    except (TypeError, RuntimeError):  # of what is no number, or of a tensor of several
+        fits = False
+    if not fits:
         raise InvalidInput(
-            f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}: all must be finite, none may be "
-            "negative, and betas are below 1."
+            f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}: all must be finite numbers, "
+            "none may be negative, and betas are below 1, two of them."
         )
     for name, served in OPTIONS.items():
         if bool(group.get(name, served)) != served:

@@ -10,12 +10,12 @@ import detcompile.templates.training.token_sums  # noqa: F401  registers torch.o
 from detcompile.errors import InvalidInput
 from detcompile.runtime.dense.given_tensors import require_values
 from detcompile.runtime.requests.plain_values import kind, number
+from detcompile.runtime.requests.sampling_params import LARGEST, SMALLEST
 from detcompile.templates.training.pointwise import policy_terms
 
 __all__ = ["policy_loss"]
 
 _GRID = -40  # of the loss itself, whose terms add up to less than 2^11
-_LEAST, _MOST = 2.0**-126, 2.0**127  # of a denominator, which is rounded to float32
 
 
 def policy_loss(
@@ -47,7 +47,7 @@ def policy_loss(
     pair = clip if isinstance(clip, Sequence) and len(clip) == 2 else (clip, clip)
     low, high = (number(distance, "policy_loss: clip") for distance in pair)
     denominator = number(denominator, "policy_loss: denominator")
-    if not 0 <= low <= 1 or high < 0 or not _LEAST <= denominator <= _MOST:
+    if not 0 <= low <= 1 or high < 0 or not SMALLEST <= denominator <= LARGEST:
         raise InvalidInput(
             f"policy_loss: clip={clip} must be distances from 1, the lower one at most 1, and "
             f"denominator={denominator} positive and within float32."

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from detcompile.errors import InvalidInput, UnsupportedModel
 from detcompile.training.optimizer import local_part
 
-__all__ = ["ExactSum", "Unreplicated", "shard_blocks", "whole", "whole_weights"]
+__all__ = ["ExactSum", "Unreplicated", "mesh_of", "shard_blocks", "whole", "whole_weights"]
 
 
 class Unreplicated(nn.Module):
@@ -116,6 +116,28 @@ def _earlier(grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     """The float64 sum that a ``.grad`` is of, zero where that is; and whether it is elsewhere another's."""
     kept = grad.view(torch.int32) == exact.to(grad.dtype).view(torch.int32)  # NaN is NaN
     return exact.where(kept, 0.0), ~(kept | (grad == 0)).all()
+
+
+def mesh_of(given: Any, device: str) -> DeviceMesh:
+    """A mesh that was given, or all ranks in one dimension.
+
+    Args:
+        device: type of the parameters' device.
+
+    Raises:
+        InvalidInput: there are no ranks, or what was given is no mesh of one or two dimensions of such devices.
+    """
+    if not dist.is_initialized():
+        raise InvalidInput(
+            "no ranks share the parameters: start with torchrun, and call dist.init_process_group() first"
+        )
+    mesh = init_device_mesh(device, (dist.get_world_size(),)) if given is None else given
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != device:
+        raise InvalidInput(
+            f"mesh {mesh!r}: give a DeviceMesh of {device!r}, where the parameters are, with one dimension of ranks, or"
+            " two, to replicate over the first"
+        )
+    return mesh
 
 
 def shard_blocks(root: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> list[ExactSum]:

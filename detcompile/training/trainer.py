@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -20,6 +20,8 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import tokenizer_of
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, repad, unpad
+from detcompile.runtime.requests.plain_values import number
+from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE
 from detcompile.templates.training.exactness import ExactnessGuard
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
@@ -30,7 +32,7 @@ from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.label_loss import label_loss
 from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves
-from detcompile.training.sharding import ExactSum, Unreplicated, shard_blocks, whole, whole_weights
+from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_blocks, whole, whole_weights
 
 __all__ = ["Trainer"]
 
@@ -112,11 +114,14 @@ class Trainer(Unreplicated):
 
         Raises:
             UnsupportedModel: the forward takes parameters of several dtypes, which one collective cannot gather.
+            InvalidInput: there are no ranks, another kind of mesh is given, or the parameters are shared already.
         """
+        if self._mesh is not None:
+            raise InvalidInput(f"the trainer is sharded already, over {self._mesh}: make another for other ranks")
         dtype, *others = set(self._dtypes.values())
         if others:
             raise UnsupportedModel(f"parameters of {dtype} and {others} are not sharded: load the model in one dtype")
-        self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),)) if mesh is None else mesh
+        self._mesh = mesh_of(mesh, self.device.type)
         for ledger in self._ledgers.values():
             ledger.leave_to(self._mesh.size())
         self._sums = shard_blocks(self, self.blocks, dtype, self._mesh)
@@ -209,11 +214,14 @@ class Trainer(Unreplicated):
 
         Args:
             input_ids, attention_mask, position_ids: what ``forward`` takes.
-            temperature: what logits are divided by.
+            temperature: what logits are divided by, from 1e-5 to float32's largest number.
 
         Raises:
-            InvalidInput: as ``forward``, or a temperature that is not positive.
+            InvalidInput: as ``forward``, or a temperature out of its range.
         """
+        temperature = number(temperature, "temperature")
+        if not MIN_TEMPERATURE <= temperature <= LARGEST:
+            raise InvalidInput(f"temperature={temperature} must be at least {MIN_TEMPERATURE}, and finite in float32")
         logprobs, entropy = self._scored(self._batch(input_ids, attention_mask, position_ids, None), temperature)
         logprobs.entropy = entropy  # type: ignore[attr-defined]
         return logprobs

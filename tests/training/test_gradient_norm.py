@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from detcompile import clip_grad_norm_
 from detcompile.errors import InvalidInput
+from detcompile.templates.training.exactness import ExactnessGuard
 from tests.bits import assert_bitwise_equal
 
 SHAPES = [(7, 33), (5,), (), (12, 4, 9), (0, 3), (2, 1000)]
@@ -84,11 +85,22 @@ def test_what_is_not_finite_shows(value, expected):
     assert norm == expected or (math.isnan(norm) and math.isnan(expected))
 
 
+def test_where_nothing_is_trained_there_is_nothing_to_bound():
+    guard = ExactnessGuard((), -44)
+    guard.require(guard.bounds(torch.device("cpu")))
+    guard = ExactnessGuard(("one", "two"), -44)
+    guard.add("two", torch.full((3,), 7.0, dtype=torch.float64))
+    assert guard.bounds(torch.device("cpu")).tolist() == [0.0, 7.0]
+
+
 def test_what_does_not_fit_is_refused():
     parameter = nn.Parameter(torch.zeros(3))
     assert float(clip_grad_norm_(parameter, 1.0)) == 0.0
     with pytest.raises(InvalidInput, match=r"max_norm=0\.0 must be positive"):
         clip_grad_norm_(parameter, 0.0)
+    for given in (None, "1", torch.nan, torch.ones(2)):
+        with pytest.raises(InvalidInput, match=r"max_norm .*: give a number"):
+            clip_grad_norm_(parameter, given)
     half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     half.grad = torch.zeros_like(half)
     with pytest.raises(InvalidInput, match=r"a gradient is torch.bfloat16, not float32"):

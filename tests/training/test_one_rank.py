@@ -1,16 +1,18 @@
 """A trainer that one rank holds keeps torch's rules for ``.grad``, or refuses what would move bits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import detcompile
 from detcompile import InvalidInput, Trainer, UnsupportedModel
-from detcompile.training.sharding import whole
+from detcompile.training.sharding import mesh_of, whole
 from tests.model_cases import MAX_CONTEXT, random_model
 from tests.training.cases import add_gradients, sequences
 
@@ -69,6 +71,22 @@ def test_torchs_replicas_are_refused_as_they_add_rounded_gradients(shared: Train
         DistributedDataParallel(shared)
     with pytest.raises(UnsupportedModel, match=r"trainer\.shard\(\)"):
         shared._replicate_for_data_parallel()  # as DataParallel does for each of several GPUs
+
+
+def test_ranks_that_cannot_share_are_refused_before_anything_is_shared(
+    shared: Trainer, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(InvalidInput, match=r"sharded already, over .*: make another"):
+        shared.shard()
+    for given in (init_device_mesh("cpu", (1, 1, 1)), "cpu", (1,), SimpleNamespace(ndim=1, device_type="cpu")):
+        with pytest.raises(InvalidInput, match="give a DeviceMesh of 'cpu'"):
+            mesh_of(given, "cpu")
+    with pytest.raises(InvalidInput, match="give a DeviceMesh of 'cuda'"):
+        mesh_of(init_device_mesh("cpu", (1,)), "cuda")
+    assert mesh_of(None, "cpu").size() == 1
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(InvalidInput, match=r"call dist\.init_process_group\(\) first"):
+        mesh_of(None, "cpu")
 
 
 @pytest.mark.parametrize("change", [zero, multiply(0.0), multiply(-0.0)])

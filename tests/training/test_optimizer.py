@@ -106,7 +106,8 @@ def test_a_state_that_is_loaded_goes_on():
     [
         *({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}),
         *({"lr": torch.nan}, {"lr": torch.inf}, {"betas": (0.9, torch.nan)}, {"eps": torch.nan}),
-        {"weight_decay": torch.nan},
+        *({"weight_decay": torch.nan}, {"weight_decay": "0.1"}, {"lr": None}, {"lr": torch.ones(2)}, {"eps": None}),
+        *({"betas": 0.9}, {"betas": (0.9,)}, {"betas": (0.9, 0.9, 0.9)}, {"betas": None}, {"betas": "ab"}),
     ],
 )
 def test_numbers_out_of_their_range_are_refused(options):

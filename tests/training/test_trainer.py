@@ -242,9 +242,33 @@ def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1]])}, "have to be like input_ids"),
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1.0, 2.0]])}, "labels: it holds torch.float32"),
         ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.ones(1, 2, device="meta")}, "labels: it is on the meta"),
+        ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 500]])}, "label 500: labels are 0 to 159"),
+        ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, -1]])}, "label -1: labels are 0 to 159"),
+        *(
+            ({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 2]]), "num_items_in_batch": count}, said)
+            for count, said in (
+                (0, r"num_items_in_batch=0\.0 divides"),
+                (-3, r"num_items_in_batch=-3\.0 divides"),
+                (torch.inf, "num_items_in_batch=inf divides"),
+                (torch.nan, "num_items_in_batch nan is a float"),
+                ("2", "num_items_in_batch '2' is a str"),
+                (torch.tensor([2, 3]), r"num_items_in_batch .*: give a number"),
+            )
+        ),
         ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not served"),
     ],
 )
 def test_what_cannot_be_read_is_refused(call: dict[str, Any], message: str):
     with pytest.raises(InvalidInput, match=message):
         trained("qwen3")(**call)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, 1e-50, torch.inf, torch.nan, "1", None, torch.tensor([1.0, 2.0])])
+def test_a_temperature_that_divides_no_logits_is_refused(temperature: Any):
+    with pytest.raises(InvalidInput, match=r"temperature.* (give a number|must be at least 1e-05, and finite)"):
+        trained("qwen3").logprobs(torch.tensor([[1, 2]]), temperature=temperature)
+
+
+def test_labels_may_be_those_of_other_micro_batches_alone():
+    ids = torch.tensor([[1, 2]])
+    assert float(trained("qwen3")(ids, labels=torch.full_like(ids, -100), num_items_in_batch=5).loss) == 0.0

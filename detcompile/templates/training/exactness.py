@@ -62,7 +62,7 @@ class ExactnessGuard:
     def bounds(self, device: torch.device) -> Tensor:
         """The bound of each parameter [P] float64, of this rank alone; add those of all ranks before ``require``."""
         nothing = torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([self._bounds.get(place, nothing) for place in range(len(self.names))])
+        return torch.stack([nothing, *(self._bounds.get(place, nothing) for place in range(len(self.names)))])[1:]
 
     def require(self, bounds: Tensor) -> None:
         """Refuse the gradients of parameters whose bounds [P] are beyond exactness.

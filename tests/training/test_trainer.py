@@ -203,6 +203,17 @@ def test_recomputed_layers_have_the_same_gradients():
     assert not [name for name in kept if not torch.equal(kept[name], again[name])]
 
 
+def test_a_backward_runs_under_a_flag_that_was_set_since():
+    rows, trainer = sequences([20, 9]), trained("qwen3")
+    before = gradients(trainer, rows, [range(2)])
+    torch.use_deterministic_algorithms(True)
+    try:
+        after = gradients(trainer, rows, [range(2)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not [name for name in before if not torch.equal(before[name], after[name])]
+
+
 @EXHAUSTIVE  # tests/training/test_low_rank.py freezes all but adapters
 def test_frozen_parameters_get_no_gradient_and_change_no_other():
     rows = sequences(SHORT)

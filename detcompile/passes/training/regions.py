@@ -1,6 +1,7 @@
 """Regions of a certified forward graph, each differentiated and compiled by itself, with a proof of both directions."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,7 +89,12 @@ class TrainedRegion:
         roles[len(self._inputs):] = [Role("layout", layout=Layout(LEAVES)), *[Role("port")] * len(trained)]
         proofs = Proofs(self.certificate, roles, _reached(gm.graph, with_gradient), self.numerics)
         settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-        with tracing(TracingContext(self._mode)), functorch_config.patch(settings), torch.enable_grad():
+        with (
+            tracing(TracingContext(self._mode)),
+            functorch_config.patch(settings),
+            torch.enable_grad(),
+            _deterministic_algorithms(),
+        ):
             run: Callable[..., Sequence[Tensor]] = compile_fx(
                 gm,
                 values,
@@ -107,6 +113,17 @@ class TrainedRegion:
             torch._check(count >= 2)
             leaves = torch.empty(count, dtype=torch.int32, device=self._device)
             return to_train(self.region.gm, trained, leaves, self.numerics.token_grid)
+
+
+@contextlib.contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """While entered, torch's flag is set: no backward compiled without it runs once a caller has set it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def _lower(proofs: Proofs, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:

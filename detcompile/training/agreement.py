@@ -10,6 +10,7 @@ from detcompile.errors import InvalidInput, TrainerMismatch
 from detcompile.models.compiled import CompiledModel
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.engine_config import EngineConfig
+from detcompile.runtime.requests.plain_values import shown
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.weights import weight_digests
 
@@ -23,8 +24,10 @@ def require_same_orders(numerics: Numerics, max_context: int, model: CompiledMod
     """Fail unless a model was compiled with these.
 
     Raises:
-        InvalidInput: it was not; the message says what to pass.
+        InvalidInput: it was not, or is no compiled model; the message says what to pass.
     """
+    if not isinstance(getattr(model, "numerics", None), Numerics):
+        raise InvalidInput(f"a trainer is checked against what compile() returns, and not against {shown(model)}")
     if model.numerics != numerics:
         raise InvalidInput(
             f"the trainer has {numerics}, the engine's model {model.numerics}: pass numerics=model.numerics to"

@@ -13,6 +13,7 @@ from detcompile.orders.numerics import Numerics
 from detcompile.passes.capture import require_ready
 from detcompile.progress import shown, stage
 from detcompile.training.adapters import require_no_dropout
+from detcompile.training.agreement import require_same_orders
 from detcompile.training.trainer import Trainer
 
 __all__ = ["trainer"]
@@ -66,8 +67,11 @@ def trainer(
         require_no_dropout(module)
         if module.get_output_embeddings() is None:
             raise UnsupportedModel(f"{type(module).__name__} has no language-model head: causal LMs are trained")
+        orders, context = numerics_of(numerics), context_of(module, max_context)
+        if check is not None:
+            require_same_orders(orders, context, check)
         with stage(f"trace, prove and compile {type(module).__name__} forward and backward"):
-            made = Trainer(module, numerics_of(numerics), context_of(module, max_context))
+            made = Trainer(module, orders, context)
         for block in made.blocks:
             block.recompute = checkpoint
         if check is not None:

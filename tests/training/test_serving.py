@@ -1,12 +1,14 @@
 """A trainer's weights are served: rounded, in place, with its own log-probabilities, which are checked."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams, Trainer, TrainerMismatch
+from detcompile.training import loading
 from tests.exhaustive import EXHAUSTIVE
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import add_gradients, gradients, sequences
@@ -76,3 +78,13 @@ def test_a_model_of_other_orders_is_refused(trainer: Trainer):
         model = type("Other", (), {"numerics": other.numerics, "max_context": other.max_context, **changed})()
         with pytest.raises(InvalidInput, match=f"pass {next(iter(changed))}="):
             trainer.check(model)
+    for given in (None, True, "tiny", random_model("qwen3", torch.bfloat16)):
+        with pytest.raises(InvalidInput, match=r"what compile\(\) returns, and not against"):
+            trainer.check(given)
+
+
+@pytest.mark.parametrize("given", ["tiny", True, type("Other", (), {"numerics": Numerics(), "max_context": 5})()])
+def test_what_cannot_be_checked_is_refused_before_anything_is_compiled(given: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "Trainer", None)
+    with pytest.raises(InvalidInput, match=r"compile\(\) returns|pass max_context="):
+        detcompile.trainer(random_model("qwen3", torch.bfloat16), max_context=MAX_CONTEXT, check=given)

@@ -107,6 +107,7 @@ def mutate(mutant: str) -> None:
 def of_rank(rank: int, world: World, trainer: Trainer, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world.others + world.size)
+    dist.barrier()  # gloo fails where a rank that is done closes its connections before all are made
     mutate(world.mutant)
     if world.mesh:
         ranks = world.others + torch.arange(world.size).view(world.mesh)

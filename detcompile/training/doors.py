@@ -74,27 +74,32 @@ class Ledger:
             self.guard.require_one(self.name, max(1, self.ranks))
 
     @staticmethod
-    def _kept(grad: Tensor, exact: Tensor) -> Tensor:
-        """Where ``.grad`` is the sum rounded, by its values: torch counts no changes through ``.data`` or numpy."""
-        return (grad == exact.to(grad.dtype)) & (grad != 0)
+    def _changed(grad: Tensor, exact: Tensor) -> Tensor:
+        """Where ``.grad`` is no more the sum rounded, by its values: torch counts no changes by ``.data`` or numpy."""
+        return grad != exact.to(grad.dtype)
 
     def _bound_of(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
-        now, bound = grad.detach().double(), self._bound
+        grad, bound = grad.detach(), self._bound
         if self._exact is not None and bound is not None:
-            kept = self._kept(grad, self._exact)
-            now, bound = now.where(~kept, 0.0), bound.where(kept.any(), 0.0)
-        largest = torch.linalg.vector_norm(now, float("inf"))
+            changed = self._changed(grad, self._exact)
+            bound = bound.where((~changed & (grad != 0)).any(), 0.0)
+            grad = grad.masked_fill(~changed, 0.0)
+        largest = torch.linalg.vector_norm(grad, float("inf")).double()
         return largest if bound is None else torch.maximum(largest, bound)
 
     def _put_exact(self, parameter: nn.Parameter, registered: Any) -> None:
         """Put the float64 sum where autograd adds, once however many doors asked for it."""
         registered.remove()
-        grad = parameter.grad
-        if grad is not None and grad.dtype is not torch.float64:
-            now, exact = grad.double(), self._exact
-            parameter.grad = now if exact is None else exact.where(self._kept(grad, exact), now)
+        grad, exact = parameter.grad, self._exact
+        if grad is None or grad.dtype is torch.float64:
+            return
+        if exact is None:
+            parameter.grad = grad.double()
+        else:  # in place, as the memory of another float64 gradient may not be there
+            changed = self._changed(grad, exact)
+            parameter.grad = exact.masked_fill_(changed, 0.0).add_(grad.masked_fill(~changed, 0.0))
 
     def _round(self, parameter: Tensor) -> None:
         self._exact = parameter.grad

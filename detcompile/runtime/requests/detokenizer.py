@@ -134,7 +134,8 @@ class Detokenizer:
         text = self._held + new
         stops = self._params.stop
         ends = stops if self.num_tokens > self._params.min_tokens else ()
-        found = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in ends if stop in text]
+        places = {stop: text.find(stop, max(0, len(self._held) + 1 - len(stop))) for stop in ends}  # they end in ``new``
+        found = [(place + len(stop), place, stop) for stop, place in places.items() if place >= 0]
         if found:
             end, start, self.stopped_by = min(found)
             self._held = ""

@@ -155,6 +155,12 @@ def test_a_stop_string_may_begin_in_the_first_min_tokens_and_ends_behind_them(mi
     assert "".join(pieces) == text and detokenizer.num_tokens == (4 if min_tokens < 4 else 7)
 
 
+def test_a_stop_string_that_ends_in_the_first_min_tokens_is_text_though_a_longer_one_might_come():
+    ids = [i for letter in "xabyzab" for i in TINY(letter).input_ids]
+    pieces, detokenizer = pieces_of(TINY, ids, stop=["ab", "abc"], min_tokens=3)
+    assert "".join(pieces) == "xabyz" and detokenizer.num_tokens == 7
+
+
 def test_a_token_costs_the_same_in_a_long_text():
     for ids in (TINY("hello wörld ").input_ids * 300, BYTE_TOKENS * 10, [*TINY("a").input_ids, *[0] * 500]):
         detokenizer = Detokenizer(TINY, SamplingParams(stop="never seen"))

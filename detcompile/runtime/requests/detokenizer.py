@@ -134,7 +134,8 @@ class Detokenizer:
         text = self._held + new
         stops = self._params.stop
         ends = stops if self.num_tokens > self._params.min_tokens else ()
-        places = {stop: text.find(stop, max(0, len(self._held) + 1 - len(stop))) for stop in ends}  # they end in ``new``
+        # One that ended earlier is no end: it was within min_tokens, and held as the beginning of another.
+        places = {stop: text.find(stop, max(0, len(self._held) + 1 - len(stop))) for stop in ends}
         found = [(place + len(stop), place, stop) for stop, place in places.items() if place >= 0]
         if found:
             end, start, self.stopped_by = min(found)

@@ -1,6 +1,7 @@
 """The engine: bad requests, failures, ends, samples, cancellation, statistics; bits equal those of a plain forward."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -91,10 +92,23 @@ def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
         engine.prefixes.export(5)
     engine.generate(prompt, GREEDY, progress=False)
     found = engine.prefixes.export(prompt)
-    hollow = replace(found, layers=tuple((keys.to("meta"), values.to("meta")) for keys, values in found.layers))
     other = engine_of(tiny_model("cpu"), config_of())
-    with pytest.raises(NotImplementedError):
-        other.prefixes.take(hollow)
+    hollow = tuple((keys.to("meta"), values.to("meta")) for keys, values in found.layers)
+    for changed, said in (
+        ({"layers": hollow}, "tensors on the CPU"),
+        ({"layers": None}, "tensors on the CPU"),
+        ({"layers": ((found.layers[0][0], None), *found.layers[1:])}, "tensors on the CPU"),
+        ({"token_ids": None}, "give a list of integers"),
+        ({"token_ids": (*found.token_ids[:-1], 1 << 70)}, "is no token id"),
+        ({"token_ids": (*found.token_ids[:-1], 0.5)}, "token_ids: entry"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            other.prefixes.take(replace(found, **changed))
+    with pytest.raises(InvalidInput, match="no token id"):
+        engine.prefixes.export([-1] * 40)
+    full = mock.patch.object(type(other.prefixes._reader), "write_blocks", side_effect=MemoryError)
+    with full, pytest.raises(MemoryError):
+        other.prefixes.take(found)
     other.check()
     assert other.stats.num_free_blocks == engine.stats.num_free_blocks
 

@@ -7,7 +7,7 @@ is what the other engine would compute. Heads travel whole, and each rank takes 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -98,10 +98,11 @@ class Prefixes:
             token_ids: token ids of a prompt, or of a prompt and its answer.
 
         Raises:
-            InvalidInput: the engine keeps no prefixes, or ranks under torchrun or stages share the model.
+            InvalidInput: what is no token id, the engine keeps no prefixes, or ranks under torchrun or stages share the
+                model.
         """
         self._require_whole()
-        token_ids = token_list(token_ids, "token_ids")
+        token_ids = _ids(token_ids)
         size = self._blocks.pool.block_size
         with without_interrupts(), self._turns:
             fingerprint = self._fingerprint()  # which sees every change of the weights
@@ -125,7 +126,8 @@ class Prefixes:
             The tokens that are found here now; 0 where too few blocks are free, with nothing changed.
 
         Raises:
-            InvalidInput: the prefix is of another model, block size or kind of cache, or as of ``export``.
+            InvalidInput: the prefix is of another model, block size or kind of cache, was changed since ``export``, or
+                as of ``export``.
         """
         self._require_whole()
         with without_interrupts(), self._turns:
@@ -207,6 +209,7 @@ class Prefixes:
         if prefix.fingerprint != ours:
             raise InvalidInput(f"the KV blocks are of the model {prefix.fingerprint}, and this one is {ours}")
         size = self._blocks.pool.block_size
+        _ids(prefix.token_ids)
         if prefix.block_size != size or len(prefix.token_ids) % size:
             said = f"{len(prefix.token_ids)} tokens in blocks of {prefix.block_size}"
             raise InvalidInput(
@@ -221,9 +224,28 @@ class Prefixes:
              for width in (shape.head_dim, shape.v_head_dim)]
             for layer, shape in enumerate(self._facts.kv_shapes)
         ]  # fmt: skip
+        if not _are_pairs(prefix.layers):
+            raise InvalidInput("the KV blocks' keys and values must be tensors on the CPU, as export() returned them")
         found = [[(tuple(part.shape), part.dtype) for part in parts] for parts in prefix.layers]
         if found != expected:
             raise InvalidInput(
                 "the KV blocks have other layers, heads or dtypes than this engine's: a head that several ranks hold is"
                 " not taken for one"
             )
+
+
+def _ids(values: Any) -> list[int]:
+    """Token ids, which blocks are known by."""
+    token_ids = token_list(values, "token_ids")
+    bad = next((token for token in token_ids if not 0 <= token < 1 << 63), None)
+    if bad is not None:
+        raise InvalidInput(f"token_ids hold {shown(bad)}, which is no token id")
+    return token_ids
+
+
+def _are_pairs(layers: Any) -> bool:
+    """Whether these are pairs of tensors on the CPU."""
+    return isinstance(layers, Sequence) and all(
+        isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, Tensor) and part.is_cpu for part in pair)
+        for pair in layers
+    )

@@ -66,40 +66,36 @@ class Ledger:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:  # the first of its doors: others of this backward add to the same bound
                 self._backward = backward
-                self.guard.restart(self.name, self._bound_of(parameter.grad))
+                self.guard.restart(self.name, self._follow(parameter.grad))
             held: list[Any] = []
             held.append(accumulation.register_prehook(lambda _: self._put_exact(parameter, held.pop())))
         self.guard.add(self.name, gradient)
         if gradient.device.type == "cpu":
             self.guard.require_one(self.name, max(1, self.ranks))
 
-    @staticmethod
-    def _changed(grad: Tensor, exact: Tensor) -> Tensor:
-        """Where ``.grad`` is no more the sum rounded, by its values: torch counts no changes by ``.data`` or numpy."""
-        return grad != exact.to(grad.dtype)
+    def _follow(self, grad: Tensor | None) -> Tensor | None:
+        """Have the sum be of ``.grad`` as it is now, by its values: torch counts no changes by ``.data`` or numpy.
 
-    def _bound_of(self, grad: Tensor | None) -> Tensor | None:
+        In place, as the memory of another float64 gradient may not be there. Returns the sum's bound.
+        """
         if grad is None:
             return None
-        grad, bound = grad.detach(), self._bound
-        if self._exact is not None and bound is not None:
-            changed = self._changed(grad, self._exact)
-            bound = bound.where((~changed & (grad != 0)).any(), 0.0)
-            grad = grad.masked_fill(~changed, 0.0)
-        largest = torch.linalg.vector_norm(grad, float("inf")).double()
-        return largest if bound is None else torch.maximum(largest, bound)
+        grad, exact, bound = grad.detach(), self._exact, self._bound
+        if exact is None or bound is None:
+            self._exact, self._bound = grad.double(), torch.linalg.vector_norm(grad, float("inf")).double()
+        else:
+            changed = grad != exact.to(grad.dtype)
+            other = grad.masked_fill(~changed, 0.0)
+            exact.masked_fill_(changed, 0.0).add_(other)
+            kept = bound.where((~changed & (grad != 0)).any(), 0.0)
+            self._bound = torch.maximum(torch.linalg.vector_norm(other, float("inf")).double(), kept)
+        return self._bound
 
     def _put_exact(self, parameter: nn.Parameter, registered: Any) -> None:
         """Put the float64 sum where autograd adds, once however many doors asked for it."""
         registered.remove()
-        grad, exact = parameter.grad, self._exact
-        if grad is None or grad.dtype is torch.float64:
-            return
-        if exact is None:
-            parameter.grad = grad.double()
-        else:  # in place, as the memory of another float64 gradient may not be there
-            changed = self._changed(grad, exact)
-            parameter.grad = exact.masked_fill_(changed, 0.0).add_(grad.masked_fill(~changed, 0.0))
+        if parameter.grad is not None and parameter.grad.dtype is not torch.float64:
+            parameter.grad = self._exact
 
     def _round(self, parameter: Tensor) -> None:
         self._exact = parameter.grad

@@ -64,7 +64,9 @@ HAS_TORCH := import importlib.util, sys; importlib.util.find_spec("torch") or sy
 gpu-test:
 	@$(PYTHON) -c '$(HAS_TORCH)'
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: no CUDA GPU here")'
-	@PYTHONPATH=$(CURDIR) TORCHINDUCTOR_SIZE_ASSERTS=1 $(PYTHON) -m pytest -q -m "gpu and not exhaustive" $(PYTEST_ARGS)
+	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_SIZE_ASSERTS=1 \
+	  $(PYTHON) -m pytest -q -r fE $(if $(shell $(PYTHON) -c 'import xdist' 2>&1),,-n auto --dist worksteal) \
+	  -m "gpu and not exhaustive" $(PYTEST_ARGS)
 
 bench:
 	@$(PYTHON) -c '$(HAS_TORCH)'

@@ -303,11 +303,30 @@ def measure_regions(layers: int, keep: Keep, has: Has) -> None:
     with mock.patch.object(lowering, "find_repeats", lambda model: None):
         models["one graph"], seconds = compile_seconds(build(layers), Numerics())
     keep("one graph, compile seconds", seconds)
+    keep_in_turns(models, keep)
+
+
+def measure_archive(layers: int, keep: Keep, has: Has) -> None:
+    """The model from an archive beside the one that was exported: the logits' bytes, and times in turns."""
+    model = detcompile.compile(build(layers))
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        path = detcompile.export(model, Path(folder) / "model.pt2", weights="inside")
+        keep("archive, export seconds", time.perf_counter() - start)
+        start = time.perf_counter()
+        loaded = detcompile.load(path)
+        keep("archive, load seconds", time.perf_counter() - start)
+    keep_in_turns({"archive": loaded, "compiled": model}, keep)
+
+
+def keep_in_turns(models: dict[str, CompiledModel], keep: Keep) -> None:
+    """Of two models whether the logits' bytes are equal, and of steps both times, taken in turns, with their ratio."""
+    name, other = models
     ids = torch.tensor([random_tokens(300)], device="cuda")
     logits = [model(ids).logits for model in models.values()]
-    keep("regions, logits equal", torch.equal(*(found.view(torch.int16) for found in logits)))
+    keep(f"{name}, logits equal", torch.equal(*(found.view(torch.int16) for found in logits)))
     del logits
-    for name, new_run in {
+    for step, new_run in {
         **{f"decode {batch}": functools.partial(decode_replay, batch=batch, keys=CONTEXT) for batch in DECODE_BATCHES},
         **{f"prefill {length}": functools.partial(prefill_run, tokens=length) for length in PREFILLS},
     }.items():
@@ -316,8 +335,8 @@ def measure_regions(layers: int, keep: Keep, has: Has) -> None:
         for _ in range(5):
             for kind, run in runs.items():
                 times[kind].append(milliseconds(run, 5))
-        own, other = (statistics.median(times[kind]) for kind in runs)
-        keep(f"regions, {name}", {"ms": own, "one graph, ms": other, "ratio": own / other})
+        found = {kind: statistics.median(taken) for kind, taken in times.items()}
+        keep(f"{name}, {step}", {"ms": found[name], f"{other}, ms": found[other], "ratio": found[name] / found[other]})
         del runs, run
         gc.collect()
         torch.cuda.empty_cache()
@@ -338,6 +357,7 @@ PARTS = {
     "peers": measure_peers,
     "warm": measure_warm_compile,
     "regions": measure_regions,
+    "archive": measure_archive,
     "tables": measure_tables,
 }
 

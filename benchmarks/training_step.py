@@ -50,6 +50,16 @@ def digest(module: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
+def kernels(step: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of a step's kernels by name, of the longest and of all together."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    taken = {event.key[:100]: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+    longest = dict(sorted(taken.items(), key=lambda row: -row[1])[:40])
+    return {name: round(found, 2) for name, found in longest.items()} | {"all": round(sum(taken.values()), 2)}
+
+
 def ours(layers: int, ids: Tensor, keep: Callable[[str, object], None]) -> float:
     """Seconds of a step of detcompile.trainer; keeps what else is measured."""
     start = time.perf_counter()
@@ -74,6 +84,7 @@ def ours(layers: int, ids: Tensor, keep: Callable[[str, object], None]) -> float
     keep("first step seconds", time.perf_counter() - start)
     found = seconds(step)
     keep("ours", {"seconds": found, "peak GB": torch.cuda.max_memory_allocated() / 1e9})
+    keep("kernels, ms", kernels(step))
     saved = [parameter.detach().cpu() for parameter in trainer.parameters()]
     digests = {}
     for parts in SPLITS:

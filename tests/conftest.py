@@ -84,6 +84,7 @@ LONG = (
     "tests/test_examples.py",
     "tests/test_docs_code.py",
 )
+GPU_BYTES_OF_A_WORKER = 3 << 30
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,6 +117,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_auto_num_workers() -> int:
+    """One a core, but as many as the first GPU has room for."""
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        return cores
+    return min(cores, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES_OF_A_WORKER)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of `--dist loadfile`: a worker takes a whole file, or all that are TOGETHER."""
     if config.getvalue("dist") != "loadfile":

@@ -16,7 +16,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from benchmarks.model import build
 from detcompile import Numerics
 
 REPEATS = 5
-SPLITS = (1, 2, 4)
 
 
 def seconds(step: Callable[[], object]) -> float:
@@ -60,7 +59,7 @@ def kernels(step: Callable[[], object]) -> dict[str, float]:
     return {name: round(found, 2) for name, found in longest.items()} | {"all": round(sum(taken.values()), 2)}
 
 
-def ours(layers: int, ids: Tensor, keep: Callable[[str, object], None]) -> float:
+def ours(layers: int, ids: Tensor, splits: Sequence[int], keep: Callable[[str, object], None]) -> float:
     """Seconds of a step of detcompile.trainer; keeps what else is measured."""
     start = time.perf_counter()
     trainer = detcompile.trainer(build(layers), numerics=Numerics(tp_sizes=(1,)))
@@ -87,7 +86,7 @@ def ours(layers: int, ids: Tensor, keep: Callable[[str, object], None]) -> float
     keep("kernels, ms", kernels(step))
     saved = [parameter.detach().cpu() for parameter in trainer.parameters()]
     digests = {}
-    for parts in SPLITS:
+    for parts in splits:
         for name, rows in (("in order", ids), ("backwards", ids.flip(0))):
             with torch.no_grad():
                 for parameter, value in zip(trainer.parameters(), saved, strict=True):
@@ -129,9 +128,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--served-layers", type=int, default=36, help="of the model that update_weights changes")
+    parser.add_argument(
+        "--served-layers", type=int, default=36, help="of the model that update_weights changes; 0: none"
+    )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--splits", default="1,2,4", help="micro-batches of the steps whose weights are compared")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name()
@@ -151,7 +153,7 @@ def main() -> None:
 
     torch.manual_seed(1)
     ids = torch.randint(0, 151936, (arguments.tokens // arguments.length, arguments.length), device="cuda")
-    found = ours(arguments.layers, ids, keep)
+    found = ours(arguments.layers, ids, list(map(int, arguments.splits.split(","))), keep)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -160,7 +162,8 @@ def main() -> None:
     keep("ratio", beside["seconds"] / found)
     gc.collect()
     torch.cuda.empty_cache()
-    weights_of(arguments.served_layers, keep)
+    if arguments.served_layers:
+        weights_of(arguments.served_layers, keep)
 
 
 if __name__ == "__main__":

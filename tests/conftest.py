@@ -8,6 +8,7 @@ draws as many examples as CI has time for; `pytest --hypothesis-profile=explore`
 import gc
 import os
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -97,6 +98,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(f"{VARIABLE}={seed_of_run()} repeats these draws")
 
 
+def may_need_gpu(path: Path) -> bool:
+    """Whether a file's tests may be marked as a GPU's: by the mark, or by the fixture that has it."""
+    source = path.read_text()
+    return "gpu" in source.lower() or "device" in source
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a GPU's tests alone, import no other file: not all that these import is on every GPU machine."""
+    only = config.getoption("markexpr").startswith("gpu")
+    return True if only and collection_path.suffix == ".py" and not may_need_gpu(collection_path) else None
+
+
 def group_of(nodeid: str) -> str:
     """Of TOGETHER, or else the file."""
     file = nodeid.split("::", 1)[0]
@@ -105,6 +118,8 @@ def group_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is LONG first, each group in one piece; the other files in their order."""
+    hidden = {item.path for item in items if item.get_closest_marker("gpu")}
+    assert all(map(may_need_gpu, hidden)), f"make gpu-test does not find the tests of {hidden}"
     groups = {item.nodeid: group_of(item.nodeid) for item in items}
     items.sort(key=lambda item: LONG.index(groups[item.nodeid]) if groups[item.nodeid] in LONG else len(LONG))
 

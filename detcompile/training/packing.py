@@ -10,7 +10,10 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch
 from detcompile.step import StepInputs, step_leaves
 from detcompile.training.blocks import StepTensors
 
-__all__ = ["leaf_table", "packed_step", "padded", "pieces", "predicting_leaves"]
+__all__ = ["leaf_table", "packed_step", "padded", "pieces", "predicting_leaves", "rows_at_once"]
+
+ROWS_AT_ONCE = 2048  # of logits; a GPU takes more where they fit into a part of its memory
+PARTS_OF_MEMORY = 16
 
 
 def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> StepTensors:
@@ -52,6 +55,17 @@ def pieces(table: Iterable[int], rows_at_once: int) -> list[list[int]]:
             found.append([0])
         found[-1].append(end - first)
     return found
+
+
+def rows_at_once(row_bytes: int, device: torch.device) -> int:
+    """How many rows of logits are made together. In pieces the head's gradients are added up and its rows recomputed.
+
+    No bit follows it: rows are independent, and gradients exact sums.
+    """
+    if device.type == "cpu":
+        return ROWS_AT_ONCE
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(ROWS_AT_ONCE, memory // PARTS_OF_MEMORY // row_bytes)
 
 
 def padded(values: Tensor, places: Tensor) -> Tensor:

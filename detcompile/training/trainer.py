@@ -31,12 +31,10 @@ from detcompile.training.construction import build
 from detcompile.training.doors import Ledger
 from detcompile.training.gradient_norm import clip_grad_norm_
 from detcompile.training.label_loss import label_loss
-from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves
+from detcompile.training.packing import packed_step, padded, pieces, predicting_leaves, rows_at_once
 from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_blocks, whole, whole_weights
 
 __all__ = ["Trainer"]
-
-ROWS_AT_ONCE = 2048  # rows of logits that are in memory at a time
 
 
 class Trainer(Unreplicated):
@@ -290,8 +288,11 @@ class Trainer(Unreplicated):
             for port in ports:  # their gradients are zeros and not None: ranks reduce those of the same parameters
                 nothing = nothing + (port.sum() * 0).float()
             return nothing, nothing
+        tables = pieces(step.table.tolist(), rows_at_once(self.vocab_size * rows.element_size(), rows.device))
+        if len(tables) == 1:
+            return of_piece(rows, targets, step.table)
         found, at = [], 0
-        for table in pieces(step.table.tolist(), ROWS_AT_ONCE):
+        for table in tables:
             piece = slice(at, at := at + table[-1])
             given = rows[:, piece], targets[piece], torch.tensor(table, dtype=torch.int32, device=self.device)
             found.append(checkpoint(of_piece, *given, use_reentrant=False))

@@ -13,6 +13,7 @@ from torch import Tensor
 import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, NumericsError, SamplingParams, UnsupportedModel
 from detcompile.passes.training import tracing
+from detcompile.training import packing
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import ARCHITECTURES, gradient_errors, gradients, padded, sequences, trained
@@ -201,6 +202,16 @@ def test_recomputed_layers_have_the_same_gradients():
         for block in trainer.blocks:
             block.recompute = False
     assert not [name for name in kept if not torch.equal(kept[name], again[name])]
+
+
+def test_logits_in_pieces_have_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    rows, trainer = sequences(SHORT), trained("qwen3")
+    whole = [gradients(trainer, rows, [range(6)]), trainer.logprobs(*padded(rows))]
+    monkeypatch.setattr(packing, "ROWS_AT_ONCE", 16)
+    cut = [gradients(trainer, rows, [range(6)]), trainer.logprobs(*padded(rows))]
+    assert not [name for name in whole[0] if not torch.equal(whole[0][name], cut[0][name])]
+    assert torch.equal(whole[1], cut[1])
+    assert torch.equal(whole[1].entropy, cut[1].entropy)
 
 
 def test_a_backward_runs_under_a_flag_that_was_set_since():

@@ -15,7 +15,7 @@ from detcompile.templates.training.attention_schedules import GradientTiles, can
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import normal
 from tests.templates.training.cases import cu_seqlens_of, packings, split
-from tests.templates.triton_interpreter import DEVICE, DOT_DTYPES, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
+from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON, QUICK_DOT_DTYPES
 
 pytestmark = NEEDS_TRITON
 LENGTHS = [3, 140] if INTERPRETED else [3, 700, 1, 129, 64, 1500]
@@ -52,7 +52,7 @@ def forward_and_backward(q, k, v, g, lengths, rule) -> tuple[Tensor, ...]:
     return out, lse, *gpu.packed_attention_backward_cuda(g, (q, k, v, out, lse), cu_seqlens, rule)
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_the_forward_has_servings_bytes(name, dtype):
     q, k, v, _ = drawn(dtype)
@@ -63,7 +63,7 @@ def test_the_forward_has_servings_bytes(name, dtype):
     assert bool(lse.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", RULES)
 def test_no_schedule_moves_a_bit(name, dtype):
     operands, cu_seqlens = operands_of(dtype, RULES[name])
@@ -78,7 +78,7 @@ def test_no_schedule_moves_a_bit(name, dtype):
             assert_bitwise_equal(found, expected, str(schedule))
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_what_else_is_packed_does_not_matter(name, dtype):
     given = drawn(dtype)
@@ -92,7 +92,7 @@ def test_what_else_is_packed_does_not_matter(name, dtype):
                 assert_bitwise_equal(own, whole[number], f"sequence {number} of {mine}")
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("name", ["all"] if INTERPRETED else RULES)
 def test_gradients_are_float64_autograds(name, dtype):
     q, k, v, g = drawn(dtype)
@@ -109,7 +109,7 @@ def test_gradients_are_float64_autograds(name, dtype):
         assert (ours.double() - value).norm() < most * value.norm()
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES[:1])
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES[:1])
 def test_padding_gets_zeros(dtype):
     q, k, v, g = drawn(dtype)
     count = LENGTHS[0]
@@ -119,7 +119,7 @@ def test_padding_gets_zeros(dtype):
         assert not found[count:].any()
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
 @pytest.mark.parametrize("of_keys", [True] if INTERPRETED else [False, True])
 def test_the_gate_admits_the_candidates(of_keys, dtype, tmp_path):
     q, k, v, _ = drawn(dtype)

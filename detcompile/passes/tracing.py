@@ -19,7 +19,7 @@ from detcompile.errors import DetcompileError, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, PackedForward
-from detcompile.passes.causes import cause
+from detcompile.passes.causes import cause, said_by
 from detcompile.passes.layers.boundary import mark_layers
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.regions import NotCut
@@ -225,8 +225,8 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         if ours is not None:
             raise ours from None
         raise UnsupportedModel(
-            f"{type(module.model).__name__} is not one graph over any number of tokens:"
-            f" {str(error).strip().splitlines()[0]}\nThe model's source line is in the cause below."
+            f"{type(module.model).__name__} is not one graph over any number of tokens: {said_by(error)}\n"
+            "Write that as operations on tensors, for any number of tokens; torch's own words are in the cause."
         ) from error
     except OSError as error:
         raise disk_failure(error, inductor_folder(), DISK_ADVICE) or error from None

@@ -132,9 +132,21 @@ def written(x: Tensor) -> Tensor:
     return out
 
 
+def widened(x: Tensor) -> Tensor:
+    out = torch.zeros(*x.shape[:-1], 20)
+    out[..., :16] = x
+    return out[..., 4:]
+
+
 @pytest.mark.parametrize("function", HARMLESS.values(), ids=HARMLESS.keys())
 def test_a_habit_of_models_is_certified(function: Callable[[Tensor], Tensor]) -> None:
     assert dense(function) == ()
+
+
+@pytest.mark.parametrize("function", [written, widened])
+def test_features_are_written_into_zeros_for_a_number_of_rows_that_nobody_knows(function: Callable) -> None:
+    """As compile() traces a model: torch's folding of constants asks how the rows of a part of the zeros lie."""
+    assert packed(lambda x, keep, lengths: function(x[None])[0][keep]) == ()
 
 
 def test_the_final_gather_is_certified_before_and_after_the_head() -> None:

@@ -99,6 +99,11 @@ def test_a_hole_once_found_stays_closed(function: Callable[[Tensor], Tensor], sa
     assert said in " ".join(dense(function))
 
 
+def test_what_a_pass_of_torchs_added_is_named_by_the_line_that_reads_it() -> None:
+    (refused,) = dense(lambda x: F.dropout(x, 0.5, training=True))
+    assert " at test_holes.py:" in refused and "random numbers" in refused
+
+
 PACKED_HOLES = {
     "the place of a row as a number": (lambda x, keep, lengths: x[keep] * keep[:, None], "holds the layout"),
     "the place of a row in a table": (lambda x, keep, lengths: x[keep] + F.embedding(keep, TABLE), "holds the layout"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers import PreTrainedModel
 
 from detcompile.config import inductor_folder, sizes_asserted
@@ -227,6 +228,11 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         raise UnsupportedModel(
             f"{type(module.model).__name__} is not one graph over any number of tokens: {said_by(error)}\n"
             "Write that as operations on tensors, for any number of tokens; torch's own words are in the cause."
+        ) from error
+    except ConstraintViolationError as error:
+        raise UnsupportedModel(
+            f"{type(module.model).__name__} is not one graph over any number of tokens: its code makes a number of"
+            " Python's of how many there are, as math.log(x.shape[1]) does. Compute that from position_ids instead"
         ) from error
     except OSError as error:
         raise disk_failure(error, inductor_folder(), DISK_ADVICE) or error from None

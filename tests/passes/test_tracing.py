@@ -1,5 +1,6 @@
 """What torch cannot trace is refused with what it is and the model's own line."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,13 @@ def test_the_line_of_the_model_is_named(function: Callable[[Tensor], Tensor]) ->
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, function)
     with pytest.raises(UnsupportedModel, match=rf"is not one graph .* at test_tracing.py:\d+ {function.__name__}\n"):
+        certified(model)
+
+
+def test_a_count_as_a_number_of_python_is_named() -> None:
+    model = random_model("llama", torch.float32, num_hidden_layers=1)
+    model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, lambda x: x * math.log(x.shape[1] + 1))
+    with pytest.raises(UnsupportedModel, match=r"is not one graph .* as math.log\(x.shape\[1\]\) does"):
         certified(model)
 
 

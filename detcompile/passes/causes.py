@@ -1,8 +1,14 @@
-"""cause(): the error of ours inside those of torch."""
+"""What an exception of torch's says: the error of ours inside it, or its own words and the line they are about."""
+
+from pathlib import Path
+
+import torch
 
 from detcompile.errors import DetcompileError
 
-__all__ = ["cause"]
+__all__ = ["cause", "said_by"]
+
+TORCH = str(Path(torch.__file__).parent)
 
 
 def cause(error: BaseException) -> DetcompileError | None:
@@ -13,3 +19,11 @@ def cause(error: BaseException) -> DetcompileError | None:
             return seen
         seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
     return None
+
+
+def said_by(error: Exception) -> str:
+    """The first line of what Dynamo or a compiler under it says, and the model's own line that it was tracing."""
+    inner = getattr(error, "inner_exception", None) or error
+    said = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+    own = [frame for frame in getattr(error, "real_stack", None) or () if not frame.filename.startswith(TORCH)]
+    return f"{said} at {Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else said

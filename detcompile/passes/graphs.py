@@ -4,7 +4,7 @@ What rewrites and proofs share. Neither knows the other.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,25 @@ def place_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """File, line and function of the model's own source that produced the node, rather than of a module of torch's."""
+    """File, line and function of the model's own source that produced the node, rather than of a module of torch's.
+
+    Of a node that a pass of torch's added: of the first one behind it that has a source.
+    """
+    node = next((one for one in _behind(node) if _frames(one) or one.meta.get("nn_module_stack")), node)
     frames = _frames(node)
     own = [frame for frame in frames if not frame.startswith(f'File "{TORCH}/')]
     if frames:
         return _shown((own or frames)[-1])
     modules = list((node.meta.get("nn_module_stack") or {}).values())  # one of torch's, which was compiled itself
     return f"{modules[-1][0]}, a {getattr(modules[-1][1], '__name__', modules[-1][1])}" if modules else place_of(node)
+
+
+def _behind(node: fx.Node) -> Iterator[fx.Node]:
+    """The node, and what reads it, directly or not: the nearest first."""
+    found = [node]
+    for one in found:
+        yield one
+        found += [user for user in one.users if user not in found]
 
 
 def _frames(node: fx.Node) -> list[str]:

@@ -166,9 +166,22 @@ def lower_with_states(model: PreTrainedModel, numerics: Numerics, certificate: C
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """Rows of the embedding, and of the head."""
+    """Rows of the embedding, and of the head.
+
+    Raises:
+        UnsupportedModel: one of them is no table.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return embedding.weight.shape[0], (embedding if head is None else head).weight.shape[0]
+    rows = []
+    for what, module in (("token embedding", embedding), ("head", embedding if head is None else head)):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: its {what} is a {type(module).__name__} without a weight of a row a token;"
+                " take one that has it (nn.Linear, nn.Embedding), and what else it computes into a module beside it"
+            )
+        rows.append(weight.shape[0])
+    return rows[0], rows[1]
 
 
 def _facts(model: PreTrainedModel, seen: Seen, vocabulary: tuple[int, int], max_context: int) -> ModelFacts:

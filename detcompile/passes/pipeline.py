@@ -1,6 +1,7 @@
 """The passes in the order they run, and Inductor's settings under which they hold."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,6 +12,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as inductor_cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import joint_graph
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from detcompile.passes.programs.lanes import lane_by_lane
 from detcompile.passes.rewrites.allocations import join_fills
@@ -98,9 +101,12 @@ def pinned_codegen() -> Iterator[None]:
 
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
     with*. And before torch 2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
-    What a vector computes of each lane, see passes.programs.lanes.
+    What a vector computes of each lane, see passes.programs.lanes. Constants are folded as far as that asks nothing of
+    an unknown number of rows.
     """
     with contextlib.ExitStack() as stack:
+        fold = joint_graph.constant_fold_uniform_value
+        stack.enter_context(mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_what_is_known, fold)))
         stack.enter_context(lane_by_lane())
         stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
         # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
@@ -108,6 +114,12 @@ def pinned_codegen() -> Iterator[None]:
             ratio = mock.patch.object(inductor_cpp.KernelOpStats, "OVERHEAD_RATIO_THRESHOLD", float("inf"))
             stack.enter_context(ratio)
         yield
+
+
+def _fold_what_is_known(fold: Callable[[fx.GraphModule], None], gm: fx.GraphModule) -> None:
+    """Inductor's folding, which asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ..."""
+    with contextlib.suppress(GuardOnDataDependentSymNode):
+        fold(gm)
 
 
 def decompositions(kept: tuple[torch._ops.OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:

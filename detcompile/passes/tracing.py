@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers import PreTrainedModel
 
 from detcompile.config import inductor_folder, sizes_asserted
@@ -19,7 +20,7 @@ from detcompile.errors import DetcompileError, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, PackedForward
-from detcompile.passes.causes import cause
+from detcompile.passes.causes import cause, said_by
 from detcompile.passes.layers.boundary import mark_layers
 from detcompile.passes.layers.inputs import LayerInputs
 from detcompile.passes.layers.regions import NotCut
@@ -225,8 +226,13 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         if ours is not None:
             raise ours from None
         raise UnsupportedModel(
-            f"{type(module.model).__name__} is not one graph over any number of tokens:"
-            f" {str(error).strip().splitlines()[0]}\nThe model's source line is in the cause below."
+            f"{type(module.model).__name__} is not one graph over any number of tokens: {said_by(error)}\n"
+            "Write that as operations on tensors, for any number of tokens; torch's own words are in the cause."
+        ) from error
+    except ConstraintViolationError as error:
+        raise UnsupportedModel(
+            f"{type(module.model).__name__} is not one graph over any number of tokens: its code makes a number of"
+            " Python's of how many there are, as math.log(x.shape[1]) does. Compute that from position_ids instead"
         ) from error
     except OSError as error:
         raise disk_failure(error, inductor_folder(), DISK_ADVICE) or error from None

@@ -53,8 +53,9 @@ def position_tables(model: PreTrainedModel) -> tuple[PositionTable, ...]:
     Raises:
         UnsupportedModel: two tokens do not read two rows in a row.
     """
-    names = {module.weight: name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    names.pop(model.get_input_embeddings().weight, None)
+    of_tokens = getattr(model.get_input_embeddings(), "weight", None)  # what is no table is refused later
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    names = {module.weight: name for name, module in embeddings.items() if module.weight is not of_tokens}
     if not names:
         return ()
     counted, zeros, ones = (_rows_read(model, positions) for positions in (None, (0, 1), (1, 2)))
@@ -151,7 +152,7 @@ def _rows_read(model: PreTrainedModel, positions: tuple[int, int] | None) -> dic
             read[weight] = (first, second)
         return lookup(ids, weight, *args, **kwargs)
 
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device
     kwargs = {} if positions is None else {"position_ids": torch.tensor([positions], device=device)}
     ids = torch.full((1, 2), _ordinary_token(model), dtype=torch.int64, device=device)
     with mock.patch.object(nn.functional, "embedding", record), torch.no_grad():

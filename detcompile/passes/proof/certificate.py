@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from detcompile.errors import UncertifiedOp
+from detcompile.errors import InvalidInput, UncertifiedOp
 from detcompile.orders.numerics import Numerics
 from detcompile.orders.sum_order import SumOrder
 from detcompile.passes.graphs import layer_of, operation_of, place_of, source_of, sympy_size
@@ -241,7 +241,10 @@ def _require_apart(node: fx.Node, state: Any, context: Context) -> None:
 
 def _order_of(node: fx.Node, template: Template, numerics: Numerics) -> SumOrder | None:
     """The pinned order of a template; it may hold no symbol."""
-    order = template.order(node, numerics)
+    try:
+        order = template.order(node, numerics)
+    except InvalidInput as error:  # there is none for these operands
+        raise Refusal(str(error)) from error
     if order is not None and order.symbols:
         raise Refusal(f"the order {order} depends on {sorted(map(str, order.symbols))}")
     return order

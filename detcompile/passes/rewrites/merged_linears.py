@@ -26,8 +26,8 @@ aten = torch.ops.aten
 def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     """matmul(x, w_q), matmul(x, w_k)  ->  y = matmul(x, cat([w_q, w_k])), y[:, :Nq], y[:, Nq:]
 
-    Only where each weight (and bias: all or none) is an input of the graph that nothing else reads, and no sum takes
-    a tree or a residual.
+    Only where each weight (and bias: all or none) is a contiguous input of the graph that nothing else reads, and no
+    sum takes a tree or a residual.
     """
     gm.graph.eliminate_dead_code()  # a transpose that nothing reads would count as a reader of its weight
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
@@ -46,6 +46,7 @@ def _is_plain(product: fx.Node) -> bool:
     x, w, bias, residual, radices = product.args[:5]
     inputs = [w] if bias is None else [w, bias]
     own = all(node.op == "placeholder" and len(node.users) == 1 and node is not x for node in inputs)
+    own &= all(node.meta["val"].is_contiguous() for node in inputs)  # views of the whole are, and code asks for strides
     return own and residual is None and not radices and len(product.args) == 5 and not product.kwargs
 
 

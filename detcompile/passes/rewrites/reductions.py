@@ -33,9 +33,9 @@ def pin_reductions(gm: fx.GraphModule) -> fx.GraphModule:
     """mean(x, dims)  ->  row_sum(x) / R        softmax(x, -1)  ->  detcompile.softmax(x)        and so on (REWRITES)"""
     for floating, rewrite in REWRITES.items():
         for node in gm.graph.find_nodes(op="call_function", target=floating):
-            value = node.args[0].meta["val"]
-            wide = torch.float64 in (value.dtype, _result_dtype(node))
-            if value.dtype.is_floating_point and not wide and _rows_stay(node):
+            dtypes = (node.args[0].meta["val"].dtype, _result_dtype(node))
+            summed = all(dtype.is_floating_point for dtype in dtypes) and torch.float64 not in dtypes
+            if summed and _rows_stay(node):
                 rewrite(gm.graph, node)
     return gm
 
@@ -63,8 +63,9 @@ def _result_dtype(node: fx.Node) -> torch.dtype:
 
 
 def _rows_stay(node: fx.Node) -> bool:
+    """Whether the number of terms is known, and there is one."""
     sizes = shape_of(node.args[0])
-    return bool(sizes) and not any(sizes[dim].free_symbols for dim in reduced_dims(node))
+    return bool(sizes) and not any(sizes[dim].free_symbols or sizes[dim] == 0 for dim in reduced_dims(node))
 
 
 def _as_rows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, int]:

@@ -31,8 +31,9 @@ def pin_rms_norms(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _only_user(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node | None:
+    """What alone reads the node, if it is one of these operations; an addition that scales an operand is none."""
     users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].target in targets else None
+    return users[0] if len(users) == 1 and users[0].target in targets and not users[0].kwargs else None
 
 
 def _match_rms_norm(mean: fx.Node) -> tuple[fx.Node, tuple] | None:

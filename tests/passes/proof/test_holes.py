@@ -79,6 +79,11 @@ HOLES = {
     "topk: as many as a count": (lambda x: x.topk(x.shape[1] % 8 + 1, -1).values, "a token or batch count"),
     "gather: an index with fewer rows": (lambda x: x.gather(2, FIRST), "do not make its extents"),
     "sum: integers as floats": (lambda x: x.int().sum(-1, dtype=torch.float32), "floating-point sum"),
+    "sum: floats as integers": (lambda x: x.sum(-1, dtype=torch.int64), "floating-point sum"),
+    "sum: of nothing": (lambda x: x[..., :0].sum(-1), "floating-point sum"),
+    "softmax: of nothing": (lambda x: x[..., :0].softmax(-1), "test_holes.py"),
+    "product: of integers": (lambda x: x.int() @ TABLE[:, :1].int().expand(10, 16).t(), "test_holes.py"),
+    "product: of float64": (lambda x: x.double() @ TABLE.double().t(), "there is an order for float32"),
     "empty: memory nobody wrote": (lambda x: x + torch.empty_like(x), "nothing has written"),
     "attention: heads before tokens": (lambda x: attend(heads_first(x)), "out of place"),
     "attention: over the batch": (lambda x: attend(x.transpose(0, 1)[:, None]), "out of place"),
@@ -92,6 +97,11 @@ HOLES = {
 @pytest.mark.parametrize(("function", "said"), HOLES.values(), ids=HOLES.keys())
 def test_a_hole_once_found_stays_closed(function: Callable[[Tensor], Tensor], said: str) -> None:
     assert said in " ".join(dense(function))
+
+
+def test_what_a_pass_of_torchs_added_is_named_by_the_line_that_reads_it() -> None:
+    (refused,) = dense(lambda x: F.dropout(x, 0.5, training=True))
+    assert " at test_holes.py:" in refused and "random numbers" in refused
 
 
 PACKED_HOLES = {
@@ -132,9 +142,21 @@ def written(x: Tensor) -> Tensor:
     return out
 
 
+def widened(x: Tensor) -> Tensor:
+    out = torch.zeros(*x.shape[:-1], 20)
+    out[..., :16] = x
+    return out[..., 4:]
+
+
 @pytest.mark.parametrize("function", HARMLESS.values(), ids=HARMLESS.keys())
 def test_a_habit_of_models_is_certified(function: Callable[[Tensor], Tensor]) -> None:
     assert dense(function) == ()
+
+
+@pytest.mark.parametrize("function", [written, widened])
+def test_features_are_written_into_zeros_for_a_number_of_rows_that_nobody_knows(function: Callable) -> None:
+    """As compile() traces a model: torch's folding of constants asks how the rows of a part of the zeros lie."""
+    assert packed(lambda x, keep, lengths: function(x[None])[0][keep]) == ()
 
 
 def test_the_final_gather_is_certified_before_and_after_the_head() -> None:

@@ -1,5 +1,6 @@
 """Linears of one input share a product: one GEMM where the model has several, the same bytes, the same memory."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -172,3 +173,28 @@ def test_a_weight_that_is_read_twice_is_not_moved() -> None:
         for _ in range(2):
             assert_bitwise_equal(run(x), module(x))
             module.weight.mul_(2.0)
+
+
+class Pair(nn.Module):
+    """Two linears of one input."""
+
+    def __init__(self, second: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.linspace(-1, 1, 80).view(5, 16)), nn.Parameter(second)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.linear(x, self.first), nn.functional.linear(x, self.second)
+
+
+@pytest.mark.parametrize("lie", [lambda w: w.t().contiguous().t(), lambda w: w[:1].expand_as(w)], ids=["turned", "one"])
+def test_weights_that_do_not_lie_in_rows_stay_where_they_are(lie: Callable[[Tensor], Tensor]) -> None:
+    """Views of one tensor would lie otherwise than what the trace was told."""
+    x, weight = torch.linspace(-3, 3, 48).view(3, 16), lie(torch.linspace(1, 2, 112).view(7, 16))
+    found = []
+    for second in (weight, weight.contiguous()):
+        backend = Backend(Numerics(), certify_only=True, join_weights=True)
+        with torch.no_grad():
+            found.append(torch.compile(Pair(second), backend=backend)(x))
+        assert products(backend.certificates[0]) == (2 if second is weight else 1)
+    for one, other in zip(*found, strict=True):
+        assert_bitwise_equal(one, other)

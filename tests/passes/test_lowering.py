@@ -1,0 +1,25 @@
+"""A model whose tokens have no tables that can be seen is refused by name, before anything of it is changed."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from detcompile import UnsupportedModel
+from tests.model_cases import certified, random_model
+
+
+def split_head(model: PreTrainedModel) -> None:
+    model.lm_head = nn.Sequential(nn.Linear(80, 20), nn.Linear(20, 160))
+
+
+def wrapped_embedding(model: PreTrainedModel) -> None:
+    model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, nn.LayerNorm(80))
+
+
+@pytest.mark.parametrize(("change", "what"), [(split_head, "head"), (wrapped_embedding, "token embedding")])
+def test_what_is_no_table_of_tokens_is_refused(change, what: str) -> None:
+    model = random_model("llama", torch.float32, num_hidden_layers=1)
+    change(model)
+    with pytest.raises(UnsupportedModel, match=f"its {what} is a Sequential without a weight"):
+        certified(model)

@@ -1,0 +1,63 @@
+"""What torch cannot trace is refused with what it is and the model's own line."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from detcompile import UnsupportedModel
+from detcompile.passes.causes import said_by
+from tests.model_cases import certified, random_model
+
+
+class Behind(nn.Module):
+    """A function of what a module gives."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.module(x))
+
+
+def branches_on_values(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def branches_on_tokens(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > 7 else x
+
+
+def leaves_python(x: Tensor) -> Tensor:
+    return x * float(torch.jit.script(nn.Identity())(x).sum())
+
+
+@pytest.mark.parametrize("function", [branches_on_values, branches_on_tokens, leaves_python])
+def test_the_line_of_the_model_is_named(function: Callable[[Tensor], Tensor]) -> None:
+    model = random_model("llama", torch.float32, num_hidden_layers=1)
+    model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, function)
+    with pytest.raises(UnsupportedModel, match=rf"is not one graph .* at test_tracing.py:\d+ {function.__name__}\n"):
+        certified(model)
+
+
+def test_a_count_as_a_number_of_python_is_named() -> None:
+    model = random_model("llama", torch.float32, num_hidden_layers=1)
+    model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, lambda x: x * math.log(x.shape[1] + 1))
+    with pytest.raises(UnsupportedModel, match=r"is not one graph .* as math.log\(x.shape\[1\]\) does"):
+        certified(model)
+
+
+def test_what_a_compiler_says_is_named() -> None:
+    """It has no line of the model: its own error is told, and not that some backend raised one."""
+
+    def compiler(gm: fx.GraphModule, inputs: Any) -> Any:
+        raise RuntimeError("no room\nfor it")
+
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(torch.sin, backend=compiler)(torch.ones(2))
+    assert said_by(raised.value) == "no room"

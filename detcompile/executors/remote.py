@@ -14,6 +14,7 @@ from torch import Tensor
 
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
+from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.remote_weights import START_SECONDS
 from detcompile.executors.started_ranks import StartedRanks
 from detcompile.parallel import TensorParallel, rank_device
@@ -73,7 +74,7 @@ class RemoteExecutor:
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name; the same as of a model in this process."""
         parts: dict[str, str] = self.group.call("fingerprint_parts", seconds=START_SECONDS)[0]
-        return parts
+        return parts | {"end_tokens": end_tokens(self.description.module)}
 
     def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
         """A serving engine, its KV cache in the workers.

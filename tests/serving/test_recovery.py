@@ -4,12 +4,15 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
+from msgspec import structs
 
+from detcompile.serving.engines import fleet
 from detcompile.serving.service import Service
-from tests.serving.scripted_engine import POISON
+from tests.serving.scripted_engine import HELLO, POISON
 from tests.serving.scripted_service import running, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -141,6 +144,47 @@ def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
             assert service.fleet.num_restarts == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "rolled"])
+def test_an_answer_never_goes_on_with_another_model(
+    how: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of it are ended before they serve, however slowly they start; others that serve are left alone."""
+    model = tmp_path / "model"
+    model.write_text("before")
+    monkeypatch.setenv("SCRIPTED_MODEL", str(model))
+    monkeypatch.setattr(fleet, "RESTART_SECONDS", 0.0)  # of a model that takes longer than a minute to start
+
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, most_restarts=2)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=300)) for index in range(4)]
+            await until_drawn(service, 4, 3)
+            model.write_text("after")
+            kept = service.fleet.links[1:]
+            if how == "rolled":
+                assert not await service.fleet.roll()
+            else:
+                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+            while service.fleet.failure is None:
+                assert service.fleet.links[1:] == kept
+                assert not service.fleet.links[0].ready or service.fleet.num_restarts == 0
+                await asyncio.sleep(0.01)
+            assert "which differs in weights" in str(service.fleet.failure)
+            assert service.fleet.num_restarts == 2
+            assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [503] * 4
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_what_engines_differ_in_is_named() -> None:
+    other = structs.replace(HELLO, fingerprint="e" * 64, fingerprint_parts={"torch": "2", "triton": "3"})
+    same = structs.replace(HELLO, num_blocks=3, name="elsewhere", default_params={"top_k": 2})
+    assert HELLO.differing(same) == [] and HELLO.differing(other) == ["torch", "triton"]
+    assert HELLO.differing(structs.replace(HELLO, tokenizer=None)) == ["tokenizer"]
+    assert HELLO.differing(structs.replace(other, fingerprint_parts={})) == ["fingerprint"]
 
 
 def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one() -> None:

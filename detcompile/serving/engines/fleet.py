@@ -5,7 +5,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -15,31 +14,16 @@ from detcompile.runtime.requests.quarantine import ALONE_DEATHS, Quarantine
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
+from detcompile.serving.engines.placement.loss import Loss
 from detcompile.serving.engines.placement.router import Router
 from detcompile.serving.engines.placement.spares import Spares
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
 
-__all__ = ["Fleet", "Loss"]
+__all__ = ["Fleet"]
 
 KEPT_LOSSES = 20
 RESTART_SECONDS = 60.0  # in which so many restarts are too many
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Loss:
-    """An engine that was lost.
-
-    Attributes:
-        at: Unix time in seconds.
-        num_answers: answers that went on elsewhere.
-        seconds: time until another one served in its place; None before.
-    """
-
-    at: float
-    why: str
-    num_answers: int
-    seconds: float | None = None
 
 
 class Fleet:
@@ -50,7 +34,8 @@ class Fleet:
         launcher: gives engine processes; None starts them on this machine.
         replicas: how many of them.
         spare: whether another process waits, its imports done, to take the place of one that is lost.
-        most_restarts: engines that may be started again in a minute; beyond, the fleet has failed.
+        most_restarts: engines that may be started again in a minute, and without one that serves in between; beyond,
+            the fleet has failed.
         silence: seconds without a heartbeat after which an engine counts as hanging.
 
     Attributes:
@@ -89,6 +74,7 @@ class Fleet:
         self._court: EngineLink | None = None  # serves one suspect, and nothing else
         self._rolling: EngineLink | None = None  # gets nothing new
         self._restarts: list[float] = []
+        self._in_vain = 0  # of these, since one came back
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -107,7 +93,7 @@ class Fleet:
         """Engines that may be lost now before the fleet has failed."""
         now = asyncio.get_running_loop().time()
         self._restarts = [past for past in self._restarts if now - past < RESTART_SECONDS]
-        return self._most_restarts - len(self._restarts)
+        return self._most_restarts - max(len(self._restarts), self._in_vain)
 
     async def start(self, spec: EngineSpec) -> None:
         """Start the processes; ``settled`` waits until they serve."""
@@ -127,8 +113,9 @@ class Fleet:
             for link in self.links:
                 if link.failure is not None:  # it was lost while others started
                     raise link.failure
-            if len({hello.fingerprint for hello in found}) > 1:
-                raise WorkerError("the engines' fingerprints differ: give all of them devices of one kind")
+            if names := {name for hello in found for name in found[0].differing(hello)}:
+                said = f"the engines' models differ in {', '.join(sorted(names))}"
+                raise WorkerError(f"{said}: give all of them the same files, and devices of one kind")
         except DetcompileError as error:
             self._give_up(error)
             raise
@@ -156,10 +143,16 @@ class Fleet:
             link.cancel(answer)
         self._place()
 
-    async def roll(self) -> None:
-        """Start every engine anew, one after another; what they serve goes on on the others, or waits."""
+    async def roll(self) -> bool:
+        """Start every engine anew, one after another; what they serve goes on on the others, or waits.
+
+        Returns:
+            Whether all came back: the first that does not is the last that is ended.
+        """
         for index, link in enumerate(self.links):
-            if self.failure is not None or self.hello is None or not link.ready:
+            if self.failure is not None or self.hello is None:
+                return False
+            if not link.ready:
                 continue
             self._rolling = link
             self._hand_over([answer for answer in link.take_back() if answer is not self._quarantine.trial])
@@ -173,6 +166,9 @@ class Fleet:
                 await self._replace(index)
             except DetcompileError as error:  # there is no process to be had
                 self._give_up(error)
+            if not self.links[index].ready:
+                return False
+        return True
 
     async def stop(self) -> None:
         """End all processes and wait for their end."""
@@ -187,7 +183,7 @@ class Fleet:
         """Have the process in this place serve, on devices of its own where there are several."""
         shares, size = self._replicas > 1 and self._launcher.local, self._spec.tp * self._spec.pp
         own = visible_gpus(index * size, size) if shares else None
-        self.links[index].start(replace(self._spec, visible_devices=own))
+        self.links[index].start(replace(self._spec, visible_devices=own), self.hello)
 
     def _new_link(self) -> EngineLink:
         return EngineLink(self._news, self._lost, self._launcher, self._silence)
@@ -232,6 +228,7 @@ class Fleet:
             return
         self._restarts.append(now := asyncio.get_running_loop().time())
         self.num_restarts += 1
+        self._in_vain += 1
         try:
             await self._replace(index)
         except DetcompileError as error:  # there is no process to be had
@@ -239,7 +236,7 @@ class Fleet:
             return
         if self.links[index].ready:
             loss.seconds = asyncio.get_running_loop().time() - now
-        logger.warning("an engine serves again")
+            logger.warning("an engine serves again")
 
     async def _replace(self, index: int) -> None:
         """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""
@@ -247,6 +244,7 @@ class Fleet:
         self._start(index)
         await link.over()
         if link.ready:
+            self._in_vain = 0
             self._place()
             await self._spares.keep()
 

@@ -132,6 +132,12 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     chat_template: str | None
     pooling: PoolingFacts | None = None  # None for a causal LM
 
+    def differing(self, other: "Hello") -> list[str]:
+        """Names of what has two engines answer otherwise: parts of the fingerprint, and the tokenizer."""
+        ours, theirs = ({**hello.fingerprint_parts, "tokenizer": hello.tokenizer} for hello in (self, other))
+        found = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return found or ["fingerprint"] * (self.fingerprint != other.fingerprint)
+
 
 class Token(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: its token, and the likeliest tokens, likeliest first."""

@@ -4,6 +4,7 @@ This process keeps what decides: requests, scheduler, prefix cache, block tables
 weights, KV caches, samplers. So a step sends its arrays, and gets its tokens back.
 """
 
+import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,7 @@ from detcompile.runtime.processes.remote_worker import (
     answer,
     free_abandoned,
 )
+from detcompile.runtime.requests.plain_values import number, or_none, shown
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 
@@ -122,11 +124,25 @@ class RemoteExecutor:
         return unpack_tensor(weight).to(self.description.facts.device)
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
-        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order."""
+        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order.
+
+        Raises:
+            InvalidInput: what is no function or no time, or what the workers cannot be given.
+        """
+        seconds = or_none(number)(seconds, "seconds")
+        if not callable(function) or (seconds is not None and seconds <= 0):
+            raise InvalidInput(f"apply({shown(function)}, seconds={seconds}): give a function, and more than 0 seconds")
         if getattr(function, "__module__", None) == "__main__":
             raise InvalidInput(f"{function} is of the main script, which workers do not have: import it from a module")
+        try:
+            packed = pickle.dumps((function, args))
+        except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            raise InvalidInput(
+                f"{shown(function)} and its arguments cannot be sent to the workers ({error}): give a function of a"
+                " module, by its name there, and arguments that can be pickled"
+            ) from error
         free_abandoned(self.group, self._abandoned)
-        results = self.group.call("apply", function, args, seconds=seconds)
+        results = self.group.call("apply", packed, seconds=seconds)
         self.weights.ask()  # it may have changed them
         return results
 

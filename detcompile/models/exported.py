@@ -23,12 +23,10 @@ from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
 from detcompile.runtime.requests.plain_values import shown
 from detcompile.sources import source_digest
-from detcompile.storage import disk_failure
+from detcompile.storage import TEMPORARY_ADVICE, disk_failure
 from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["ExportedModel", "load"]
-
-TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
 
 
 class ExportedModel(CompiledModel):

@@ -107,6 +107,14 @@ def test_the_fingerprint_follows_weights_in_place_however_they_are_written(chang
     assert model.fingerprint == seen[-2]
 
 
+def test_a_config_that_is_changed_behind_compile_moves_no_fingerprint(plain, monkeypatch):
+    """As callers set a pad token; before the fingerprint was read as well as behind that."""
+    later, known = made(), plain.fingerprint
+    for model in (plain, later):
+        monkeypatch.setattr(model.config, "pad_token_id", 3)
+        assert model.fingerprint == known
+
+
 def test_tokens_that_end_an_answer_are_another_fingerprint_as_long_as_they_are_set(plain, monkeypatch):
     """Before ``min_tokens`` they are not drawn, so that other ones make other tokens of equal logits."""
 

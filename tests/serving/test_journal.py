@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import sqlite3
 from array import array
 from collections.abc import AsyncIterator
@@ -164,6 +165,26 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, 
     assert str(path) in str(found.value)
     after = path.read_bytes()
     assert after[100:] == before[100:], "but for SQLite's own header"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    """Others use it, too: a server of root's would take /dev/null from everybody."""
+    path = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path, 0o644)
+    elif kind == "folder":
+        path.mkdir(0o755)
+    else:
+        terminal, named = os.openpty()
+        path.symlink_to(os.ttyname(named))
+    before = path.stat()
+    with pytest.raises((InvalidInput, StorageError), match=f"--journal {path}"):
+        Journal(path)
+    assert path.stat().st_mode == before.st_mode
+    if kind == "device":
+        os.close(terminal)
+        os.close(named)
 
 
 def test_a_journal_has_one_server(tmp_path: Path) -> None:

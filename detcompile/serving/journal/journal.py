@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,8 +71,7 @@ class Journal:
         self._seconds = seconds
         self._clock = clock
         with self._explained():
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            path.chmod(0o600)
+            _make_private(path)
             self._file = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
             try:
                 self._begin()
@@ -220,3 +220,18 @@ class Journal:
             f"--journal {self._path} is damaged or no journal ({said}): move it away, with the files -wal and -shm"
             " beside it, to begin a new one; what is in it cannot be asked for again"
         )
+
+
+def _make_private(path: Path) -> None:
+    """Make the file, if there is none, and have its owner alone read it.
+
+    Raises:
+        InvalidInput: it is no file, such as a device, whose rights are not ours to change.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise InvalidInput(f"--journal {path}: this is no file on a disk: give one, or the name of a new one")
+        os.fchmod(file, 0o600)
+    finally:
+        os.close(file)

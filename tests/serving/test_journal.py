@@ -358,6 +358,7 @@ def test_another_model_does_not_go_on_with_an_answer(tmp_path: Path) -> None:
             assert (await ask(client, "whole")).json()["choices"][0]["token_ids"] == WHOLE  # it was told before
             refused = await ask(client, "part")
             assert refused.status_code == 409 and refused.json()["error"]["code"] == "fingerprint_changed"
+            assert refused.headers["x-should-retry"] == "false"
             assert "they differ in weights" in refused.json()["error"]["message"]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

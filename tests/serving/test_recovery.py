@@ -5,12 +5,19 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 import pytest
 from msgspec import structs
 
+from detcompile import SamplingParams
+from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.engines import fleet
+from detcompile.serving.engines.answers import Answer, Pooling, Verification
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.placement.condemned import Condemned
+from detcompile.serving.http_errors import CondemnedError
 from detcompile.serving.service import Service
 from tests.serving.scripted_engine import HELLO, POISON
 from tests.serving.scripted_service import running, scripted
@@ -19,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("in_the_root")
 LENGTH = 60
 
 
-async def asked(client: httpx.AsyncClient, prompt: list[int], **options: object) -> httpx.Response:
+async def asked(client: httpx.AsyncClient, prompt: list[Any], **options: object) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": LENGTH, "return_token_ids": True} | options
     return await client.post("/v1/completions", json=body)
 
@@ -101,8 +108,41 @@ def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
                 assert_whole(answer)
             assert_whole(await asked(client, [5]))
             assert service.fleet.num_restarts == 4  # twice among others, twice alone
+            poison: list[Any] = [7, POISON]
+            for prompt, options in ((poison, {}), (poison, {"seed": 8, "stream": True}), ([[5], poison], {})):
+                refused = await asked(client, prompt, **options)  # as clients do by themselves
+                assert refused.status_code == 500 and "not tried again for 10 minutes" in refused.text
+                assert refused.headers["x-should-retry"] == poisoned.headers["x-should-retry"] == "false"
+            assert service.fleet.num_restarts == 4 and not service.open
+            assert_whole(await asked(client, [7, 5]))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_what_was_condemned_is_known_by_what_it_asks_for_a_while() -> None:
+    now = [0.0]
+    condemned = Condemned(lambda: now[0])
+
+    def answer(prompt: list[int], **asked: Any) -> Answer:
+        return Answer("1", prompt, SamplingParams(**asked), News())
+
+    def errands(receipt: bytes, pooling: Literal["last", "mean"]) -> list[Answer]:
+        return [Verification("1", receipt, [3, 4]), Pooling("1", [[5], [6]], pooling, normalize=True)]
+
+    grammar = Grammar.regex("a+")
+    for own in (answer([1], seed=1, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last")):
+        condemned.condemn(own)
+        assert isinstance(own.error, CondemnedError)
+    others = (answer([2]), answer([1]), answer([1], logit_bias={3: 1.0}), *errands(b"two", "mean"))
+    same = (answer([1], seed=2, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last"))
+    for own in others:
+        condemned.require_other(own)
+    for own in same:
+        with pytest.raises(CondemnedError):
+            condemned.require_other(own)
+    now[0] = 600.0
+    for own in same:
+        condemned.require_other(own)
 
 
 def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from msgspec.structs import replace
 
 from detcompile.config import visible_gpus
-from detcompile.errors import DetcompileError, EngineError, WorkerError
-from detcompile.runtime.requests.quarantine import ALONE_DEATHS, Quarantine
+from detcompile.errors import DetcompileError, WorkerError
+from detcompile.runtime.requests.quarantine import Quarantine
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
+from detcompile.serving.engines.placement.condemned import Condemned
 from detcompile.serving.engines.placement.loss import Loss
 from detcompile.serving.engines.placement.router import Router
 from detcompile.serving.engines.placement.spares import Spares
@@ -70,7 +71,8 @@ class Fleet:
         self._spares = Spares(self._new_link, keeps=spare, most_lost=most_restarts)
         self._waiting: list[Answer] = []
         self._router = Router()
-        self._quarantine = Quarantine(_condemn)
+        self._condemned = Condemned()
+        self._quarantine = Quarantine(self._condemned.condemn)
         self._court: EngineLink | None = None  # serves one suspect, and nothing else
         self._rolling: EngineLink | None = None  # gets nothing new
         self._restarts: list[float] = []
@@ -127,10 +129,11 @@ class Fleet:
         """Have an answer made; what comes is given to it.
 
         Raises:
-            DetcompileError: nothing is served any more.
+            DetcompileError: nothing is served any more; or engines have ended with this request.
         """
         if self.failure is not None:
             raise self.failure
+        self._condemned.require_other(answer)
         self._waiting.append(answer)
         self._place()
 
@@ -285,7 +288,3 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _condemn(answer: Answer) -> None:
-    answer.fail(EngineError(f"{ALONE_DEATHS} engines ended while they served this request alone"))

@@ -219,6 +219,38 @@ def test_an_answer_never_goes_on_with_another_model(
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.parametrize("how", ["killed", "rolled"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
+    how: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the machine has no memory for one, or a node of the cluster is lost while an engine starts."""
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, most_restarts=50)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+            await until_drawn(service, 4, 3)
+            launcher: Any = service.fleet._launcher
+            known, launcher._command = launcher._command, ("/no/such/program",)
+            if how == "rolled":
+                assert not await service.fleet.roll()
+            else:
+                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+            while service.fleet.num_restarts < 3:
+                await asyncio.sleep(0.01)
+            assert service.fleet.failure is None and service.fleet.ready == (replicas == 2)
+            launcher._command = known
+            for answer in await asyncio.gather(*tasks):
+                assert_whole(answer)
+            while not service.fleet.links[0].ready:
+                await asyncio.sleep(0.01)
+            assert service.fleet.losses[-1].seconds
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_what_engines_differ_in_is_named() -> None:
     other = structs.replace(HELLO, fingerprint="e" * 64, fingerprint_parts={"torch": "2", "triton": "3"})
     same = structs.replace(HELLO, num_blocks=3, name="elsewhere", default_params={"top_k": 2})

@@ -23,6 +23,7 @@ from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statis
 __all__ = ["Fleet"]
 
 KEPT_LOSSES = 20
+RETRY_SECONDS = 1.0  # where there was no process to be had
 RESTART_SECONDS = 60.0  # in which so many restarts are too many
 logger = logging.getLogger(__name__)
 
@@ -167,8 +168,9 @@ class Fleet:
             self._rolling = None
             try:
                 await self._replace(index)
-            except DetcompileError as error:  # there is no process to be had
-                self._give_up(error)
+            except DetcompileError as error:  # there is no process to be had now
+                self.losses.append(loss := Loss(time.time(), str(error), 0))
+                self._run(self._restart(index, loss))
             if not self.links[index].ready:
                 return False
         return True
@@ -224,22 +226,24 @@ class Fleet:
 
     async def _restart(self, index: int, loss: Loss) -> None:
         """Take the place of an engine that was lost, unless that happens too often."""
-        if self.restarts_left <= 0:
-            error = self.links[index].failure
-            assert error is not None
-            self._give_up(error)
+        begun, error = asyncio.get_running_loop().time(), self.links[index].failure
+        assert error is not None
+        while self.failure is None and self.restarts_left > 0:
+            self._restarts.append(asyncio.get_running_loop().time())
+            self.num_restarts += 1
+            self._in_vain += 1
+            try:
+                await self._replace(index)
+            except DetcompileError as refused:  # there is no process to be had now
+                error = refused
+                logger.warning("an engine is not started: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if self.links[index].ready:
+                loss.seconds = asyncio.get_running_loop().time() - begun
+                logger.warning("an engine serves again")
             return
-        self._restarts.append(now := asyncio.get_running_loop().time())
-        self.num_restarts += 1
-        self._in_vain += 1
-        try:
-            await self._replace(index)
-        except DetcompileError as error:  # there is no process to be had
-            self._give_up(error)
-            return
-        if self.links[index].ready:
-            loss.seconds = asyncio.get_running_loop().time() - now
-            logger.warning("an engine serves again")
+        self._give_up(error)
 
     async def _replace(self, index: int) -> None:
         """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""

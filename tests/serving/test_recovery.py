@@ -219,6 +219,36 @@ def test_an_answer_never_goes_on_with_another_model(
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_live() -> None:
+    """Whoever reads counters takes one that falls for one that began anew, and adds all of it once more."""
+
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5)
+        async with running(service) as client:
+            fleet = service.fleet
+            await asyncio.gather(*(asked(client, [5 + index]) for index in range(4)))
+            while min(link.statistics.num_steps for link in fleet.links) < LENGTH:
+                await asyncio.sleep(0.01)
+            seen = [fleet.statistics]
+            for pid in [link.pid for link in fleet.links]:
+                os.kill(pid, signal.SIGKILL)
+                while all(link.ready for link in fleet.links):
+                    await asyncio.sleep(0)
+                seen.append(fleet.statistics)
+                assert seen[-1].num_blocks == HELLO.num_blocks  # of the other one
+                while not all(link.ready and link.statistics.num_blocks for link in fleet.links):
+                    seen.append(fleet.statistics)
+                    await asyncio.sleep(0.01)
+            assert await fleet.roll()
+            seen.append(fleet.statistics)
+            counts = [own.num_steps for own in seen]
+            assert counts == sorted(counts) and counts[0] >= 2 * LENGTH
+            bounds = [structs.replace(own, token_bound=bound) for own, bound in zip(seen, (64, 256))]
+            assert bounds[0].plus(bounds[1]).token_bound == 256
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 @pytest.mark.parametrize("how", ["killed", "rolled"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(

@@ -1,6 +1,7 @@
 """Fleet: the engine processes of a server as one. An answer whose engine is lost goes on, with its bits, on another."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -76,6 +77,7 @@ class Fleet:
         self._quarantine = Quarantine(self._condemned.condemn)
         self._court: EngineLink | None = None  # serves one suspect, and nothing else
         self._rolling: EngineLink | None = None  # gets nothing new
+        self._past = Statistics()  # of engines that others have taken the place of
         self._restarts: list[float] = []
         self._in_vain = 0  # of these, since one came back
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,9 +89,9 @@ class Fleet:
 
     @property
     def statistics(self) -> Statistics:
-        """The engines' newest counts, added up."""
-        found = [link.statistics for link in self.links]
-        return Statistics(*(sum(getattr(own, name) for own in found) for name in Statistics.__struct_fields__))
+        """The engines' newest counts as one, with those of engines that have ended: they never fall."""
+        own = (link.statistics if link.failure is None else link.statistics.past for link in self.links)
+        return functools.reduce(Statistics.plus, own, self._past)
 
     @property
     def restarts_left(self) -> int:
@@ -247,7 +249,9 @@ class Fleet:
 
     async def _replace(self, index: int) -> None:
         """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""
-        self.links[index] = link = await self._spares.take()
+        link = await self._spares.take()
+        self._past = self._past.plus(self.links[index].statistics.past)
+        self.links[index] = link
         self._start(index)
         await link.over()
         if link.ready:

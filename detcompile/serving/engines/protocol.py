@@ -197,6 +197,18 @@ class Statistics(msgspec.Struct, array_like=True):
     num_late_steps: int = 0
     cost_error_seconds: float = 0.0
 
+    @property
+    def past(self) -> "Statistics":
+        """What was counted, without the state: what stays of an engine that has ended."""
+        return msgspec.structs.replace(
+            self, num_running=0, num_waiting=0, num_blocks=0, num_free_blocks=0, token_bound=0
+        )
+
+    def plus(self, other: "Statistics") -> "Statistics":
+        """Counts of two engines as one, which has the larger bound of a step."""
+        found = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        return Statistics(**found | {"token_bound": max(self.token_bound, other.token_bound)})
+
 
 class Step(msgspec.Struct, array_like=True):
     """One step: seconds that it took beyond the end of the step before it, and what it computed."""

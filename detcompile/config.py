@@ -150,9 +150,10 @@ def place_of_torchrun() -> Place:
 
 
 def visible_gpus(first: int, count: int) -> str:
-    """Some of the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them."""
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return ",".join((named or [str(index) for index in range(first + count)])[first : first + count])
+    """Some of the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; none where that is empty."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(first + count)) if named is None else filter(None, map(str.strip, named.split(",")))
+    return ",".join([*names][first : first + count])
 
 
 def show_gpus(names: str) -> None:

@@ -1,6 +1,5 @@
 """export(): a compiled model as one file that runs without Python code of the model."""
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,7 @@ from detcompile.models.certified import CertifiedModel
 from detcompile.models.compiled import CompiledModel, require_causal
 from detcompile.models.remote import RemoteModel
 from detcompile.passes.packaging import package
-from detcompile.runtime.requests.plain_values import shown
+from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.storage import disk_failure, naming
 from detcompile.templates.cpu import library as cpu_library
 
@@ -63,9 +62,7 @@ def export(
     """
     if weights not in ("inside", "beside"):
         raise InvalidInput(f"weights={weights!r}: give 'inside' or 'beside'")
-    if not isinstance(path, (str, os.PathLike)):
-        raise InvalidInput(f"export to {shown(path)}: give the path of a file")
-    path = Path(path)
+    path = file_path(path, "export to")
     num_ranks = model.group.num_ranks if isinstance(model, RemoteModel) else 1
     require_target(path, num_ranks if weights == "beside" else 0)
     compiled = require_causal(model if isinstance(model, CertifiedModel) else compile(model), "export()")
@@ -101,7 +98,7 @@ def require_target(path: Path, num_beside: int = 0) -> None:
         path.exists()
     except OSError as error:
         raise InvalidInput(f"export to {shown(str(path))}: {error.strerror}; give another name") from error
-    if path.suffix != ".pt2" or not path.parent.is_dir():
+    if path.suffix != ".pt2" or not path.parent.is_dir() or path.is_dir():
         raise InvalidInput(f"export to {path}: give a file in a folder that exists, whose name ends with .pt2")
     own = _weights_of(path) if num_beside else ()
     for file in files_beside(path, num_beside):

@@ -12,9 +12,13 @@ from pathlib import Path
 from detcompile import config
 from detcompile.errors import StorageError
 
-__all__ = ["CACHE_ADVICE", "cache_folder", "disk_failure", "distrust", "naming", "put"]
+__all__ = [
+    "CACHE_ADVICE", "TEMPORARY_ADVICE", "cache_folder", "disk_failure", "distrust", "in_temporary_folder", "naming",
+    "put",
+]  # fmt: skip
 
 CACHE_ADVICE = "Free space there or make it writable, or set DETCOMPILE_CACHE to a folder of yours with room."
+TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
 PLACE_ADVICE = "Free space there or make it writable, or give another place."
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}
@@ -85,6 +89,21 @@ def naming(path: Path, advice: str = PLACE_ADVICE) -> Iterator[None]:
         yield
     except OSError as error:
         raise _failed(path, error.strerror or str(error), advice) from error
+
+
+@contextlib.contextmanager
+def in_temporary_folder() -> Iterator[None]:
+    """What fails here for want of room, or of a folder, for temporary files fails as a StorageError that says so."""
+    try:
+        yield
+    except OSError as error:
+        place = Path(str(error.filename or tempfile.tempdir or "TMPDIR"))
+        raise _failed(place, error.strerror or str(error), TEMPORARY_ADVICE) from error
+    except RuntimeError as error:  # of torch, which tells by its text what the disk has said
+        failed = disk_failure(error, Path(tempfile.gettempdir()), TEMPORARY_ADVICE)
+        if failed is None:
+            raise
+        raise failed from error
 
 
 def disk_failure(error: BaseException, folder: Path, advice: str = PLACE_ADVICE) -> StorageError | None:

@@ -4,6 +4,7 @@ Named by ``executors.ranks`` and called through ``runtime.processes.group``; not
 """
 
 import contextlib
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from detcompile.api import compile_here
 from detcompile.config import gpus_shared, place_of_torchrun, settle_symmetric_memory
 from detcompile.digests import fingerprint, weights_digest
+from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
 from detcompile.executors.local import LocalExecutor
 from detcompile.executors.ranks import RankPlan
@@ -213,8 +215,16 @@ class RankServer:
         """Write a value into every slot of a runner's cache."""
         self._runner(name).fill_caches(value)
 
-    def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """A function of the caller's, of this rank's model."""
+    def apply(self, packed: bytes) -> Any:
+        """A function of the caller's, of this rank's model; it is pickled with its other arguments.
+
+        Raises:
+            InvalidInput: this process does not find it, or what its arguments are made of.
+        """
+        try:
+            function, args = pickle.loads(packed)
+        except (ImportError, AttributeError) as error:
+            raise InvalidInput(f"apply: the workers do not find it ({error}): give what they can import") from error
         return function(self.model, *args)
 
     def free(self, name: int) -> None:

@@ -1,12 +1,15 @@
 """A model in worker processes gives the bits of one in this process, through every way to use it, or fails in time."""
 
+import errno
 import functools
 import gc
 import os
 import pickle
 import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ import detcompile
 from detcompile import InvalidInput, Numerics, SamplingParams
 from detcompile.commands.axes import AXES, score
 from detcompile.commands.verification import TP, ModelSpec, verify
-from detcompile.errors import EngineError, UnsupportedModel, WorkerError
+from detcompile.errors import EngineError, StorageError, UnsupportedModel, WorkerError
 from detcompile.executors.ranks import RankPlan
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import RemoteModel, compile_in_workers
@@ -131,12 +134,15 @@ def test_it_is_known_by_its_name_and_commit(two: RemoteModel) -> None:
         two.half()
 
 
-def test_logits_and_the_fingerprint(one: RemoteModel) -> None:
+def test_logits_and_the_fingerprint(one: RemoteModel, monkeypatch: pytest.MonkeyPatch) -> None:
     here = alone()
     assert_bitwise_equal(one(IDS).logits, here(IDS).logits)
     labelled = one(IDS, labels=IDS)
     assert_bitwise_equal(labelled.loss, here(IDS, labels=IDS).loss)
-    assert one.fingerprint == here.fingerprint
+    assert one.fingerprint == (known := here.fingerprint)
+    for model in (one, here):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", [7, 5])  # of the caller, whose engines read it
+    assert one.fingerprint == here.fingerprint != known
     assert (one.certificate.orders, one.certificate.counts) == (here.certificate.orders, here.certificate.counts)
     assert (one.device, one.dtype, one.vocab_size) == (here.device, here.dtype, here.vocab_size)
 
@@ -233,6 +239,61 @@ def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
     with mock.patch.object(refuse, "__module__", "__main__"), pytest.raises(InvalidInput, match="of the main script"):
         two.apply(refuse)
     assert_bitwise_equal(two(IDS).logits, whole)
+
+
+class Foreign:
+    """Of a module that this process alone knows."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Foreign.make, ()
+
+    @staticmethod
+    def make() -> "Foreign":
+        return Foreign()
+
+
+UNSENDABLE: dict[str, Callable[[RemoteModel], object]] = {
+    "a function without a name": lambda model: model.apply(lambda model: 1),
+    "an argument that cannot be pickled": lambda model: model.apply(rank_and_logits, threading.Lock()),
+    "an argument of a class without a name": lambda model: model.apply(rank_and_logits, type("Own", (), {})()),
+    "a function of a module that the workers do not find": lambda model: model.apply(Foreign.make),
+    "an argument of such a module": lambda model: model.apply(rank_and_logits, Foreign()),
+    "no function": lambda model: model.apply("rank_and_logits"),  # type: ignore[arg-type]
+    "no time": lambda model: model.apply(rank_and_logits, IDS, seconds="2"),  # type: ignore[arg-type]
+    "no time at all": lambda model: model.apply(rank_and_logits, IDS, seconds=0),
+}
+
+
+def test_what_workers_cannot_be_given_is_refused_and_they_go_on(
+    one: RemoteModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tests.foreign", sys.modules[__name__])
+    monkeypatch.setattr(Foreign, "__module__", "tests.foreign")
+    monkeypatch.setattr(Foreign.make, "__module__", "tests.foreign")
+    for what, act in UNSENDABLE.items():
+        with pytest.raises(InvalidInput, match=r"give a|cannot be sent|do not find it"):
+            pytest.fail(f"{what}: {act(one)}")
+        assert one.group.failure is None, what
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_new_weights_without_room_for_their_file_change_nothing(
+    one: RemoteModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, files = one.weight_digests(), len(os.listdir("/dev/fd"))
+    for change in (("tempfile.tempdir", "/nonexistent"), ("torch.save", full_disk)):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            with pytest.raises(StorageError, match="set TMPDIR"):
+                one.update_weights(module().state_dict())
+            with pytest.raises(StorageError, match="set TMPDIR"):
+                compile_in_workers(module(), tp=1, numerics=Numerics())
+    with pytest.raises(InvalidInput, match="has dtype"):
+        one.update_weights({"model.norm.weight": torch.ones(80, dtype=torch.float64)})
+    assert one.weight_digests() == before and len(os.listdir("/dev/fd")) == files
 
 
 def scale_norm(model: CompiledModel, factor: float) -> None:

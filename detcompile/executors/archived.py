@@ -27,6 +27,7 @@ from detcompile.passes.programs.cache_writes import require_kept
 from detcompile.passes.programs.example_step import example_step
 from detcompile.runtime.engine_setup import Forwards
 from detcompile.step import StepInputs, step_leaves
+from detcompile.storage import in_temporary_folder
 from detcompile.templates.cpu.fp_mode import in_float_mode
 
 __all__ = ["ArchivedProgram", "executor_from"]
@@ -96,11 +97,12 @@ class ArchivedProgram:
 
 def _unpacked(archive: Archive, library: str) -> "tempfile.TemporaryDirectory[str]":
     """A folder with the members that are read as files."""
-    folder = tempfile.TemporaryDirectory(prefix="detcompile-")
-    for name in (*archive.names(library), *archive.names(TOKENIZER)):
-        place = Path(folder.name, name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(archive.read(name))
+    with in_temporary_folder():
+        folder = tempfile.TemporaryDirectory(prefix="detcompile-")
+        for name in (*archive.names(library), *archive.names(TOKENIZER)):
+            place = Path(folder.name, name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(archive.read(name))
     return folder
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -13,17 +14,18 @@ from torch._inductor import config as inductor_config
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.programs.compiling_ahead import vector_isa
 from detcompile.passes.proof.certificate import Certificate
+from detcompile.runtime.dense.end_tokens import stop_tokens
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.cpu.shared_objects import compiler_version
 
-__all__ = ["fingerprint_parts"]
+__all__ = ["config_digest", "end_tokens", "fingerprint_parts"]
 
 VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
 
 def fingerprint_parts(
-    config: Mapping[str, object],
+    config: str,
     numerics: Numerics,
     certificate: Certificate,
     program: str,
@@ -31,16 +33,16 @@ def fingerprint_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, str]:
-    """What the contract holds fixed besides the weights, by name, so that fingerprints that differ can be told apart.
+    """What the contract holds fixed besides the weights and the end tokens, by name, to tell fingerprints apart.
 
     Args:
+        config: what ``config_digest`` gave when the model was lowered.
         program: digest of the graph that was certified (passes.programs.canonical_form).
         dtype: dtype of the KV cache.
     """
-    fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
     return {
         "program": program,
-        "config": hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest(),
+        "config": config,
         "numerics": str(numerics),
         "orders": "; ".join(certificate.orders),
         "max_context": str(max_context),
@@ -51,6 +53,21 @@ def fingerprint_parts(
         "transformers": transformers.__version__,
         "device": _device(device),
     }
+
+
+def config_digest(config: Mapping[str, object]) -> str:
+    """sha256, in hex, of a model's config as it is now; one that is changed later changes no program."""
+    fixed = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def end_tokens(module: Any) -> str:
+    """The part that says which tokens end an answer, and may not be drawn before ``min_tokens``; as they are now.
+
+    Raises:
+        InvalidInput: the model's generation_config has no token ids there.
+    """
+    return str(sorted(set(stop_tokens(module))))
 
 
 def _device(device: torch.device) -> str:

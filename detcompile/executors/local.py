@@ -8,6 +8,7 @@ from torch import Tensor
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription
+from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.live_weights import LiveWeights
 from detcompile.parallel import TensorParallel
 from detcompile.runtime.dense.end_tokens import stop_tokens
@@ -60,7 +61,8 @@ class LocalExecutor:
 
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name. Reads every weight."""
-        return {"weights": weights_digest(self.weights.digests()), **self.origin.fixed_parts}
+        weights = weights_digest(self.weights.digests())
+        return {"weights": weights, **self.origin.fixed_parts, "end_tokens": end_tokens(self.description.module)}
 
     def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
         """A serving engine, its KV cache in this process."""

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from detcompile.errors import InvalidInput
 from detcompile.executors.description import ModelDescription, ParameterCount
-from detcompile.executors.fingerprints import fingerprint_parts
+from detcompile.executors.fingerprints import config_digest, fingerprint_parts
 from detcompile.executors.live_weights import LiveWeights
 from detcompile.executors.local import LocalExecutor
 from detcompile.orders.numerics import Numerics
@@ -63,13 +63,14 @@ class LoweredModule:
     def __init__(self, description: ModelDescription, recurrences: Recurrences | None) -> None:
         self.description = description
         self.recurrences = recurrences
+        self._config = config_digest(description.module.config.to_dict())
         self._parts: dict[tuple[int, ...], LocalExecutor] = {}  # some of the layers, for drafting
 
     @cached_property
     def fixed_parts(self) -> Mapping[str, str]:
         """The parts of the fingerprint besides the weights."""
         known = self.description
-        given = (known.module.config.to_dict(), known.numerics, known.certificate, known.program)
+        given = (self._config, known.numerics, known.certificate, known.program)
         return fingerprint_parts(*given, known.facts.max_context, known.facts.dtype, known.facts.device)
 
     def forward_with_states(self) -> Forward:

@@ -4,6 +4,7 @@ This process keeps what decides: requests, scheduler, prefix cache, block tables
 weights, KV caches, samplers. So a step sends its arrays, and gets its tokens back.
 """
 
+import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
+from detcompile.executors.fingerprints import end_tokens
 from detcompile.executors.remote_weights import START_SECONDS
 from detcompile.executors.started_ranks import StartedRanks
 from detcompile.parallel import TensorParallel, rank_device
@@ -29,6 +31,7 @@ from detcompile.runtime.processes.remote_worker import (
     answer,
     free_abandoned,
 )
+from detcompile.runtime.requests.plain_values import number, or_none, shown
 from detcompile.runtime.speculation.drafter import require_fitting
 from detcompile.runtime.speculation.speculator import SpeculationConfig
 
@@ -73,7 +76,7 @@ class RemoteExecutor:
     def fingerprint_parts(self) -> dict[str, str]:
         """What the contract holds fixed, by name; the same as of a model in this process."""
         parts: dict[str, str] = self.group.call("fingerprint_parts", seconds=START_SECONDS)[0]
-        return parts
+        return parts | {"end_tokens": end_tokens(self.description.module)}
 
     def new_engine(self, config: EngineConfig, tokenizer: Any | None, speculation: SpeculationConfig | None) -> Engine:
         """A serving engine, its KV cache in the workers.
@@ -121,11 +124,25 @@ class RemoteExecutor:
         return unpack_tensor(weight).to(self.description.facts.device)
 
     def apply(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> list[Any]:
-        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order."""
+        """``function(model, *args)`` in every worker, with that rank's CompiledModel; the results, in rank order.
+
+        Raises:
+            InvalidInput: what is no function or no time, or what the workers cannot be given.
+        """
+        seconds = or_none(number)(seconds, "seconds")
+        if not callable(function) or (seconds is not None and seconds <= 0):
+            raise InvalidInput(f"apply({shown(function)}, seconds={seconds}): give a function, and more than 0 seconds")
         if getattr(function, "__module__", None) == "__main__":
             raise InvalidInput(f"{function} is of the main script, which workers do not have: import it from a module")
+        try:
+            packed = pickle.dumps((function, args))
+        except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            raise InvalidInput(
+                f"{shown(function)} and its arguments cannot be sent to the workers ({error}): give a function of a"
+                " module, by its name there, and arguments that can be pickled"
+            ) from error
         free_abandoned(self.group, self._abandoned)
-        results = self.group.call("apply", function, args, seconds=seconds)
+        results = self.group.call("apply", packed, seconds=seconds)
         self.weights.ask()  # it may have changed them
         return results
 

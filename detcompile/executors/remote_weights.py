@@ -1,5 +1,6 @@
 """RemoteWeights: the weights that worker processes share, and what others in their place would have to be given."""
 
+import contextlib
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from detcompile.errors import EngineError
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.storage import in_temporary_folder
 
 __all__ = ["RemoteWeights", "START_SECONDS"]
 
@@ -66,12 +68,19 @@ class RemoteWeights:
 
         Raises:
             InvalidInput: they are not all of the model's parameters, or do not fit; or the model takes no new ones.
+            StorageError: there is no room for the file; nothing has changed then.
         """
-        with tempfile.NamedTemporaryFile() as named:
-            torch.save({name: tensor.detach().cpu() for name, tensor in source.items()}, named)
-            named.flush()
-            told = self._group.call("update_weights", named.name, seconds=START_SECONDS)
-            new = _Update(frozenset(source), open(named.name, "rb"))  # noqa: SIM115 - kept without its name
+        with contextlib.ExitStack() as files:
+            with in_temporary_folder():
+                named = files.enter_context(tempfile.NamedTemporaryFile())
+                torch.save({name: tensor.detach().cpu() for name, tensor in source.items()}, named)
+                named.flush()
+                new = _Update(frozenset(source), open(named.name, "rb"))  # noqa: SIM115 - kept without its name
+            try:
+                told = self._group.call("update_weights", named.name, seconds=START_SECONDS)
+            except BaseException:
+                new.file.close()
+                raise
         _drop(self._updates, new.names)
         self._updates.append(new)
         self._version = self._known = self._before + max(told)

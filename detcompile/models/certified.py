@@ -9,6 +9,7 @@ from typing import Any, Protocol, Union, runtime_checkable
 from torch import Tensor, nn
 
 from detcompile.digests import fingerprint
+from detcompile.errors import InvalidInput
 from detcompile.executors.executor import Executor
 from detcompile.executors.live_weights import tensors_by_name
 from detcompile.models.loading import tokenizer_of
@@ -67,6 +68,12 @@ class CertifiedModel(ModelObject):
         Raises InvalidInput if it is damaged.
         """
         return tokenizer_of(self.model)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput(
+            "a compiled model is not copied or pickled, since its code holds the weights where they are: compile the"
+            " module once more, or keep the model as a file by export()"
+        )
 
     def update_weights(self, source: WeightSource) -> int:
         """New contents for weights, in place: compiled graphs stay, CUDA graphs too, and prefix caches forget.

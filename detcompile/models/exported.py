@@ -1,6 +1,5 @@
 """load(): a compiled model from the file that export wrote, without the Python code of the model."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +20,12 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.remote import load_in_workers
 from detcompile.orders.numerics import Numerics
 from detcompile.parallel import tensor_parallel
-from detcompile.runtime.requests.plain_values import shown
+from detcompile.runtime.requests.plain_values import file_path, shown
 from detcompile.sources import source_digest
-from detcompile.storage import disk_failure
+from detcompile.storage import TEMPORARY_ADVICE, disk_failure
 from detcompile.templates.cpu import library as cpu_library
 
 __all__ = ["ExportedModel", "load"]
-
-TEMPORARY_ADVICE = "Free space there or make it writable, or set TMPDIR to another folder."
 
 
 class ExportedModel(CompiledModel):
@@ -57,9 +54,7 @@ def load(path: str | Path, *, tp_group: ProcessGroup | None = None) -> CompiledM
             (passes.programs.cache_writes).
         WorkerError: a worker process could not start.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise InvalidInput(f"load({shown(path)}): give the path of a file that export wrote")
-    path = Path(path)
+    path = file_path(path, "load from")
     try:
         found = path.is_file()
     except OSError as error:

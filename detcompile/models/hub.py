@@ -109,6 +109,8 @@ def find_checkpoint(
                 f"revision={revision!r} is of the Hub, and {name} is a local folder: leave revision out, or rename the"
                 " folder"
             )
+        if local.suffix == ".pt2" and local.is_file():
+            raise InvalidInput(f"{name} is an archive, which was compiled before: give it to detcompile.load()")
         return Checkpoint(local, str(local))
     if not isinstance(name, str) or not is_hub_id(name):
         raise InvalidInput(f"{name or repr(name)}: no such folder; {CHOICES}")

@@ -21,6 +21,7 @@ from detcompile.models.compiled import CompiledModel
 from detcompile.models.loading import Load
 from detcompile.orders.numerics import Numerics
 from detcompile.runtime.processes.group import WorkerGroup
+from detcompile.storage import in_temporary_folder
 
 __all__ = ["RemoteModel", "compile_in_workers", "load_in_workers"]
 
@@ -55,7 +56,8 @@ class RemoteModel(CompiledModel):
             seconds: longest that it may take; None takes ``group.step_seconds``.
 
         Raises:
-            InvalidInput: the function is of the main script, which the workers do not have.
+            InvalidInput: the function is of the main script, which the workers do not have, or of a module that they do
+                not find; or something that is given cannot be pickled, is no function, or no time.
         """
         return self._workers.apply(function, *args, seconds=seconds)
 
@@ -168,13 +170,14 @@ def _saved(model: PreTrainedModel) -> IO[bytes]:
             " read: move it to a module that can be imported"
         )
     with contextlib.ExitStack() as files:
-        file = files.enter_context(tempfile.TemporaryFile())
         try:
-            torch.save(model, file)
+            with in_temporary_folder():
+                file = files.enter_context(tempfile.TemporaryFile())
+                torch.save(model, file)
+                file.flush()
         except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
             raise InvalidInput(
                 f"{type(model).__name__} cannot be sent to the workers ({error}): give compile() its folder instead"
             ) from error
-        file.flush()
         files.pop_all()
     return file

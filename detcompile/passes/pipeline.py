@@ -29,6 +29,7 @@ from detcompile.passes.rewrites.running_sums import pin_running_sums
 from detcompile.passes.rewrites.sorts import pin_sorts, pin_topk
 from detcompile.passes.rewrites.windows import POOLS, pin_convolutions, pin_pools
 from detcompile.sources import source_digest
+from detcompile.templates.cpu.shared_objects import compiler_if_any
 
 __all__ = ["GraphPass", "PASSES", "ROUNDING", "decompositions", "pinned_codegen", "rewrite"]
 
@@ -70,6 +71,8 @@ ROUNDING: dict[str, Any] = {
     "cpp.enable_loop_tail_vec": True,
 }
 
+CODEGEN_GROUP = inductor_cpp.KernelGroup.codegen_group
+
 
 class GraphPass(CustomGraphPass):
     """A ``gm -> gm`` function where Inductor wants a pass over a graph; ``key`` enters the cache key."""
@@ -82,7 +85,8 @@ class GraphPass(CustomGraphPass):
         self.apply(graph.owning_module)
 
     def uuid(self) -> Any:
-        return (source_digest(), self.key)  # Inductor's cache must not outlive a change in our sources
+        # Inductor's cache must not outlive a change in our sources, nor a compiler
+        return (source_digest(), self.key, compiler_if_any())
 
 
 def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
@@ -102,12 +106,14 @@ def pinned_codegen() -> Iterator[None]:
     Inductor leaves a loop's tail to scalar code when masking it looks expensive *for the token count it was traced
     with*. And before torch 2.13 its C++ remembers the unrounded value behind a cast, though the casts are to be kept.
     What a vector computes of each lane, see passes.programs.lanes. Constants are folded as far as that asks nothing of
-    an unknown number of rows.
+    an unknown number of rows. And what another compiler has made of the same C++ is taken for this one's, by Inductor's
+    cache, unless the code names it.
     """
     with contextlib.ExitStack() as stack:
         fold = joint_graph.constant_fold_uniform_value
         stack.enter_context(mock.patch.object(joint_graph, fold.__name__, functools.partial(_fold_what_is_known, fold)))
         stack.enter_context(lane_by_lane())
+        stack.enter_context(mock.patch.object(inductor_cpp.KernelGroup, "codegen_group", _naming_the_compiler))
         stack.enter_context(mock.patch.object(inductor_cpp.CppKernel, "cache_dtype_convert", lambda *_: None))
         # A torch without it has no such heuristic; were there another, tests/passes/test_rounding.py would see it.
         if hasattr(inductor_cpp, "KernelOpStats"):
@@ -120,6 +126,11 @@ def _fold_what_is_known(fold: Callable[[fx.GraphModule], None], gm: fx.GraphModu
     """Inductor's folding, which asks of a view of zeros how its rows lie: out = zeros(x.shape), out[..., :8] = ..."""
     with contextlib.suppress(GuardOnDataDependentSymNode):
         fold(gm)
+
+
+def _naming_the_compiler(group: inductor_cpp.KernelGroup, name: str | None = None) -> str:
+    code = CODEGEN_GROUP(group, name)
+    return code and f"// {compiler_if_any()}\n{code}"
 
 
 def decompositions(kept: tuple[torch._ops.OpOverload, ...] = (*KEPT_WHOLE, *POOLS)) -> dict[Any, Any]:

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from detcompile.errors import DetcompileError, InvalidInput, WorkerError
+from detcompile.errors import DetcompileError, EngineError, InvalidInput, WorkerError
 
-__all__ = ["FAULT", "HTTPError", "OverdueError", "error_of"]
+__all__ = ["CondemnedError", "FAULT", "HTTPError", "OverdueError", "error_of"]
 
 TYPES = {  # of statuses; others are invalid_request_error below 500, else api_error
     401: "authentication_error",
@@ -25,6 +25,7 @@ class HTTPError(Exception):
         status: the HTTP status.
         param: the field of the request that is to blame.
         retry_after: seconds after which to try again.
+        in_vain: another try comes to the same, so that clients that try by themselves shall not.
     """
 
     def __init__(
@@ -35,10 +36,13 @@ class HTTPError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        in_vain: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if in_vain:
+            self.headers["X-Should-Retry"] = "false"  # which OpenAI's and Anthropic's clients heed
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
         kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -71,6 +75,10 @@ class OverdueError(DetcompileError):
         self.status = status
 
 
+class CondemnedError(EngineError):
+    """A request that engines ended with while they had nothing else."""
+
+
 ENGINE_RETRY_SECONDS = 30  # after which whoever watches the server may have started another
 OVERDUE_RETRY_SECONDS = 10
 FAULT = "the server failed at this request; its log says why"
@@ -92,4 +100,4 @@ def error_of(error: DetcompileError | HTTPError, params: frozenset[str] = frozen
         return HTTPError(error.status, str(error), code="timeout", retry_after=OVERDUE_RETRY_SECONDS)
     if isinstance(error, WorkerError):
         return HTTPError(503, str(error), code="engine_error", retry_after=ENGINE_RETRY_SECONDS)
-    return HTTPError(500, str(error), code="engine_error")
+    return HTTPError(500, str(error), code="engine_error", in_vain=isinstance(error, CondemnedError))

@@ -167,8 +167,8 @@ async def _rolled_on_hangup(service: Service, read_keys: Callable[[], None]) -> 
 
     async def roll() -> None:
         async with rolling:
-            await service.fleet.roll()
-        _say("the engines were started anew")
+            whole = await service.fleet.roll()
+        _say("the engines were started anew" if whole else "an engine that was started anew does not serve")
 
     def hung_up() -> None:
         try:

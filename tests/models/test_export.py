@@ -309,7 +309,11 @@ def test_another_format_or_detcompile_is_refused(archives: dict[str, Path], tmp_
 
 
 def test_what_cannot_be_exported_is_refused(
-    models: dict[str, CompiledModel], loaded: ExportedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, CompiledModel],
+    archives: dict[str, Path],
+    loaded: ExportedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patched, pytest.raises(UnsupportedModel, match=r"export on cpu: .* run on cuda only"):
         patched.setattr(exporting, "DEVICES", ("cuda",))
@@ -319,7 +323,8 @@ def test_what_cannot_be_exported_is_refused(
             detcompile.export(models["llama"], path)
     with pytest.raises(InvalidInput, match="'inside' or 'beside'"):
         detcompile.export(models["llama"], tmp_path / "m.pt2", weights="outside")  # type: ignore[arg-type]
-    shared = copy.copy(models["llama"])
+    shared = object.__new__(CompiledModel)
+    vars(shared).update(vars(models["llama"]))
     shared.ranks = TensorParallel(size=2, rank=0, group="0")
     with pytest.raises(UnsupportedModel, match="compile it from a single process with tp=2"):
         detcompile.export(shared, tmp_path / "m.pt2")
@@ -327,6 +332,8 @@ def test_what_cannot_be_exported_is_refused(
         detcompile.export(loaded, tmp_path / "m.pt2")
     with pytest.raises(InvalidInput, match="no such file"):
         detcompile.load(tmp_path / "m.pt2")
+    with pytest.raises(InvalidInput, match=r"is an archive.*: give it to detcompile\.load"):
+        detcompile.compile(archives["llama"])
 
 
 def test_a_file_that_is_not_an_archive_s_own_is_not_replaced_by_weights(
@@ -356,7 +363,35 @@ def test_a_file_that_is_not_an_archive_s_own_is_not_replaced_by_weights(
     assert_refused(2)
 
 
-@pytest.mark.parametrize("path", [None, 3, ["m.pt2"], "m" * 5000 + ".pt2"], ids=["None", "a number", "a list", "long"])
+class Bytes:
+    """A path of bytes, as os.fspath may give one."""
+
+    def __fspath__(self) -> bytes:
+        return b"no folder/m.pt2"
+
+
+NO_PATHS = {
+    "None": None,
+    "a number": 3,
+    "a list": ["m.pt2"],
+    "long": "m" * 5000 + ".pt2",
+    "with a NUL": "m\0.pt2",
+    "half a letter": "\ud800.pt2",
+    "bytes": b"m.pt2",
+}
+
+
+def test_a_folder_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "compile", lambda _: pytest.fail("the work has begun"))
+    (tmp_path / "m.pt2").mkdir()
+    for path in (tmp_path / "m.pt2", Bytes()):
+        with pytest.raises(InvalidInput, match="give a file in a folder that exists"):
+            detcompile.export("tiny", path)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="no such file"):
+        detcompile.load(Bytes())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", NO_PATHS.values(), ids=NO_PATHS)
 def test_a_path_is_a_path(path: Any) -> None:
     for call in (detcompile.load, lambda path: detcompile.export("tiny", path)):
         with pytest.raises(InvalidInput, match=r"give the path of a file|m…: File name too long; give"):

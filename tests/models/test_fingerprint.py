@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from detcompile import CompiledModel
+from detcompile import CompiledModel, EngineConfig, SamplingParams
 from detcompile.passes import lowering
 from detcompile.weights import tensor_digest
 from tests.model_cases import certified, random_model
@@ -105,6 +105,32 @@ def test_the_fingerprint_follows_weights_in_place_however_they_are_written(chang
     assert len(set(seen)) == len(seen)
     mlp.scale.div_(2)
     assert model.fingerprint == seen[-2]
+
+
+def test_a_config_that_is_changed_behind_compile_moves_no_fingerprint(plain, monkeypatch):
+    """As callers set a pad token; before the fingerprint was read as well as behind that."""
+    later, known = made(), plain.fingerprint
+    for model in (plain, later):
+        monkeypatch.setattr(model.config, "pad_token_id", 3)
+        assert model.fingerprint == known
+
+
+def test_tokens_that_end_an_answer_are_another_fingerprint_as_long_as_they_are_set(plain, monkeypatch):
+    """Before ``min_tokens`` they are not drawn, so that other ones make other tokens of equal logits."""
+
+    def drawn() -> tuple[int, ...]:
+        engine = plain.engine(EngineConfig(num_blocks=4))
+        (output,) = engine.generate([[3, 5, 7]], SamplingParams(min_tokens=5, temperature=0), progress=False)
+        return tuple(output.outputs[0].token_ids)
+
+    before, without = drawn(), plain.fingerprint
+    found = {}
+    for ends in (before[2], [before[2], before[0]], {before[0], before[2]}, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(plain.generation_config, "eos_token_id", ends)
+            found.setdefault(plain.fingerprint, set()).add(drawn())
+    assert [len(answers) for answers in found.values()] == [1, 1, 1] and found[without] == {before}
+    assert plain.fingerprint == without
 
 
 WIDE = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.5, 1.0]], dtype=torch.float64)

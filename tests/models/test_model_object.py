@@ -1,5 +1,8 @@
 """A compiled model is taken for a Hugging Face model by code that was written for one; what it cannot do it refuses."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +32,13 @@ def test_it_says_what_a_hugging_face_model_says() -> None:
     assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
     assert ours.name_or_path == plain.name_or_path == ""
     assert ours.can_generate() and ours.eval() is ours and ours.train(False) is ours
+
+
+def test_it_is_not_copied() -> None:
+    """Its code would run the weights of the first, and nobody could change those of the second."""
+    for act in (copy.copy, copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(InvalidInput, match="not copied or pickled"):
+            act(model())
 
 
 def test_parameters_are_counted_as_transformers_counts_them() -> None:

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
-import detcompile  # noqa: F401 (registers the backend)
+from detcompile.passes import pipeline
+from detcompile.passes.pipeline import GraphPass, rewrite
+from detcompile.templates.cpu.shared_objects import compiler_version
 from tests.bits import assert_bitwise_equal
 
 FEATURES = 37  # no multiple of a vector
@@ -70,6 +72,15 @@ def test_a_rotary_table_is_computed_once() -> None:
     _, codes = run_and_get_code(compiled, torch.randn(8, 32), torch.randn(8, 4, 32))
     code = "".join(codes)
     assert code.count("std::cos(lane0)") == code.count("std::sin(lane0)") == 1
+    assert f"// {compiler_version()}\n" in code
+
+
+def test_code_of_another_compiler_is_not_taken_from_inductors_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key is the code, which names the compiler, and the command that runs it, which stays the same."""
+    before = GraphPass(rewrite, "key").uuid()
+    assert GraphPass(rewrite, "key").uuid() == before
+    monkeypatch.setattr(pipeline, "compiler_if_any", lambda: "g++ 99")
+    assert GraphPass(rewrite, "key").uuid() != before
 
 
 def test_a_cast_is_kept_whatever_is_fused() -> None:

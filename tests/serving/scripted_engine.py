@@ -3,7 +3,8 @@
 A sample gets one token every 20 ms, up to its max_tokens, each with the logprob -0.5 and the next tokens as
 alternatives where they are asked for. It starts in tenths of a second. A prompt of one or two tokens that holds POISON
 kills it at its fifth token; one with SILENT draws nothing; the fourth token of one with FICKLE is another each time.
-With SCRIPTED_TEXT in the environment samples are this text, and end with it.
+With SCRIPTED_TEXT in the environment samples are this text, and end with it; with SCRIPTED_MODEL the model is the one
+that is named in this file.
 """
 
 import itertools
@@ -26,12 +27,13 @@ SILENT = 667
 FICKLE = 668
 OTHERS = itertools.count(1000)
 TEXT = os.environ.get("SCRIPTED_TEXT")
+MODEL = os.environ.get("SCRIPTED_MODEL")
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
 WRITTEN = None if TEXT is None else Tokenizer.from_file(str(TOKENIZER)).encode(TEXT, add_special_tokens=False).ids
 HELLO = protocol.Hello(
     name="scripted",
     fingerprint="f" * 64,
-    fingerprint_parts={},
+    fingerprint_parts={} if MODEL is None else {"weights": Path(MODEL).read_text()},
     certificate="{}",
     max_context=2048,
     vocab_size=4096,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import sqlite3
 from array import array
 from collections.abc import AsyncIterator
@@ -37,6 +38,11 @@ def record(name: str, key: str, *, created: int = 1000, body: bytes = b"{}", own
     return record_of(job, (owner, key), ("/v1/completions", body), "fingerprint")
 
 
+def opened(path: Path, *options: Any, now: int = 1000, **named: Any) -> Journal:
+    """A journal whose clock stands still."""
+    return Journal(path, *options, **named, clock=lambda: now)
+
+
 def answered(ask: Ask) -> list[Answer]:
     answers = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
     for sample in answers[0].samples:
@@ -54,7 +60,7 @@ def slots(sample: AnswerSample) -> list[Any]:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path, new = tmp_path / "journal", record("cmpl-1", "key", owner="me")
-    journal = Journal(path)
+    journal = opened(path)
     assert path.stat().st_mode & 0o777 == 0o600
     journal.add(new, {"weights": "w"})
     assert (tmp_path / "journal-wal").stat().st_mode & 0o777 == 0o600
@@ -68,7 +74,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     job = Job(ask, answered(ask), b"salt", lambda answers: None, True, "cmpl-1", 1000)
     journal.finish("cmpl-1", outcome_of(job))
     journal.close()
-    found = Journal(path).find("me", key="key")
+    found = opened(path).find("me", key="key")
     assert found is not None and found.outcome == outcome_of(job)
     again = [Answer("", prompt, ask.params, News()) for prompt in ask.prompts]
     restore(again, found.outcome)
@@ -78,7 +84,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_key_has_one_request(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = opened(tmp_path / "journal")
     journal.add(record("cmpl-1", "key"), {})
     journal.add(record("cmpl-2", "key", owner="you"), {})
     with pytest.raises(DetcompileError):
@@ -89,17 +95,27 @@ def test_a_key_has_one_request(tmp_path: Path) -> None:
 
 
 def test_what_is_old_is_dropped(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal", seconds=100)
+    """It is found for so long and no longer, whether the server is asked for something else meanwhile or not."""
+    path, now = tmp_path / "journal", [1000]
+    journal = Journal(path, seconds=100, clock=lambda: now[0])
     journal.add(record("cmpl-1", "1", created=1000), {})
-    journal.add(record("cmpl-2", "2", created=1099), {})
+    journal.add(record("cmpl-2", "2", created=1050), {})
+    now[0] = 1100
     assert journal.find("", key="1") is not None
-    journal.add(record("cmpl-3", "3", created=1101), {})
-    assert [journal.find("", key=key) is not None for key in "123"] == [False, True, True]
+    now[0] = 1101
+    assert journal.find("", key="1") is journal.find("", name="cmpl-1") is None
+    journal.add(record("cmpl-3", "1", created=1101, body=b"another one"), {})  # the key is free again
+    found = journal.find("", key="1")
+    assert found is not None and found.name == "cmpl-3"
+    assert [journal.find("", key=key) is not None for key in "12"] == [True, True]
+    journal.close()
+    with opened(path, seconds=100, now=1151)._file as file:  # nobody has asked for it
+        assert [name for (name,) in file.execute("SELECT name FROM requests")] == ["cmpl-3"]
 
 
 def test_the_file_has_a_bound_and_open_requests_are_not_dropped(tmp_path: Path) -> None:
     path, most = tmp_path / "journal", 4 << 20
-    journal, body = Journal(path, most), bytes(1 << 18)
+    journal, body = opened(path, most), bytes(1 << 18)
     for number in range(100):
         journal.add(record(f"cmpl-{number}", f"{number}", body=body, created=1000 + number), {})
         if number:  # the first one stays open
@@ -115,7 +131,7 @@ def test_the_file_has_a_bound_and_open_requests_are_not_dropped(tmp_path: Path) 
 
 
 def test_dropped_texts_are_not_left_in_the_file(tmp_path: Path) -> None:
-    journal, secret = Journal(tmp_path / "journal"), b"do not keep this" * 400
+    journal, secret = opened(tmp_path / "journal"), b"do not keep this" * 400
     journal.add(record("cmpl-1", "1", body=secret), {})
     journal.drop("cmpl-1")
     journal.close()
@@ -131,7 +147,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, 
         with contextlib.closing(sqlite3.connect(path)) as file:
             file.execute("CREATE TABLE letters (text TEXT)")
     else:
-        journal = Journal(path)
+        journal = opened(path)
         for number in range(200):
             journal.add(record(f"cmpl-{number}", f"{number}", body=bytes(5000)), {})
         journal.close()
@@ -149,6 +165,26 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, 
     assert str(path) in str(found.value)
     after = path.read_bytes()
     assert after[100:] == before[100:], "but for SQLite's own header"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    """Others use it, too: a server of root's would take /dev/null from everybody."""
+    path = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path, 0o644)
+    elif kind == "folder":
+        path.mkdir(0o755)
+    else:
+        terminal, named = os.openpty()
+        path.symlink_to(os.ttyname(named))
+    before = path.stat()
+    with pytest.raises((InvalidInput, StorageError), match=f"--journal {path}"):
+        Journal(path)
+    assert path.stat().st_mode == before.st_mode
+    if kind == "device":
+        os.close(terminal)
+        os.close(named)
 
 
 def test_a_journal_has_one_server(tmp_path: Path) -> None:
@@ -322,6 +358,7 @@ def test_another_model_does_not_go_on_with_an_answer(tmp_path: Path) -> None:
             assert (await ask(client, "whole")).json()["choices"][0]["token_ids"] == WHOLE  # it was told before
             refused = await ask(client, "part")
             assert refused.status_code == 409 and refused.json()["error"]["code"] == "fingerprint_changed"
+            assert refused.headers["x-should-retry"] == "false"
             assert "they differ in weights" in refused.json()["error"]["message"]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

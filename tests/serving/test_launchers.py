@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from detcompile.config import visible_gpus
 from detcompile.serving.engines.fleet import Fleet
 from detcompile.serving.engines.handshake import connected
 from detcompile.serving.engines.launchers import DialIn
@@ -53,6 +54,22 @@ def test_engines_that_dial_in_take_each_others_places() -> None:
                 process.wait()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, ["0,1", "2,3"]), ("3,1, GPU-a,7", ["3,1", "GPU-a,7"]), ("4,5", ["4,5", ""]), ("", ["", ""])],
+    ids=["all", "named", "too few", "none"],
+)
+def test_engines_share_the_gpus_that_the_front_may_see(
+    visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are hidden from it, as to serve on the CPU, engines do not see them either."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [visible_gpus(first, 2) for first in (0, 2)] == expected
 
 
 def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() -> None:

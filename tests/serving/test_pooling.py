@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import detcompile
 from detcompile.models.hub import TINY_FOLDER
+from detcompile.serving.engines.engine_verifications import Verifications
 from detcompile.serving.engines.pooling_server import PoolingServer
-from detcompile.serving.engines.protocol import Cancel, Pool, Pooled, PoolingFacts, Tokens
+from detcompile.serving.engines.protocol import Cancel, Pool, Pooled, PoolingFacts, Tokens, Verify
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.pooling import scores
 from detcompile.serving.pooling.schema import ScoreRequest
@@ -242,6 +243,8 @@ class Model:
         self.steps.append([len(prompt) for prompt in prompts])
         if any(7 in prompt for prompt in prompts):
             raise MemoryError("none is left")
+        if any(8 in prompt for prompt in prompts):
+            raise torch.AcceleratorError("an illegal memory access")
         return torch.tensor([[float(len(prompt)), float(pooling == "mean")] for prompt in prompts])
 
 
@@ -270,9 +273,34 @@ def test_requests_take_turns_and_share_steps() -> None:
             for report in wire.sent}  # fmt: skip
     assert list(rows) == ["short", "mean", "huge", "long"] and all(isinstance(own, Pooled) for own in wire.sent)
     assert rows == {"long": [[3000, 0]] * 3, "short": [[1, 0], [2, 0]], "mean": [[1, 1]], "huge": [[9000, 0]]}
-    server.take(Pool("bad", [[7]], None, True))
-    server.take(Pool("good", [[5]], "mean", True))
-    assert server.step() and server.step() and not server.step()
-    failed, fine = wire.sent[-2:]
-    assert isinstance(failed, Tokens) and isinstance(fine, Pooled) and fine.request_id == "good"
-    assert failed.deltas[0].request_id == "bad" and "none is left" in failed.deltas[0].error
+
+
+@pytest.mark.parametrize("pooling", [None, "mean"], ids=["in one step", "in two"])
+def test_a_request_that_fails_fails_alone(pooling: Any) -> None:
+    wire: Any = Wire()
+    model: Any = Model()
+    server = PoolingServer(model, wire)
+    for name, prompts, how in (("first", [[5, 5]], pooling), ("bad", [[5], [7]], None), ("good", [[5]], pooling)):
+        server.take(Pool(name, prompts, how, True))
+    while server.step():
+        pass
+    told = {report.deltas[0].request_id if isinstance(report, Tokens) else report.request_id: report
+            for report in wire.sent}  # fmt: skip
+    assert len(wire.sent) == len(told) == 3 and "none is left" in told["bad"].deltas[0].error
+    assert all(isinstance(told[name], Pooled) for name in ("first", "good"))
+
+
+def test_an_engine_whose_device_is_lost_ends() -> None:
+    """Every step would fail in it, and another process serves what is open."""
+    model: Any = Model()
+    wire: Any = Wire()
+    server = PoolingServer(model, wire)
+    server.take(Pool("1", [[8]], None, True))
+    with pytest.raises(torch.AcceleratorError):
+        server.step()
+    verifications = Verifications(model, {}, wire.send)
+    verifications._steps = lambda receipt: iter(server._run(server._shares()) for _ in range(1))  # type: ignore
+    verifications.add(Verify("2", b"{}"))
+    with pytest.raises(torch.AcceleratorError):
+        verifications.step()
+    assert not wire.sent

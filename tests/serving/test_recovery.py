@@ -4,19 +4,29 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 import pytest
+from msgspec import structs
 
+from detcompile import SamplingParams
+from detcompile.runtime.grammars.grammar import Grammar
+from detcompile.serving.engines import fleet
+from detcompile.serving.engines.answers import Answer, Pooling, Verification
+from detcompile.serving.engines.notices import News
+from detcompile.serving.engines.placement.condemned import Condemned
+from detcompile.serving.http_errors import CondemnedError
 from detcompile.serving.service import Service
-from tests.serving.scripted_engine import POISON
+from tests.serving.scripted_engine import HELLO, POISON
 from tests.serving.scripted_service import running, scripted
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 LENGTH = 60
 
 
-async def asked(client: httpx.AsyncClient, prompt: list[int], **options: object) -> httpx.Response:
+async def asked(client: httpx.AsyncClient, prompt: list[Any], **options: object) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": LENGTH, "return_token_ids": True} | options
     return await client.post("/v1/completions", json=body)
 
@@ -98,8 +108,41 @@ def test_a_request_that_kills_engines_ends_alone(replicas: int) -> None:
                 assert_whole(answer)
             assert_whole(await asked(client, [5]))
             assert service.fleet.num_restarts == 4  # twice among others, twice alone
+            poison: list[Any] = [7, POISON]
+            for prompt, options in ((poison, {}), (poison, {"seed": 8, "stream": True}), ([[5], poison], {})):
+                refused = await asked(client, prompt, **options)  # as clients do by themselves
+                assert refused.status_code == 500 and "not tried again for 10 minutes" in refused.text
+                assert refused.headers["x-should-retry"] == poisoned.headers["x-should-retry"] == "false"
+            assert service.fleet.num_restarts == 4 and not service.open
+            assert_whole(await asked(client, [7, 5]))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_what_was_condemned_is_known_by_what_it_asks_for_a_while() -> None:
+    now = [0.0]
+    condemned = Condemned(lambda: now[0])
+
+    def answer(prompt: list[int], **asked: Any) -> Answer:
+        return Answer("1", prompt, SamplingParams(**asked), News())
+
+    def errands(receipt: bytes, pooling: Literal["last", "mean"]) -> list[Answer]:
+        return [Verification("1", receipt, [3, 4]), Pooling("1", [[5], [6]], pooling, normalize=True)]
+
+    grammar = Grammar.regex("a+")
+    for own in (answer([1], seed=1, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last")):
+        condemned.condemn(own)
+        assert isinstance(own.error, CondemnedError)
+    others = (answer([2]), answer([1]), answer([1], logit_bias={3: 1.0}), *errands(b"two", "mean"))
+    same = (answer([1], seed=2, logit_bias={3: 1.0}, grammar=grammar), *errands(b"one", "last"))
+    for own in others:
+        condemned.require_other(own)
+    for own in same:
+        with pytest.raises(CondemnedError):
+            condemned.require_other(own)
+    now[0] = 600.0
+    for own in same:
+        condemned.require_other(own)
 
 
 def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
@@ -141,6 +184,109 @@ def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
             assert service.fleet.num_restarts == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "rolled"])
+def test_an_answer_never_goes_on_with_another_model(
+    how: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of it are ended before they serve, however slowly they start; others that serve are left alone."""
+    model = tmp_path / "model"
+    model.write_text("before")
+    monkeypatch.setenv("SCRIPTED_MODEL", str(model))
+    monkeypatch.setattr(fleet, "RESTART_SECONDS", 0.0)  # of a model that takes longer than a minute to start
+
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, most_restarts=2)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index], max_tokens=300)) for index in range(4)]
+            await until_drawn(service, 4, 3)
+            model.write_text("after")
+            kept = service.fleet.links[1:]
+            if how == "rolled":
+                assert not await service.fleet.roll()
+            else:
+                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+            while service.fleet.failure is None:
+                assert service.fleet.links[1:] == kept
+                assert not service.fleet.links[0].ready or service.fleet.num_restarts == 0
+                await asyncio.sleep(0.01)
+            assert "which differs in weights" in str(service.fleet.failure)
+            assert service.fleet.num_restarts == 2
+            assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [503] * 4
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_live() -> None:
+    """Whoever reads counters takes one that falls for one that began anew, and adds all of it once more."""
+
+    async def scenario() -> None:
+        service = scripted(replicas=2, most_restarts=5)
+        async with running(service) as client:
+            fleet = service.fleet
+            await asyncio.gather(*(asked(client, [5 + index]) for index in range(4)))
+            while min(link.statistics.num_steps for link in fleet.links) < LENGTH:
+                await asyncio.sleep(0.01)
+            seen = [fleet.statistics]
+            for pid in [link.pid for link in fleet.links]:
+                os.kill(pid, signal.SIGKILL)
+                while all(link.ready for link in fleet.links):
+                    await asyncio.sleep(0)
+                seen.append(fleet.statistics)
+                assert seen[-1].num_blocks == HELLO.num_blocks  # of the other one
+                while not all(link.ready and link.statistics.num_blocks for link in fleet.links):
+                    seen.append(fleet.statistics)
+                    await asyncio.sleep(0.01)
+            assert await fleet.roll()
+            seen.append(fleet.statistics)
+            counts = [own.num_steps for own in seen]
+            assert counts == sorted(counts) and counts[0] >= 2 * LENGTH
+            bounds = [structs.replace(own, token_bound=bound) for own, bound in zip(seen, (64, 256))]
+            assert bounds[0].plus(bounds[1]).token_bound == 256
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("how", ["killed", "rolled"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
+    how: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the machine has no memory for one, or a node of the cluster is lost while an engine starts."""
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        service = scripted(replicas=replicas, most_restarts=50)
+        async with running(service) as client:
+            tasks = [asyncio.create_task(asked(client, [5 + index])) for index in range(4)]
+            await until_drawn(service, 4, 3)
+            launcher: Any = service.fleet._launcher
+            known, launcher._command = launcher._command, ("/no/such/program",)
+            if how == "rolled":
+                assert not await service.fleet.roll()
+            else:
+                os.kill(service.fleet.links[0].pid, signal.SIGKILL)
+            while service.fleet.num_restarts < 3:
+                await asyncio.sleep(0.01)
+            assert service.fleet.failure is None and service.fleet.ready == (replicas == 2)
+            launcher._command = known
+            for answer in await asyncio.gather(*tasks):
+                assert_whole(answer)
+            while not service.fleet.links[0].ready:
+                await asyncio.sleep(0.01)
+            assert service.fleet.losses[-1].seconds
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_what_engines_differ_in_is_named() -> None:
+    other = structs.replace(HELLO, fingerprint="e" * 64, fingerprint_parts={"torch": "2", "triton": "3"})
+    same = structs.replace(HELLO, num_blocks=3, name="elsewhere", default_params={"top_k": 2})
+    assert HELLO.differing(same) == [] and HELLO.differing(other) == ["torch", "triton"]
+    assert HELLO.differing(structs.replace(HELLO, tokenizer=None)) == ["tokenizer"]
+    assert HELLO.differing(structs.replace(other, fingerprint_parts={})) == ["fingerprint"]
 
 
 def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one() -> None:

@@ -12,6 +12,7 @@ MEANINGS = {
     "weights": "other weights: a checkpoint, an update or a change in place",
     "program": "another certified graph: code, attributes or hooks of the model, a dtype, or other passes",
     "config": "another model config",
+    "end_tokens": "other tokens that end an answer: eos_token_id of generation_config",
     "numerics": "other declared orders: --tp-sizes, or Numerics(...)",
     "orders": "sums in other orders",
     "max_context": "another longest sequence, for which rotary tables are frozen",

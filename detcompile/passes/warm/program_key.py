@@ -24,6 +24,7 @@ from detcompile.passes.warm.called_code import CalledCode
 from detcompile.passes.warm.descriptions import Descriptions, Undescribed
 from detcompile.sources import source_digest
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.cpu.shared_objects import compiler_if_any
 
 __all__ = ["cpu_facts", "label_of", "program_key"]
 
@@ -98,8 +99,8 @@ def label_of(model: PreTrainedModel, max_context: int, digest: str) -> dict[str,
 
 
 def cpu_facts() -> list[str]:
-    """What of this machine's CPU a program depends on; a process that asks for it first takes a second."""
-    return [platform.machine(), "cpu", cpu_library.isa(), str(vector_isa())]
+    """What of this machine's CPU and compiler a program depends on; a process that asks for it first takes a second."""
+    return [platform.machine(), "cpu", cpu_library.isa(), str(vector_isa()), compiler_if_any()]
 
 
 def _machine(device: torch.device) -> list[str]:

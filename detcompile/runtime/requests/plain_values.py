@@ -4,12 +4,14 @@ A number of numpy or torch is taken for what it is; True is no number and 7.0 is
 """
 
 import operator
+import os
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from detcompile.errors import InvalidInput
 
-__all__ = ["flag", "kind", "number", "or_none", "shown", "string", "token_list", "whole_number"]
+__all__ = ["file_path", "flag", "kind", "number", "or_none", "shown", "string", "token_list", "whole_number"]
 
 MOST_SHOWN = 80  # characters of a value in a message
 
@@ -74,6 +76,20 @@ def string(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a string")
     return value
+
+
+def file_path(value: Any, name: str) -> Path:
+    """``value`` as a path that the system may be asked about.
+
+    Raises:
+        InvalidInput: no path, or one that no file can have.
+    """
+    try:
+        if isinstance(value, (str, os.PathLike)) and b"\0" not in os.fsencode(value):
+            return Path(os.fsdecode(value))
+    except ValueError:  # halves of surrogate pairs
+        pass
+    raise InvalidInput(f"{name} {shown(value)}: give the path of a file")
 
 
 def token_list(values: Any, name: str) -> list[int]:

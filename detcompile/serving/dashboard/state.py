@@ -6,7 +6,7 @@ import msgspec
 
 from detcompile.serving.dashboard.history import Row
 from detcompile.serving.engines.engine_link import EngineLink
-from detcompile.serving.engines.fleet import Loss
+from detcompile.serving.engines.placement.loss import Loss
 from detcompile.serving.engines.protocol import Holding, Statistics, Step
 from detcompile.serving.metrics import SECONDS
 from detcompile.serving.service import Service

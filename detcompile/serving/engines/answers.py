@@ -8,6 +8,8 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any, Literal
 
+import msgspec
+
 from detcompile.errors import DetcompileError, EngineError, GenerationError
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.notices import News
@@ -99,6 +101,11 @@ class Answer:
         return f"{self.request_id}-{self.tries}"
 
     @property
+    def asked(self) -> Any:
+        """What an engine is asked, but for the seed, as plain values."""
+        return self.prompt_ids, {name: own for name, own in given_params(self.params).items() if name != "seed"}
+
+    @property
     def num_tokens(self) -> int:
         """Tokens drawn so far, over all samples."""
         return sum(len(sample.token_ids) for sample in self.samples)
@@ -143,6 +150,12 @@ class Errand(Answer, ABC):
     @abstractmethod
     def command(self) -> Verify | Pool:
         """What the engine is told."""
+
+    @property
+    def asked(self) -> Any:
+        """What an engine is asked."""
+        own: dict[str, Any] = msgspec.structs.asdict(self.command())
+        return {name: value for name, value in own.items() if name != "request_id"}
 
     def settle(self, report: Verified | Pooled) -> None:
         """Take what came of it: nothing more comes."""

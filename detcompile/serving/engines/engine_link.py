@@ -88,6 +88,7 @@ class EngineLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: asyncio.Task[Connection] | None = None
         self._connection: Connection | None = None
+        self._known: Hello | None = None
         self._heard = False  # since the last look
         self._notices = Notices()
 
@@ -115,8 +116,13 @@ class EngineLink:
         self._connection = connection
         self._tasks = [asyncio.create_task(self._read(connection)), asyncio.create_task(self._watch(connection))]
 
-    def start(self, spec: EngineSpec) -> None:
-        """Tell the process, which is open, what to serve; ``settled`` waits until it does."""
+    def start(self, spec: EngineSpec, known: Hello | None = None) -> None:
+        """Tell the process, which is open, what to serve; ``settled`` waits until it does.
+
+        Args:
+            known: what was served before: an engine of another model fails.
+        """
+        self._known = known
         self._send(spec)
 
     async def settled(self) -> Hello:
@@ -231,8 +237,7 @@ class EngineLink:
             self.statistics, self.holdings = report.statistics, report.holdings
             self.steps.extend(report.steps)
         elif isinstance(report, Hello):
-            self.hello = report
-            self._over.set()
+            self._greeted(report)
         elif isinstance(report, Refused):
             refused = self.answers.pop(report.request_id, None)
             if refused is not None:
@@ -240,6 +245,16 @@ class EngineLink:
                 self._on_news(refused, None)
         elif isinstance(report, Broken):
             self._fail(_error_of(report))
+
+    def _greeted(self, hello: Hello) -> None:
+        """It is ready, unless it would go on with other bits than those that were told."""
+        others = [] if self._known is None else self._known.differing(hello)
+        if others:
+            said = f"an engine that was started again has another model, which differs in {', '.join(others)}"
+            self._fail(WorkerError(f"{said}: start the server anew to serve that one"))
+            return
+        self.hello = hello
+        self._over.set()
 
     async def _watch(self, connection: Connection) -> None:
         """A process that is stopped, or whose threads do not run, closes no socket.

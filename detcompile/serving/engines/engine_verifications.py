@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+import torch
+
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.serving.engines.protocol import Delta, Refused, Tokens, Verified, Verify
@@ -46,7 +48,11 @@ class Verifications:
             self._cancelled.add(request_id)
 
     def step(self) -> bool:
-        """Do a part of what there is to do; returns whether there was any."""
+        """Do a part of what there is to do; returns whether there was any.
+
+        Raises:
+            torch.AcceleratorError: the device takes no more steps of this process.
+        """
         if self._running is None and not self._waiting:
             return False
         if self._running is None:
@@ -61,6 +67,8 @@ class Verifications:
             self._send(Verified(name, end.value))
         except InvalidInput as error:
             self._send(Refused(name, str(error)))
+        except torch.AcceleratorError:
+            raise
         except Exception as error:  # of this receipt alone, such as memory that it does not find
             self._send(Tokens([Delta(name, [], True, None, f"the receipt was not replayed: {error!r}", 0, None)]))
         self._running = None

@@ -1,45 +1,32 @@
 """Fleet: the engine processes of a server as one. An answer whose engine is lost goes on, with its bits, on another."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from detcompile.config import visible_gpus
-from detcompile.errors import DetcompileError, EngineError, WorkerError
-from detcompile.runtime.requests.quarantine import ALONE_DEATHS, Quarantine
+from detcompile.errors import DetcompileError, WorkerError
+from detcompile.runtime.requests.quarantine import Quarantine
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.engine_link import SILENCE_SECONDS, EngineLink
 from detcompile.serving.engines.launchers import Launcher, LocalProcess
+from detcompile.serving.engines.placement.condemned import Condemned
+from detcompile.serving.engines.placement.loss import Loss
 from detcompile.serving.engines.placement.router import Router
 from detcompile.serving.engines.placement.spares import Spares
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, Statistics
 
-__all__ = ["Fleet", "Loss"]
+__all__ = ["Fleet"]
 
 KEPT_LOSSES = 20
+RETRY_SECONDS = 1.0  # where there was no process to be had
 RESTART_SECONDS = 60.0  # in which so many restarts are too many
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Loss:
-    """An engine that was lost.
-
-    Attributes:
-        at: Unix time in seconds.
-        num_answers: answers that went on elsewhere.
-        seconds: time until another one served in its place; None before.
-    """
-
-    at: float
-    why: str
-    num_answers: int
-    seconds: float | None = None
 
 
 class Fleet:
@@ -50,7 +37,8 @@ class Fleet:
         launcher: gives engine processes; None starts them on this machine.
         replicas: how many of them.
         spare: whether another process waits, its imports done, to take the place of one that is lost.
-        most_restarts: engines that may be started again in a minute; beyond, the fleet has failed.
+        most_restarts: engines that may be started again in a minute, and without one that serves in between; beyond,
+            the fleet has failed.
         silence: seconds without a heartbeat after which an engine counts as hanging.
 
     Attributes:
@@ -85,10 +73,13 @@ class Fleet:
         self._spares = Spares(self._new_link, keeps=spare, most_lost=most_restarts)
         self._waiting: list[Answer] = []
         self._router = Router()
-        self._quarantine = Quarantine(_condemn)
+        self._condemned = Condemned()
+        self._quarantine = Quarantine(self._condemned.condemn)
         self._court: EngineLink | None = None  # serves one suspect, and nothing else
         self._rolling: EngineLink | None = None  # gets nothing new
+        self._past = Statistics()  # of engines that others have taken the place of
         self._restarts: list[float] = []
+        self._in_vain = 0  # of these, since one came back
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -98,16 +89,16 @@ class Fleet:
 
     @property
     def statistics(self) -> Statistics:
-        """The engines' newest counts, added up."""
-        found = [link.statistics for link in self.links]
-        return Statistics(*(sum(getattr(own, name) for own in found) for name in Statistics.__struct_fields__))
+        """The engines' newest counts as one, with those of engines that have ended: they never fall."""
+        own = (link.statistics if link.failure is None else link.statistics.past for link in self.links)
+        return functools.reduce(Statistics.plus, own, self._past)
 
     @property
     def restarts_left(self) -> int:
         """Engines that may be lost now before the fleet has failed."""
         now = asyncio.get_running_loop().time()
         self._restarts = [past for past in self._restarts if now - past < RESTART_SECONDS]
-        return self._most_restarts - len(self._restarts)
+        return self._most_restarts - max(len(self._restarts), self._in_vain)
 
     async def start(self, spec: EngineSpec) -> None:
         """Start the processes; ``settled`` waits until they serve."""
@@ -127,8 +118,9 @@ class Fleet:
             for link in self.links:
                 if link.failure is not None:  # it was lost while others started
                     raise link.failure
-            if len({hello.fingerprint for hello in found}) > 1:
-                raise WorkerError("the engines' fingerprints differ: give all of them devices of one kind")
+            if names := {name for hello in found for name in found[0].differing(hello)}:
+                said = f"the engines' models differ in {', '.join(sorted(names))}"
+                raise WorkerError(f"{said}: give all of them the same files, and devices of one kind")
         except DetcompileError as error:
             self._give_up(error)
             raise
@@ -140,10 +132,11 @@ class Fleet:
         """Have an answer made; what comes is given to it.
 
         Raises:
-            DetcompileError: nothing is served any more.
+            DetcompileError: nothing is served any more; or engines have ended with this request.
         """
         if self.failure is not None:
             raise self.failure
+        self._condemned.require_other(answer)
         self._waiting.append(answer)
         self._place()
 
@@ -156,10 +149,16 @@ class Fleet:
             link.cancel(answer)
         self._place()
 
-    async def roll(self) -> None:
-        """Start every engine anew, one after another; what they serve goes on on the others, or waits."""
+    async def roll(self) -> bool:
+        """Start every engine anew, one after another; what they serve goes on on the others, or waits.
+
+        Returns:
+            Whether all came back: the first that does not is the last that is ended.
+        """
         for index, link in enumerate(self.links):
-            if self.failure is not None or self.hello is None or not link.ready:
+            if self.failure is not None or self.hello is None:
+                return False
+            if not link.ready:
                 continue
             self._rolling = link
             self._hand_over([answer for answer in link.take_back() if answer is not self._quarantine.trial])
@@ -171,8 +170,12 @@ class Fleet:
             self._rolling = None
             try:
                 await self._replace(index)
-            except DetcompileError as error:  # there is no process to be had
-                self._give_up(error)
+            except DetcompileError as error:  # there is no process to be had now
+                self.losses.append(loss := Loss(time.time(), str(error), 0))
+                self._run(self._restart(index, loss))
+            if not self.links[index].ready:
+                return False
+        return True
 
     async def stop(self) -> None:
         """End all processes and wait for their end."""
@@ -187,7 +190,7 @@ class Fleet:
         """Have the process in this place serve, on devices of its own where there are several."""
         shares, size = self._replicas > 1 and self._launcher.local, self._spec.tp * self._spec.pp
         own = visible_gpus(index * size, size) if shares else None
-        self.links[index].start(replace(self._spec, visible_devices=own))
+        self.links[index].start(replace(self._spec, visible_devices=own), self.hello)
 
     def _new_link(self) -> EngineLink:
         return EngineLink(self._news, self._lost, self._launcher, self._silence)
@@ -225,28 +228,34 @@ class Fleet:
 
     async def _restart(self, index: int, loss: Loss) -> None:
         """Take the place of an engine that was lost, unless that happens too often."""
-        if self.restarts_left <= 0:
-            error = self.links[index].failure
-            assert error is not None
-            self._give_up(error)
+        begun, error = asyncio.get_running_loop().time(), self.links[index].failure
+        assert error is not None
+        while self.failure is None and self.restarts_left > 0:
+            self._restarts.append(asyncio.get_running_loop().time())
+            self.num_restarts += 1
+            self._in_vain += 1
+            try:
+                await self._replace(index)
+            except DetcompileError as refused:  # there is no process to be had now
+                error = refused
+                logger.warning("an engine is not started: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if self.links[index].ready:
+                loss.seconds = asyncio.get_running_loop().time() - begun
+                logger.warning("an engine serves again")
             return
-        self._restarts.append(now := asyncio.get_running_loop().time())
-        self.num_restarts += 1
-        try:
-            await self._replace(index)
-        except DetcompileError as error:  # there is no process to be had
-            self._give_up(error)
-            return
-        if self.links[index].ready:
-            loss.seconds = asyncio.get_running_loop().time() - now
-        logger.warning("an engine serves again")
+        self._give_up(error)
 
     async def _replace(self, index: int) -> None:
         """A new engine in the place of one that has ended; where it fails as well, ``_lost`` goes on from there."""
-        self.links[index] = link = await self._spares.take()
+        link = await self._spares.take()
+        self._past = self._past.plus(self.links[index].statistics.past)
+        self.links[index] = link
         self._start(index)
         await link.over()
         if link.ready:
+            self._in_vain = 0
             self._place()
             await self._spares.keep()
 
@@ -287,7 +296,3 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _condemn(answer: Answer) -> None:
-    answer.fail(EngineError(f"{ALONE_DEATHS} engines ended while they served this request alone"))

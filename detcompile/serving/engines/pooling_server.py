@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,25 +69,37 @@ class PoolingServer(CommandLoop):
                 self._open.pop(command.request_id, None)
 
     def step(self) -> bool:
-        """Run one step; returns whether there was anything to do."""
+        """Run one step; returns whether there was anything to do.
+
+        Raises:
+            torch.AcceleratorError: the device takes no more steps of this process.
+        """
         shares = self._shares()
         if not shares:
             self._count(0, 0.0)
             return False
+        self._run(shares)
+        return True
+
+    def _run(self, shares: Sequence[_Share]) -> None:
         prompts, start = [prompt for share in shares for prompt in share.prompts], time.monotonic()
         try:
             rows = list(self._pooled(prompts, shares[0].own.command))
-        except Exception as error:  # of these requests alone, such as memory that is not there
+        except torch.AcceleratorError:  # another process takes this one's place, and goes on with what is open
+            raise
+        except Exception as error:  # of one of these requests, such as memory that is not there
+            if len(shares) == 1:
+                self._end(shares[0].own, error)
+                return
             for share in shares:
-                self._end(share.own, error)
-            return True
+                self._run([share])
+            return
         self._count(sum(map(len, prompts)), time.monotonic() - start)
         for share in shares:
             share.own.rows += rows[: len(share.prompts)]
             del rows[: len(share.prompts)]
             if len(share.own.rows) == len(share.own.command.prompts):
                 self._end(share.own)
-        return True
 
     def _shares(self) -> list[_Share]:
         """What the next step takes of which requests; these go behind the others then."""

@@ -132,6 +132,12 @@ class Hello(msgspec.Struct, kw_only=True, tag=True):
     chat_template: str | None
     pooling: PoolingFacts | None = None  # None for a causal LM
 
+    def differing(self, other: "Hello") -> list[str]:
+        """Names of what has two engines answer otherwise: parts of the fingerprint, and the tokenizer."""
+        ours, theirs = ({**hello.fingerprint_parts, "tokenizer": hello.tokenizer} for hello in (self, other))
+        found = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return found or ["fingerprint"] * (self.fingerprint != other.fingerprint)
+
 
 class Token(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: its token, and the likeliest tokens, likeliest first."""
@@ -190,6 +196,18 @@ class Statistics(msgspec.Struct, array_like=True):
     token_bound: int = 0
     num_late_steps: int = 0
     cost_error_seconds: float = 0.0
+
+    @property
+    def past(self) -> "Statistics":
+        """What was counted, without the state: what stays of an engine that has ended."""
+        return msgspec.structs.replace(
+            self, num_running=0, num_waiting=0, num_blocks=0, num_free_blocks=0, token_bound=0
+        )
+
+    def plus(self, other: "Statistics") -> "Statistics":
+        """Counts of two engines as one, which has the larger bound of a step."""
+        found = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        return Statistics(**found | {"token_bound": max(self.token_bound, other.token_bound)})
 
 
 class Step(msgspec.Struct, array_like=True):

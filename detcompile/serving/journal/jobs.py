@@ -213,6 +213,7 @@ class Jobs:
             f"another model has begun to answer this request, and only that one can go on: they differ in {names}."
             " Send the request with another key",
             code="fingerprint_changed",
+            in_vain=True,
         )
 
     async def _written(self, work: Callable[[Journal], Found]) -> Found:

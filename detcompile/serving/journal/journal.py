@@ -2,7 +2,9 @@
 
 import os
 import sqlite3
-from collections.abc import Iterator
+import stat
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,23 +50,32 @@ class Journal:
     Args:
         path: the file; it is made where there is none, and can be read by its owner alone.
         most_bytes: bytes that it may have; beyond, the oldest requests that have ended are dropped.
-        seconds: time that a request is kept for.
+        seconds: time that a request is kept for. It is not found after that, and dropped when the file is opened or
+            added to.
+        clock: returns seconds since 1970.
 
     Raises:
         InvalidInput: the file is in use, or is no journal of this version.
         StorageError: it is damaged, or cannot be written.
     """
 
-    def __init__(self, path: Path, most_bytes: int = 1 << 30, seconds: float = 86400.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        most_bytes: int = 1 << 30,
+        seconds: float = 86400.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._path = path
         self._most_bytes = most_bytes
         self._seconds = seconds
+        self._clock = clock
         with self._explained():
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            path.chmod(0o600)
+            _make_private(path)
             self._file = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
             try:
                 self._begin()
+                self._drop_old()
             except BaseException:
                 self._file.close()
                 raise
@@ -78,7 +89,8 @@ class Journal:
         column, value = ("key", key) if name is None else ("name", name)
         with self._explained():
             found = self._file.execute(
-                f"SELECT {COLUMNS} FROM requests WHERE owner = ? AND {column} = ?", (owner, value)
+                f"SELECT {COLUMNS} FROM requests WHERE owner = ? AND {column} = ? AND created >= ?",
+                (owner, value, self._oldest),
             ).fetchone()
             if found is None:
                 return None
@@ -104,7 +116,8 @@ class Journal:
             JournalFull: there is no room. StorageError: the file cannot be written.
         """
         with self._explained():
-            self._make_room(record.created)
+            self._drop_old()
+            self._make_room()
             outcome = None if record.outcome is None else msgspec.msgpack.encode(record.outcome)
             row = (*msgspec.structs.astuple(record)[:7], msgspec.msgpack.encode(record.work), outcome)
             with self._transaction():
@@ -140,9 +153,16 @@ class Journal:
         """Let another server have the file."""
         self._file.close()
 
-    def _make_room(self, now: float) -> None:
-        """Drop what is too old, and where that is not enough the oldest that have ended."""
-        self._file.execute("DELETE FROM requests WHERE created < ?", (now - self._seconds,))
+    @property
+    def _oldest(self) -> float:
+        """When the oldest requests were made that are kept, in seconds since 1970."""
+        return self._clock() - self._seconds
+
+    def _drop_old(self) -> None:
+        self._file.execute("DELETE FROM requests WHERE created < ?", (self._oldest,))
+
+    def _make_room(self) -> None:
+        """Drop the oldest that have ended."""
         oldest = "SELECT name FROM requests WHERE outcome IS NOT NULL ORDER BY created LIMIT ?"
         while self.num_bytes > self._most_bytes:
             dropped = self._file.execute(f"DELETE FROM requests WHERE name IN ({oldest})", (BATCH,)).rowcount
@@ -200,3 +220,18 @@ class Journal:
             f"--journal {self._path} is damaged or no journal ({said}): move it away, with the files -wal and -shm"
             " beside it, to begin a new one; what is in it cannot be asked for again"
         )
+
+
+def _make_private(path: Path) -> None:
+    """Make the file, if there is none, and have its owner alone read it.
+
+    Raises:
+        InvalidInput: it is no file, such as a device, whose rights are not ours to change.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise InvalidInput(f"--journal {path}: this is no file on a disk: give one, or the name of a new one")
+        os.fchmod(file, 0o600)
+    finally:
+        os.close(file)

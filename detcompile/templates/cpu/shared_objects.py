@@ -22,7 +22,7 @@ from detcompile import config
 from detcompile.errors import CompilerNotFound
 from detcompile.storage import CACHE_ADVICE, disk_failure, distrust, naming, put
 
-__all__ = ["build", "compiler_version", "is_intact"]
+__all__ = ["build", "compiler_if_any", "compiler_version", "is_intact"]
 
 _DIGEST_BYTES = 32
 _LONGEST_WAIT = 300.0  # seconds, for a build of another process, which may be stopped
@@ -44,6 +44,14 @@ def compiler_version() -> str:
             "Install one (Debian, Ubuntu: apt-get install g++) or name yours in CXX."
         ) from error
     return output.splitlines()[0] if output else command
+
+
+def compiler_if_any() -> str:
+    """The same, for keys of what a compiler may have made; empty where none runs."""
+    try:
+        return compiler_version()
+    except CompilerNotFound:
+        return ""
 
 
 def is_intact(path: Path) -> bool:

@@ -92,6 +92,11 @@ def test_another_load_has_the_same(before: str) -> None:
     assert key() == before
 
 
+def test_another_compiler_is_another_key(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detcompile.passes.warm.program_key.compiler_if_any", lambda: "g++ 99")
+    assert key() != before
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_code_holds_is_a_part_of_it(name: str, before: str) -> None:
     CHANGES[name]()

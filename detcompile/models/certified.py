@@ -100,7 +100,10 @@ class CertifiedModel(ModelObject):
         with without_interrupts(), contextlib.ExitStack() as paused:
             for engine in list(self._engines):
                 paused.enter_context(engine.idle())
-            return self.executor.weights.update(given)
+            return self._write_weights(given)
+
+    def _write_weights(self, given: Mapping[str, Tensor]) -> int:
+        return self.executor.weights.update(given)
 
     @property
     def weights_version(self) -> int:

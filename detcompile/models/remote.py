@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import init_hf_modules
 
-from detcompile.errors import InvalidInput
+from detcompile.errors import InvalidInput, WorkerError
 from detcompile.executors.ranks import Nodes, RankPlan, start_ranks
 from detcompile.executors.remote import RemoteExecutor
 from detcompile.models.certified import WeightSource
@@ -65,6 +65,13 @@ class RemoteModel(CompiledModel):
         """Give weights new contents, as CompiledModel does; ranks that were lost meanwhile are started again."""
         self._workers.revive()
         return super().update_weights(source)
+
+    def _write_weights(self, given: Mapping[str, Tensor]) -> int:
+        try:
+            return super()._write_weights(given)
+        except WorkerError:  # a rank was lost that nobody had missed: others take the weights
+            self._workers.revive()
+            return super()._write_weights(given)
 
     def close(self) -> None:
         """End the workers now. They also end with this object, its engines, and this process."""

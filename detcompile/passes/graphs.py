@@ -105,10 +105,12 @@ def source_of(node: fx.Node) -> str:
 
 def _behind(node: fx.Node) -> Iterator[fx.Node]:
     """The node, and what reads it, directly or not: the nearest first."""
-    found = [node]
+    found, seen = [node], {node}
     for one in found:
         yield one
-        found += [user for user in one.users if user not in found]
+        new = [user for user in one.users if user not in seen]
+        found += new
+        seen.update(new)
 
 
 def _frames(node: fx.Node) -> list[str]:

@@ -45,12 +45,12 @@ def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
     return table
 
 
-def pieces(table: Iterable[int], rows_at_once: int) -> list[list[int]]:
-    """A leaf table in pieces of whole leaves, of up to ``rows_at_once`` rows where a leaf has no more; each from 0."""
+def pieces(table: Iterable[int], most_rows: int) -> list[list[int]]:
+    """A leaf table in pieces of whole leaves, of up to ``most_rows`` rows where a leaf has no more; each from 0."""
     found: list[list[int]] = [[0]]
     first, *ends = table
     for end in ends:
-        if len(found[-1]) > 1 and end - first > rows_at_once:
+        if len(found[-1]) > 1 and end - first > most_rows:
             first += found[-1][-1]
             found.append([0])
         found[-1].append(end - first)

@@ -73,7 +73,9 @@ def test_an_slo_that_decodes_alone_exceed_starves_nobody() -> None:
 )
 @settings(max_examples=50, deadline=None)
 def test_the_model_finds_the_cost_of_steps_that_it_has_not_seen(cost: tuple[float, ...], seed: int) -> None:
+    """To 8 %; of a step far shorter than those that were seen, whose noise hides it, to 0.5 % of a usual one."""
     base, token, key, pair = cost
+    usual = base + token * 300 + key * 100_000 + pair * 500_000
     random, model = np.random.default_rng(seed), CostModel()
 
     def draw() -> tuple[StepShape, float]:
@@ -86,7 +88,7 @@ def test_the_model_finds_the_cost_of_steps_that_it_has_not_seen(cost: tuple[floa
         model.observe(shape, seconds * (20 if number % 100 == 50 else float(random.uniform(0.98, 1.02))))
     for _ in range(20):
         shape, seconds = draw()
-        assert model.seconds(shape) == pytest.approx(seconds, rel=0.08)
+        assert model.seconds(shape) == pytest.approx(seconds, rel=0.08, abs=0.005 * usual)
 
 
 def test_a_step_that_was_predicted_to_take_no_time_is_counted() -> None:

@@ -232,7 +232,7 @@ def _add_gets(app: FastAPI, service: Service, version: str, demo: bool) -> None:
     app.add_api_route("/dashboard/state", state, methods=["GET"], name="dashboard_state")
 
     async def receipt(name: str, request: Request) -> Response:
-        return found_receipt(service, owner_of(request), name)
+        return await found_receipt(service, owner_of(request), name)
 
     app.add_api_route("/v1/receipts/{name}", receipt, methods=["GET"], name="v1_receipt")
 

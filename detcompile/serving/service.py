@@ -16,11 +16,12 @@ from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, EngineSpec, Hello, PoolingFacts
 from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.http_errors import HTTPError, error_of
-from detcompile.serving.journal.job import Ask, Job
+from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.journal.jobs import Jobs
 from detcompile.serving.journal.journal import Journal
 from detcompile.serving.kept_responses import KeptResponses
 from detcompile.serving.metrics import Metrics
+from detcompile.serving.plain_tokenizer import tokenizer_digest
 from detcompile.serving.receipts.issuer import Issued, Issuer
 from detcompile.serving.room import Room
 from detcompile.serving.texts import Texts
@@ -58,6 +59,7 @@ class Service:
         draining: nothing new is taken, and what is open is finished.
         open: answers that have not ended.
         history: the newest answers that have ended.
+        model: the model as replies name it; only once the engines have started.
         room: how much may be open; routes ask it before they do what takes long.
     """
 
@@ -81,7 +83,7 @@ class Service:
         self.room = Room(max_queue, max_queued_tokens, self.metrics)
         self.responses = KeptResponses()
         self.deadlines = Deadlines(queue_timeout, timeout, self.fleet.cancel)
-        self.jobs = Jobs(self.submit, self.release, self.issue, lambda: self.hello, self.receipts.salt, journal=journal)
+        self.jobs = Jobs(self.submit, self.release, self.issue, lambda: self.model, self.receipts.salt, journal=journal)
         self.history = History()
         self.draining = False
         self.open: dict[str, Answer] = {}
@@ -102,6 +104,8 @@ class Service:
         await self.fleet.start(spec)
         hello = await self.fleet.settled()
         self.name = self._name or hello.name
+        texts = {"special_tokens": str(sorted(hello.special_ids)), "tokenizer": str(tokenizer_digest(hello.tokenizer))}
+        self.model = ServedModel(self.name, hello.fingerprint, hello.fingerprint_parts | texts)
         self.texts = Texts(hello, self.room.waiting)
         self.grammars = GrammarCheck(hello.tokenizer, self._queue_timeout, self.room.waiting)
         own = None if hello.chat_template is None else ChatTemplate(hello.chat_template)
@@ -257,12 +261,14 @@ class Service:
     async def issue(self, job: Job) -> Issued | None:
         """The receipt of a job whose answers have ended, made once; None where none are made.
 
+        A job that was restored has the receipt of its record, or none.
+
         Raises:
             StorageError: the log cannot be written.
         """
         async with job.issuing:
-            if job.issued is None:
-                name, template = (job.name, job.created, self.name), job.ask.template
+            if job.issued is None and not job.restored:
+                name, template = (job.name, job.created, job.model.name), job.ask.template
                 job.issued = await self.receipts.issue(
                     name, job.answers, self.hello, self.texts, template=template, salt=job.salt, owner=job.owner
                 )

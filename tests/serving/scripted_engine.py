@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 import detcompile
 from detcompile.config import engine_secret
+from detcompile.digests import fingerprint
 from detcompile.serving.engines import protocol
 from detcompile.serving.engines.handshake import front_of
 
@@ -30,10 +31,11 @@ TEXT = os.environ.get("SCRIPTED_TEXT")
 MODEL = os.environ.get("SCRIPTED_MODEL")
 TOKENIZER = Path(detcompile.__file__).parent / "tiny" / "tokenizer.json"
 WRITTEN = None if TEXT is None else Tokenizer.from_file(str(TOKENIZER)).encode(TEXT, add_special_tokens=False).ids
+PARTS = {} if MODEL is None else {"weights": Path(MODEL).read_text()}
 HELLO = protocol.Hello(
     name="scripted",
-    fingerprint="f" * 64,
-    fingerprint_parts={} if MODEL is None else {"weights": Path(MODEL).read_text()},
+    fingerprint="f" * 64 if MODEL is None else fingerprint(PARTS),
+    fingerprint_parts=PARTS,
     certificate="{}",
     max_context=2048,
     vocab_size=4096,

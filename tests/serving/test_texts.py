@@ -16,7 +16,7 @@ from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Token
-from detcompile.serving.journal.job import Ask, Job
+from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.openai.completions import _Completion
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.receipts.envelope import payload_of
@@ -25,6 +25,7 @@ from detcompile.serving.texts import Texts
 from tests.serving.scripted_engine import HELLO
 from tests.serving.scripted_service import scripted
 
+MODEL = ServedModel("scripted", HELLO.fingerprint, {})
 PARAGRAPH = "def add(a, b):\n    return a + b  # é東 🎉\n\n"
 
 
@@ -116,8 +117,8 @@ def test_others_are_served_between_samples_which_are_read_once(
         deltas = [SampleDelta(index, [42] * 100, tokens, "length", None) for index in range(9)]
         answer.extend(Delta("1", deltas, True, None, None, 0, None))
         service = scripted()
-        service.name, service.fleet.hello, service.texts = "scripted", HELLO, Texts(HELLO)
-        job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None)
+        service.fleet.hello, service.texts = HELLO, Texts(HELLO)
+        job = Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None, MODEL)
         reply, other = _Completion(service, job), asyncio.create_task(others())
         await asyncio.sleep(0)
         if way == "whole":
@@ -143,8 +144,8 @@ def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> N
         answer = Answer("1", [5], asked, News())
         answer.extend(Delta("1", [SampleDelta(0, [42] * 900, None, "length", None)], True, None, None, 0, None))
         service = scripted()
-        service.name, service.fleet.hello, service.texts = "scripted", HELLO, Texts(HELLO)
-        job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, lambda answers: None)
+        service.fleet.hello, service.texts = HELLO, Texts(HELLO)
+        job = Job(Ask([[5]], asked, 0, "resp_"), [answer], None, lambda answers: None, MODEL)
         recording, turns = Recording(service, job, {}, None, []), 0
         while recording.ended is None:
             await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.chat import ask_chat
 from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.reply import as_int64, headers_of
-from detcompile.serving.openai.tools import ToolUse, tool_use
+from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 from detcompile.serving.texts import SampleText
@@ -36,7 +36,7 @@ async def create_message(service: Service, asked: MessagesRequest, call: Call) -
     chat = chat_request(asked)
     use = tool_use(service, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, use, "msg_"))
-    message = _Message(service, job, use, with_receipt=bool(asked.receipt))
+    message = _Message(service, job, in_family(use, job.ask.family), with_receipt=bool(asked.receipt))
     if asked.stream:
         return Events(job.answers, job.release, message.headers, message.events(), last=b"")
     return Whole(job.answers, job.release, message.headers, message.whole)
@@ -104,12 +104,12 @@ class _Message:
             "id": self._job.name,
             "type": "message",
             "role": "assistant",
-            "model": self._service.name,
+            "model": self._job.model.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(0, 0),
-            "system_fingerprint": self._service.hello.fingerprint,
+            "system_fingerprint": self._job.model.fingerprint,
             "seed": as_int64(self._answer.params.seed or 0),
         }
 

@@ -6,11 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer
 from detcompile.serving.receipts.issuer import Issued
 
-__all__ = ["Ask", "Job"]
+__all__ = ["Ask", "Job", "ServedModel"]
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model that draws an answer, as replies name it.
+
+    Attributes:
+        name: what clients call it.
+        fingerprint: the model's fingerprint.
+        parts: the fingerprint's parts, and what text of tokens depends on: "tokenizer" and "special_tokens".
+    """
+
+    name: str
+    fingerprint: str
+    parts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,7 @@ class Ask:
         prefix: how the ids of its answers begin.
         template: sha256 of the chat template that made the prompts.
         before: JSON of the messages that a response goes on with; empty for other requests.
+        family: name of the family as which calls of functions are read; None where there are none.
     """
 
     prompts: list[list[int]]
@@ -31,6 +48,7 @@ class Ask:
     prefix: str
     template: str | None = None
     before: bytes = b""
+    family: str | None = None
 
 
 @dataclass(eq=False)
@@ -41,6 +59,7 @@ class Job:
         answers: one for each prompt.
         salt: salt of a receipt that holds hashes; None for another.
         release: called with the answers when a reader goes; of a job that is kept, nothing ends then.
+        model: the model that draws the answers, or drew them.
         kept: whether its client may come back for it.
 
     Attributes:
@@ -50,6 +69,7 @@ class Job:
         issuing: held by who makes it, as it is made once.
         cancelled: whether its client has ended it, so that what was drawn by then is all of it.
         begun_before: whether it is drawn again, so that clients may have been sent more of it than there is by now.
+        restored: whether the answers and the receipt are those of a record. No receipt is made for it, then.
         owner: sha256 of the API key that it came with, in hex; empty where the server has none. Nobody else finds it.
     """
 
@@ -57,6 +77,7 @@ class Job:
     answers: list[Answer]
     salt: bytes | None
     release: Callable[[Sequence[Answer]], None]
+    model: ServedModel
     kept: bool = False
     name: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -64,6 +85,7 @@ class Job:
     cancelled: bool = False
     owner: str = ""
     begun_before: bool = False
+    restored: bool = False
     issuing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from detcompile.errors import DetcompileError, InvalidInput, StorageError
 from detcompile.serving.engines.answers import Answer, progress
 from detcompile.serving.engines.notices import News
-from detcompile.serving.engines.protocol import Hello
 from detcompile.serving.http_errors import HTTPError
-from detcompile.serving.journal.job import Ask, Job
-from detcompile.serving.journal.journal import Journal, JournalFull
+from detcompile.serving.journal.job import Ask, Job, ServedModel
+from detcompile.serving.journal.journal import DamagedRecord, Journal, JournalFull
 from detcompile.serving.journal.records import Record, ask_of, differing, outcome_of, record_of, restore
+from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Call", "Jobs"]
 
@@ -57,7 +57,7 @@ class Jobs:
         submit: has the prompts of a request answered, for the owner of an API key.
         release: called with answers that nobody waits for.
         issue: makes a job's receipt, once.
-        hello: gives what the engines have said of the model.
+        model: returns the model that draws answers now.
         salt: gives a fresh salt for a receipt; None where it needs none.
         journal: where requests with a key are written; without one keys mean nothing.
     """
@@ -67,14 +67,14 @@ class Jobs:
         submit: Callable[[Ask, str], Awaitable[list[Answer]]],
         release: Callable[[Sequence[Answer]], None],
         issue: Callable[[Job], Awaitable[Any]],
-        hello: Callable[[], Hello],
+        model: Callable[[], ServedModel],
         salt: Callable[[], bytes | None],
         journal: Journal | None = None,
     ) -> None:
         self._submit = submit
         self._release = release
         self._issue = issue
-        self._hello = hello
+        self._model = model
         self._salt = salt
         self._journal = journal
         self._writer = ThreadPoolExecutor(1, "journal")  # waits for the disk in the place of the event loop
@@ -88,13 +88,13 @@ class Jobs:
             ask: reads the request; called where it is new.
 
         Raises:
-            HTTPError: 422 for a key of another request, 409 for a request that another model has begun to answer, 503
-                where the journal cannot be written; or as ``ask`` and ``submit`` raise.
+            HTTPError: 422 for a key of another request, 409 for a request that only another model can answer, 503
+                where the journal cannot be written, or the record is damaged; or as ``ask`` and ``submit`` raise.
         """
         if call.key is None or self._journal is None:
             asked = await ask()
             answers = await self._submit(asked, call.owner)
-            return Job(asked, answers, self._salt(), self._release, owner=call.owner)
+            return Job(asked, answers, self._salt(), self._release, self._model(), owner=call.owner)
         place = (call.owner, call.key)
         if place not in self._live:
             task = asyncio.get_running_loop().create_task(self._kept(self._journal, call, ask))
@@ -119,6 +119,17 @@ class Jobs:
         found = await self._written(lambda journal: journal.find(owner, name=name))
         return None if found is None else Call(found.endpoint, found.body, owner, found.key, last_event)
 
+    async def receipt(self, owner: str, name: str) -> Issued | None:
+        """Return the receipt that the journal has of an answer, by the answer's id; None where it has none.
+
+        Raises:
+            HTTPError: 503 where the journal cannot be read.
+        """
+        if self._journal is None:
+            return None
+        record = await self._written(lambda journal: journal.find(owner, name=name))
+        return None if record is None or record.outcome is None else record.outcome.receipt
+
     async def drop(self, owner: str, name: str) -> None:
         """Forget a request of this owner by the id of its answer, if it is kept.
 
@@ -138,8 +149,8 @@ class Jobs:
             self._journal.close()
 
     def _begun(self, place: tuple[str, str], task: asyncio.Task[Job]) -> None:
-        """A job has begun; where it could not, or has ended long ago, the journal alone knows of its request."""
-        if task.cancelled() or task.exception() is not None or all(own.finished for own in task.result().answers):
+        """A job has begun; where it could not, or comes from a record that has ended, nothing is left to watch."""
+        if task.cancelled() or task.exception() is not None or task.result().restored:
             del self._live[place]
             return
         watch = asyncio.get_running_loop().create_task(self._watch(place, task.result()))
@@ -152,25 +163,35 @@ class Jobs:
         if record is None:
             asked = await ask()
             answers = await self._submit(asked, call.owner)
-            job = Job(asked, answers, self._salt(), _nothing, True, owner=call.owner)
-            hello = self._hello()
-            new = record_of(job, (call.owner, call.key), (call.endpoint, call.body), hello.fingerprint)
+            job = Job(asked, answers, self._salt(), _nothing, self._model(), kept=True, owner=call.owner)
+            new = record_of(job, (call.owner, call.key), (call.endpoint, call.body))
             try:
-                await self._written(lambda journal: journal.add(new, hello.fingerprint_parts))
+                await self._written(lambda journal: journal.add(new))
             except BaseException:
                 self._release(job.answers)
                 raise
             return job
         _require_same(Call(record.endpoint, record.body), call)
+        _require_model(record, self._model())
         asked = ask_of(record.work)
         if record.outcome is not None:
             answers = [Answer("", prompt, asked.params, News()) for prompt in asked.prompts]
             restore(answers, record.outcome)
         else:
-            await self._require_model(record)
             answers = await self._submit(asked, call.owner)
-        known = (record.name, record.created)
-        job = Job(asked, answers, record.work.salt, _nothing, True, *known, owner=record.owner, begun_before=True)
+        job = Job(
+            asked,
+            answers,
+            record.work.salt,
+            _nothing,
+            record.work.model,
+            kept=True,
+            name=record.name,
+            created=record.created,
+            owner=record.owner,
+            begun_before=True,
+            restored=record.outcome is not None,
+        )
         if record.outcome is not None:
             job.issued, job.cancelled = record.outcome.receipt, record.outcome.cancelled
         return job
@@ -202,20 +223,6 @@ class Jobs:
             if not job.cancelled:
                 raise
 
-    async def _require_model(self, record: Record) -> None:
-        hello = self._hello()
-        if record.fingerprint == hello.fingerprint:
-            return
-        parts = await self._written(lambda journal: journal.parts(record.fingerprint))
-        names = ", ".join(differing(parts, hello.fingerprint_parts)) or "unknown parts"
-        raise HTTPError(
-            409,
-            f"another model has begun to answer this request, and only that one can go on: they differ in {names}."
-            " Send the request with another key",
-            code="fingerprint_changed",
-            in_vain=True,
-        )
-
     async def _written(self, work: Callable[[Journal], Found]) -> Found:
         """Have the journal read or written, in its order.
 
@@ -225,6 +232,10 @@ class Jobs:
         assert self._journal is not None
         try:
             return await asyncio.get_running_loop().run_in_executor(self._writer, work, self._journal)
+        except DamagedRecord as error:
+            logger.error("%s", error)
+            raise HTTPError(503, "the record of this request is damaged: send the request with another key",
+                            code="record_damaged", in_vain=True) from error  # fmt: skip
         except (StorageError, InvalidInput) as error:
             logger.error("%s", error)
             full = isinstance(error, JournalFull)
@@ -242,6 +253,23 @@ def _require_same(begun: Call, call: Call) -> None:
     if (begun.endpoint, begun.body) != (call.endpoint, call.body):
         raise HTTPError(422, "this Idempotency-Key has another request: give each its own", param="Idempotency-Key",
                         code="idempotency_key_reused")  # fmt: skip
+
+
+def _require_model(record: Record, model: ServedModel) -> None:
+    """Refuse a record that only another model can answer.
+
+    Raises:
+        HTTPError: 409.
+    """
+    names = ", ".join(differing(record, model))
+    if names:
+        raise HTTPError(
+            409,
+            f"another model has begun this request, and only that one can answer it: they differ in {names}."
+            " Send the request with another key",
+            code="fingerprint_changed",
+            in_vain=True,
+        )
 
 
 def _nothing(_answers: Sequence[Answer]) -> None:

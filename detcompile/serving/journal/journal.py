@@ -1,30 +1,31 @@
 """Journal: requests in an SQLite file, which survives the server. Texts are in it: it is for its owner's eyes alone."""
 
+import hashlib
 import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from detcompile.errors import InvalidInput, StorageError
 from detcompile.serving.journal.records import Outcome, Record, Work
 
-__all__ = ["Journal", "JournalFull"]
+__all__ = ["DamagedRecord", "Journal", "JournalFull"]
 
 APPLICATION = 0x64746A6C  # "dtjl", in the file's header
-FORMAT = 1
+FORMAT = 2
 BATCH = 64  # requests that are dropped at a time where there is no room
 TABLES = """
     CREATE TABLE requests (
         name TEXT PRIMARY KEY, owner TEXT NOT NULL, key TEXT NOT NULL, endpoint TEXT NOT NULL, body BLOB NOT NULL,
-        created INTEGER NOT NULL, fingerprint TEXT NOT NULL, work BLOB NOT NULL, outcome BLOB,
+        created INTEGER NOT NULL, work BLOB NOT NULL, outcome BLOB, digest BLOB NOT NULL,
         UNIQUE (owner, key));
     CREATE INDEX by_age ON requests (created);
-    CREATE TABLE fingerprints (fingerprint TEXT PRIMARY KEY, parts BLOB NOT NULL);
 """
 SETTINGS = """
     PRAGMA locking_mode = EXCLUSIVE;
@@ -34,11 +35,15 @@ SETTINGS = """
     PRAGMA secure_delete = ON;
     PRAGMA journal_size_limit = 4194304;
 """
-COLUMNS = "name, owner, key, endpoint, body, created, fingerprint, work, outcome"
+COLUMNS = "name, owner, key, endpoint, body, created, work, outcome"
 
 
 class JournalFull(StorageError):
     """Requests that are open fill the journal."""
+
+
+class DamagedRecord(StorageError):
+    """A row of the journal is not what was written."""
 
 
 class Journal:
@@ -84,33 +89,28 @@ class Journal:
         """A request of this owner, by its key or by the id of its answer; None where there is none.
 
         Raises:
-            StorageError: the file cannot be read.
+            DamagedRecord: its row is not what was written. StorageError: the file cannot be read.
         """
         column, value = ("key", key) if name is None else ("name", name)
         with self._explained():
             found = self._file.execute(
-                f"SELECT {COLUMNS} FROM requests WHERE owner = ? AND {column} = ? AND created >= ?",
+                f"SELECT {COLUMNS}, digest FROM requests WHERE owner = ? AND {column} = ? AND created >= ?",
                 (owner, value, self._oldest),
             ).fetchone()
             if found is None:
                 return None
-            columns = dict(zip(COLUMNS.split(", "), found, strict=True))
-            outcome = columns["outcome"] and msgspec.msgpack.decode(columns["outcome"], type=Outcome)
-            work = msgspec.msgpack.decode(columns["work"], type=Work)
-            return Record(**columns | {"work": work, "outcome": outcome})
+            *request, outcome, digest = found
+            *columns, work = request
+            expected = _digest(request)
+            is_whole = digest == (expected if outcome is None else _digest([expected, outcome]))
+            if not (is_whole and owner in request and value in request):  # a damaged index may lead to another row
+                raise DamagedRecord(f"--journal {self._path}: the record of {column} {value!r} is not what was written")
+            kept = None if outcome is None else msgspec.msgpack.decode(outcome, type=Outcome)
+            named = dict(zip(COLUMNS.split(", "), columns))
+            return Record(**named, work=msgspec.msgpack.decode(work, type=Work), outcome=kept)
 
-    def parts(self, fingerprint: str) -> dict[str, str]:
-        """The parts of a fingerprint that a request was answered under."""
-        with self._explained():
-            found = self._file.execute("SELECT parts FROM fingerprints WHERE fingerprint = ?", (fingerprint,))
-            (parts,) = found.fetchone() or (b"\x80",)
-            return msgspec.msgpack.decode(parts, type=dict[str, str])
-
-    def add(self, record: Record, parts: dict[str, str]) -> None:
+    def add(self, record: Record) -> None:
         """Write a request that has begun; it is there when this returns.
-
-        Args:
-            parts: parts of the record's fingerprint.
 
         Raises:
             JournalFull: there is no room. StorageError: the file cannot be written.
@@ -118,12 +118,9 @@ class Journal:
         with self._explained():
             self._drop_old()
             self._make_room()
-            outcome = None if record.outcome is None else msgspec.msgpack.encode(record.outcome)
-            row = (*msgspec.structs.astuple(record)[:7], msgspec.msgpack.encode(record.work), outcome)
-            with self._transaction():
-                known = (record.fingerprint, msgspec.msgpack.encode(parts))
-                self._file.execute("INSERT OR IGNORE INTO fingerprints VALUES (?, ?)", known)
-                self._file.execute(f"INSERT INTO requests ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            request = (*msgspec.structs.astuple(record)[:6], msgspec.msgpack.encode(record.work))
+            row = (*request, None, _digest(request))
+            self._file.execute(f"INSERT INTO requests ({COLUMNS}, digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def finish(self, name: str, outcome: Outcome) -> None:
         """Write what came of a request.
@@ -133,7 +130,10 @@ class Journal:
         """
         with self._explained():
             data = msgspec.msgpack.encode(outcome)
-            self._file.execute("UPDATE requests SET outcome = ? WHERE name = ?", (data, name))
+            row = self._file.execute("SELECT digest FROM requests WHERE name = ?", (name,)).fetchone()
+            if row is not None:
+                values = (data, _digest([*row, data]), name)
+                self._file.execute("UPDATE requests SET outcome = ?, digest = ? WHERE name = ?", values)
 
     def drop(self, name: str) -> None:
         """Forget a request that nothing came of.
@@ -182,7 +182,7 @@ class Journal:
             )
         if (self._number("application_id"), self._number("user_version")) != (APPLICATION, FORMAT):
             raise InvalidInput(f"--journal {self._path}: this is no journal of this version: give another file")
-        said = [text for (text,) in self._file.execute("PRAGMA quick_check(1)")]
+        said = [text for (text,) in self._file.execute("PRAGMA integrity_check(1)")]
         if said != ["ok"]:
             raise self._damaged(said[0])
 
@@ -191,26 +191,15 @@ class Journal:
         return int(found)
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._file.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._file.execute("COMMIT")
-        except BaseException:
-            if self._file.in_transaction:
-                self._file.execute("ROLLBACK")
-            raise
-
-    @contextmanager
     def _explained(self) -> Iterator[None]:
         """What SQLite and the disk refuse, by the file's path."""
         try:
             yield
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:  # the sqlite3 module's own have none
                 raise InvalidInput(f"--journal {self._path}: another server writes to it; give each its own") from error
             raise StorageError(f"--journal {self._path}: {error}") from error
-        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+        except (sqlite3.DatabaseError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._damaged(str(error)) from error
         except OSError as error:
             raise StorageError(f"--journal {self._path}: {error.strerror}") from error
@@ -220,6 +209,10 @@ class Journal:
             f"--journal {self._path} is damaged or no journal ({said}): move it away, with the files -wal and -shm"
             " beside it, to begin a new one; what is in it cannot be asked for again"
         )
+
+
+def _digest(columns: Sequence[Any]) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(columns)).digest()
 
 
 def _make_private(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Records: what a journal holds of a request, so that its answer can be made again, or told again."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,14 +9,16 @@ import msgspec
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.serving.engines.answers import Answer, given_params
 from detcompile.serving.engines.protocol import Token
-from detcompile.serving.journal.job import Ask, Job
+from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.receipts.issuer import Issued
 
 __all__ = ["Outcome", "Record", "Work", "ask_of", "differing", "outcome_of", "record_of", "restore"]
 
+SHOWN_BY = ("max_context", "special_tokens", "tokenizer")  # parts of a model that a reply to drawn tokens depends on
+
 
 class Work(msgspec.Struct):
-    """All that an answer's bits depend on but the model, and what its receipt says beside."""
+    """All that an answer's bits depend on but the weights, and what is served beside them."""
 
     prompts: list[list[int]]
     params: dict[str, Any]  # of SamplingParams, where they are not the defaults; the seed is among them
@@ -24,7 +26,9 @@ class Work(msgspec.Struct):
     prefix: str
     template: str | None
     salt: bytes | None
+    model: ServedModel
     before: bytes = b""
+    family: str | None = None
 
 
 class KeptSample(msgspec.Struct, array_like=True):
@@ -62,7 +66,6 @@ class Record(msgspec.Struct):
         endpoint: the path that it was sent to.
         body: what was sent.
         created: when, in seconds since 1970.
-        fingerprint: fingerprint of the model that answers it.
         outcome: None as long as it is open.
     """
 
@@ -72,12 +75,11 @@ class Record(msgspec.Struct):
     endpoint: str
     body: bytes
     created: int
-    fingerprint: str
     work: Work
     outcome: Outcome | None = None
 
 
-def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes], fingerprint: str) -> Record:
+def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes]) -> Record:
     """The record of a request that has begun.
 
     Args:
@@ -85,13 +87,15 @@ def record_of(job: Job, place: tuple[str, str], request: tuple[str, bytes], fing
         request: path and body.
     """
     ask = job.ask
-    work = Work(ask.prompts, given_params(ask.params), ask.priority, ask.prefix, ask.template, job.salt, ask.before)
-    return Record(job.name, *place, *request, job.created, fingerprint, work)
+    params = given_params(ask.params)
+    asked = (ask.prompts, params, ask.priority, ask.prefix, ask.template, job.salt)
+    return Record(job.name, *place, *request, job.created, Work(*asked, job.model, ask.before, ask.family))
 
 
 def ask_of(work: Work) -> Ask:
     """What is asked of the engines once more."""
-    return Ask(work.prompts, SamplingParams(**work.params), work.priority, work.prefix, work.template, work.before)
+    params = SamplingParams(**work.params)
+    return Ask(work.prompts, params, work.priority, work.prefix, work.template, work.before, work.family)
 
 
 def outcome_of(job: Job) -> Outcome:
@@ -110,9 +114,14 @@ def restore(answers: Sequence[Answer], outcome: Outcome) -> None:
         answer.finished = True
 
 
-def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """The parts in which two fingerprints differ."""
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+def differing(record: Record, model: ServedModel) -> list[str]:
+    """Return the parts of a model that keep it from answering a record as its own model would.
+
+    An open record needs the same model. One that has ended is only shown, under the name and fingerprint that it has.
+    """
+    ours, theirs = model.parts, record.work.model.parts
+    needed = ours.keys() | theirs.keys() if record.outcome is None else SHOWN_BY
+    return sorted(name for name in needed if ours.get(name) != theirs.get(name))
 
 
 def _kept(answer: Answer) -> KeptAnswer:

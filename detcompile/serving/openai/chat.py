@@ -14,7 +14,7 @@ from detcompile.serving.openai.messages import prompt_of
 from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.reply import Reply
 from detcompile.serving.openai.schema import ChatRequest, require_served
-from detcompile.serving.openai.tools import Calls, ToolUse, tool_use
+from detcompile.serving.openai.tools import Calls, ToolUse, in_family, tool_use
 from detcompile.serving.responses import Events, Whole
 from detcompile.serving.service import Service
 
@@ -42,7 +42,7 @@ async def chat(service: Service, asked: ChatRequest, call: Call) -> Response:
         with_receipt=bool(asked.receipt),
         last_event=call.last_event,
     )
-    reply.use = use
+    reply.use = in_family(use, job.ask.family)
     if asked.stream:
         return Events(job.answers, job.release, reply.headers, reply.events())
     return Whole(job.answers, job.release, reply.headers, reply.whole)
@@ -62,7 +62,8 @@ async def ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None, pr
     service.room.require(0, params.n)
     prompt = await prompt_of(service, asked.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
-    return Ask([prompt], params, asked.priority or 0, prefix, template)
+    family = None if use is None else use.family.name
+    return Ask([prompt], params, asked.priority or 0, prefix, template, family=family)
 
 
 class _Chat(Reply):

@@ -70,8 +70,8 @@ class Reply(ABC):
         self._head: dict[str, Any] = {
             "id": job.name,
             "created": job.created,
-            "model": service.name,
-            "system_fingerprint": service.hello.fingerprint,
+            "model": job.model.name,
+            "system_fingerprint": job.model.fingerprint,
             "seed": self.seed,
         }
         self.headers = headers_of(job.name, job.ask.params.seed, job.salt)

@@ -16,7 +16,7 @@ from detcompile.serving.openai.parameters import chat_params
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
 from detcompile.serving.openai.schema import ChatRequest, Message, decode_body
-from detcompile.serving.openai.tools import ToolUse, tool_use
+from detcompile.serving.openai.tools import ToolUse, in_family, tool_use
 from detcompile.serving.responses import JSON, Events, Whole
 from detcompile.serving.service import Service
 
@@ -105,7 +105,8 @@ async def _ask(service: Service, asked: ResponsesRequest, owner: str) -> Ask:
     service.room.require(0, 1)
     prompt = await prompt_of(service, chat.messages, () if use is None else use.tools)
     template = None if service.template is None else service.template.digest
-    return Ask([prompt], params, chat.priority or 0, "resp_", template, msgspec.json.encode(before))
+    messages, family = msgspec.json.encode(before), None if use is None else use.family.name
+    return Ask([prompt], params, chat.priority or 0, "resp_", template, messages, family)
 
 
 def _chat(service: Service, asked: ResponsesRequest, before: list[Message]) -> tuple[ChatRequest, ToolUse | None]:
@@ -123,7 +124,7 @@ async def _recorded(
         assert isinstance(found, Recording)
         return found
     chat, use = _chat(service, asked, msgspec.json.decode(job.ask.before, type=list[Message]))
-    params = job.ask.params
+    use, params = in_family(use, job.ask.family), job.ask.params
     told = _told(asked) | {"temperature": params.temperature, "top_p": params.top_p}
     messages = chat.messages[asked.instructions is not None :]
     recording = Recording(service, job, told, None if use is None else use.family, messages)

@@ -9,11 +9,11 @@ from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import NamedTool, Tool, ToolChoice
 from detcompile.serving.service import Service
-from detcompile.serving.tools.families import Family
+from detcompile.serving.tools.families import FAMILIES, Family
 from detcompile.serving.tools.grammars import Function, free_grammar, required_grammar
 from detcompile.serving.tools.reader import Piece, Reader
 
-__all__ = ["Calls", "ToolUse", "call_id", "tool_use"]
+__all__ = ["Calls", "ToolUse", "call_id", "in_family", "tool_use"]
 
 MOST_TOOLS = 128
 
@@ -77,6 +77,11 @@ def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single:
     except InvalidInput as error:
         raise HTTPError(400, f"tools: {error}", param="tools") from error
     return None
+
+
+def in_family(use: ToolUse | None, family: str | None) -> ToolUse | None:
+    """Return what a request says of tools with the family that its record names, whatever the server's is now."""
+    return None if use is None or family is None else use._replace(family=FAMILIES[family])
 
 
 class Calls:

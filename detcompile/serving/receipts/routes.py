@@ -19,16 +19,19 @@ from detcompile.serving.service import Service
 __all__ = ["found_receipt", "verify"]
 
 
-def found_receipt(service: Service, owner: str, name: str) -> Response:
+async def found_receipt(service: Service, owner: str, name: str) -> Response:
     """The receipt of an answer, by the answer's id, for the owner of the API key that the answer was made for.
 
     Raises:
-        HTTPError: 404.
+        HTTPError: 404, or 503 where the journal cannot be read.
     """
     found = service.receipts.find(owner, name)
     if found is None:
-        said = "there is no receipt of this id: none was made, or newer ones took its place in memory"
-        raise HTTPError(404, said, code="receipt_not_found")
+        issued = await service.jobs.receipt(owner, name)
+        if issued is None:
+            said = "there is no receipt of this id: none was made, or it is kept no longer"
+            raise HTTPError(404, said, code="receipt_not_found")
+        found = msgspec.json.encode(issued.envelope)
     return Response(found, media_type=JSON)
 
 

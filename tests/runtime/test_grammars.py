@@ -280,7 +280,7 @@ def test_a_drafted_end_is_cut() -> None:
         (Grammar.json_schema({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "json_schema cannot be served"),
         (Grammar.lark("start: missing"), "lark cannot be served"),
         (Grammar.lark("start: " + "(" * 30000), "lark cannot be"),
-        (Grammar.json_schema('{"items":' * 300 + "{}" + "}" * 300), "json_schema cannot be read"),
+        (Grammar.json_schema('{"items":' * 300 + "{}" + "}" * 300), "json_schema cannot be served"),
     ],
 )
 def test_what_is_no_grammar_is_refused(grammar, said) -> None:

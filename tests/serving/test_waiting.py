@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from detcompile.digests import fingerprint
-from detcompile.runtime.grammars.compiler import llguidance_version
+from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.serving.app import new_app
 from detcompile.serving.grammars.check import GrammarCheck
 from detcompile.serving.grammars.turns import Turns
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 def grammar(source: str) -> WrittenGrammar:
-    return WrittenGrammar(kind="regex", source=source, hashed=False, llguidance=llguidance_version())
+    return WrittenGrammar(kind="regex", source=source, hashed=False, llguidance=masks_version())
 
 
 def envelope_of(**fields: Any) -> dict[str, Any]:

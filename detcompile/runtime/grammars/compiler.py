@@ -12,15 +12,23 @@ from tokenizers import Tokenizer
 
 from detcompile.errors import InvalidInput
 from detcompile.runtime.grammars.grammar import Grammar
-from detcompile.runtime.grammars.matcher import Matcher, token_bits
+from detcompile.runtime.grammars.json_schemas import (
+    ESCAPES,
+    prepared_lark,
+    prepared_schema,
+    require_continuations,
+    schemas_of_lark,
+)
+from detcompile.runtime.grammars.matcher import NO_CONTINUATION, Matcher, token_bits
 
-__all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "llguidance_version"]
+__all__ = ["COMPILE_SECONDS", "GrammarCompiler", "compiled_within", "definition_of", "masks_version"]
 
 COMPILE_SECONDS = 1.0
 MOST_LEFT = 4  # threads that compile what nobody waits for any more; beside so many, no new one is started
 COMPILE_STACK = 256 << 20  # bytes: rules that name each other nest as deep as there is source for
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of LLParserLimits, beside its own bounds of each step
-WHITESPACE = r"(\x20|\x0A\x20{0,20})?"  # where JSON may have some: as it is written, and nothing to get lost in
+ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+REVISION = 2  # of what is made of a grammar for llguidance; grows with each change that moves masks
 
 
 class GrammarCompiler:
@@ -74,10 +82,10 @@ class GrammarCompiler:
         return _llguidance().LLTokenizer(alone.to_str(), n_vocab=size, eos_token=known)
 
 
-def llguidance_version() -> str | None:
-    """The version of the library that makes the masks; None without it."""
+def masks_version() -> str | None:
+    """Return what names the masks: llguidance's version, and of what is given to it; None without the library."""
     try:
-        return importlib.metadata.version("llguidance")
+        return f"{importlib.metadata.version('llguidance')}+r{REVISION}"
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -91,14 +99,17 @@ def definition_of(grammar: Grammar) -> str:
     llguidance = _llguidance()
     try:
         if grammar.kind == "json_schema":
-            options = {"whitespace_pattern": WHITESPACE}
-            return str(llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=options))
+            return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(prepared_schema(grammar.source))))
         if grammar.kind == "json_object":
             return definition_of(Grammar.json_schema({"type": "object"}))
         if grammar.kind == "choice":
             texts = sorted(set(json.loads(grammar.source)))
             return str(llguidance.grammar_from("lark", "start: " + " | ".join(map(json.dumps, texts))))
-        return str(llguidance.grammar_from("grammar" if grammar.kind == "lark" else grammar.kind, grammar.source))
+        if grammar.kind == "lark":
+            return str(llguidance.grammar_from("grammar", prepared_lark(grammar.source)))
+        return str(llguidance.grammar_from(grammar.kind, grammar.source))
+    except InvalidInput as error:
+        raise InvalidInput(_refusal(grammar, str(error))) from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"grammar: this {grammar.kind} cannot be read: {str(error)[:300]}") from error
 
@@ -118,9 +129,11 @@ def compiled_within(grammar: Grammar, tokenizer: Any, seconds: float) -> Any:
 
     def make() -> None:
         try:
-            limits = _llguidance().LLParserLimits(**LIMITS)
-            made = _llguidance().LLMatcher(tokenizer, definition_of(grammar), log_level=0, limits=limits)
-            found.append(InvalidInput(_refusal(grammar, made.get_error())) if made.is_error() else made)
+            made = _matcher(tokenizer, definition_of(grammar))
+            if made.is_error():
+                raise InvalidInput(_refusal(grammar, _reason(grammar, tokenizer) or made.get_error()))
+            _require_continuations(grammar, tokenizer)
+            found.append(made)
         except InvalidInput as error:
             found.append(error)
 
@@ -148,7 +161,41 @@ _starting = threading.Lock()  # of a thread with a stack of another size
 _left: list[threading.Thread] = []  # that nobody waits for any more; each takes a core, and memory as it goes
 
 
+def _matcher(tokenizer: Any, definition: str) -> Any:
+    limits = _llguidance().LLParserLimits(**LIMITS)
+    return _llguidance().LLMatcher(tokenizer, definition, log_level=0, limits=limits)
+
+
+def _reason(grammar: Grammar, tokenizer: Any) -> str | None:
+    """Why a schema in a Lark grammar cannot be served, with its title; None where it is none of these."""
+    for schema in schemas_of_lark(prepared_lark(grammar.source)) if grammar.kind == "lark" else ():
+        error = _matcher(tokenizer, _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(schema))).get_error()
+        if error:
+            return f"the schema {str(schema.get('title'))!r}: {error}"
+    return None
+
+
+def _require_continuations(grammar: Grammar, tokenizer: Any) -> None:
+    def alive(schema: dict[str, Any], before: str) -> bool:
+        options = {"whitespace_flexible": False, **ESCAPES}
+        probe = _matcher(tokenizer, _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(schema), options))
+        if not probe.is_error() and probe.consume_tokens(tokenizer.tokenize_str(before)):
+            probe.compute_bitmask()
+            return not probe.get_error().startswith(NO_CONTINUATION)
+        return True  # it is refused for that, or never gets there
+
+    schemas = schemas_of_lark(grammar.source) if grammar.kind == "lark" else []
+    if grammar.kind == "json_schema" and isinstance(schema := json.loads(grammar.source), dict):
+        schemas = [schema]
+    try:
+        for schema in schemas:
+            require_continuations(schema, alive)
+    except InvalidInput as error:
+        raise InvalidInput(_refusal(grammar, str(error))) from error
+
+
 def _refusal(grammar: Grammar, error: str) -> str:
+    error = error.replace(ONE_OF, "oneOf of schemas that may match one text together is not kept: use anyOf")
     return f"grammar: this {grammar.kind} cannot be served: {' '.join(error.split())[:300]}"
 
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from detcompile.errors import GenerationError
 
-__all__ = ["Mask", "Matcher", "token_bits"]
+__all__ = ["Mask", "Matcher", "NO_CONTINUATION", "token_bits"]
 
 Mask = NDArray[np.int32]  # [W]
+NO_CONTINUATION = "NoExtensionBias"  # begins the error of a matcher that no token can go on with
 Path = tuple[int, ...]
 
 
@@ -67,7 +68,7 @@ class Matcher:
         """The sequence has a token more, which does not end it.
 
         Raises:
-            GenerationError: the grammar forbids it, or is too large to say what may follow.
+            GenerationError: the grammar forbids it, or nothing may follow, or it is too large to say what may.
         """
         known, self._known = self._known, {}
         state = known.get((token,))
@@ -114,7 +115,9 @@ class Matcher:
     def _state_of(self, matcher: Any) -> _State:
         found = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._ends)]
         if matcher.is_error():
-            raise GenerationError(f"the grammar is too large at this place: {_first_line(matcher.get_error())}")
+            dead = matcher.get_error().startswith(NO_CONTINUATION)
+            reason = "lets nothing follow here, and no end" if dead else "is too large at this place"
+            raise GenerationError(f"the grammar {reason}: {_first_line(matcher.get_error())}")
         accepts = matcher.is_accepting()
         mask = (found & self._ignored) | self._ends if accepts else found & self._ignored
         return _State(matcher, mask, accepts and not (found & self._text).any())

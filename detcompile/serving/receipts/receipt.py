@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.grammars.compiler import llguidance_version
+from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.runtime.requests.sampling_params import SamplingParams
 
 __all__ = [
@@ -65,7 +65,7 @@ class WrittenGrammar(_Strict):
     Attributes:
         source: the grammar; at level "hashes" a commitment to it.
         hashed: whether it is one.
-        llguidance: version of the library that made the masks.
+        llguidance: versions of the library that made the masks, and of what was given to it.
     """
 
     kind: str
@@ -190,7 +190,7 @@ def written_grammar(params: SamplingParams, salt: bytes | None) -> WrittenGramma
     if own is None:
         return None
     source = own.source if salt is None else commitment(own.source, salt)
-    return WrittenGrammar(kind=own.kind, source=source, hashed=salt is not None, llguidance=llguidance_version())
+    return WrittenGrammar(kind=own.kind, source=source, hashed=salt is not None, llguidance=masks_version())
 
 
 def params_of(receipt: Receipt, grammar: str | None = None) -> SamplingParams:

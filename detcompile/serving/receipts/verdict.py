@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from detcompile.digests import fingerprint
-from detcompile.runtime.grammars.compiler import llguidance_version
+from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.serving.receipts.receipt import Receipt
 
 __all__ = ["Verdict", "differs", "fingerprint_verdict"]
@@ -64,7 +64,7 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
     own: dict[str, str | None] = {**parts, "tokenizer": tokenizer}
     theirs: dict[str, str | None] = {**receipt.fingerprint_parts, "tokenizer": receipt.served.tokenizer}
     if receipt.grammar is not None:
-        own["llguidance"], theirs["llguidance"] = llguidance_version(), receipt.grammar.llguidance
+        own["llguidance"], theirs["llguidance"] = masks_version(), receipt.grammar.llguidance
     found = [(name, theirs.get(name), own.get(name)) for name in _all(own, theirs) if theirs.get(name) != own.get(name)]
     if not found:
         return None

@@ -98,7 +98,7 @@ def _named_rules(
 
 
 def _schema(function: Function) -> str:
-    schema = {"type": "object", **function.parameters, "x-guidance": COMPACT}
+    schema = {"type": "object", **function.parameters, "title": function.name, "x-guidance": COMPACT}
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from detcompile.digests import fingerprint
-from detcompile.runtime.grammars.compiler import llguidance_version
+from detcompile.runtime.grammars.compiler import masks_version
 from detcompile.serving.receipts.envelope import Envelope, payload_of, seal
 from detcompile.serving.receipts.keys import SigningKey
 
@@ -95,7 +95,7 @@ def _swapped(payload: dict[str, Any]) -> None:
 
 
 def _grammar(source: str, version: str | None = None) -> Callable[[dict[str, Any]], None]:
-    version = version or llguidance_version()
+    version = version or masks_version()
     return _set("grammar", {"kind": "regex", "source": source, "hashed": False, "llguidance": version})
 
 

@@ -22,6 +22,18 @@ CASES = [
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
     (HERMES, '<tool_call>{"name": "add", "id": 7, "arguments": {"a', "", [("add", '{"a')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}</tool_call>', "",
+     [("add", '{"a": "é"}')]),
+    (HERMES, '<tool_call>{"arguments": " {\\"a\\": 1}", "name": "add"}', "", [("add", ' {"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\ud83d', "", [("add", '{"a": "\ufffd')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\u00', "", [("add", '{"a": "')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "Oslo"}</tool_call>', "", [("add", '"Oslo"')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": [1, {}]}</tool_call>', "", [("add", "[1, {}]")]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [("add", "{}")]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": null}</tool_call>', "",
+     [("add", '{"a": 1}')]),
+    (LLAMA3, '{"name": "add", "parameters": "{\\"a\\": 1}"}', "", [("add", '{"a": 1}')]),
+    (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": "{\\"a\\": 1}"}]', "", [("add", '{"a": 1}')]),
     (HERMES, "a < b <tool_cal", "a < b <tool_cal", []),
     (HERMES, "", "", []),
     (LLAMA3, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
@@ -66,6 +78,7 @@ def read(family: Family, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
 @pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
 def test_each_family_is_read(family, text, content, calls) -> None:
     assert read(family, [text]) == (content, calls)
+    assert all(read(family, [text[:at], text[at:]]) == (content, calls) for at in range(len(text)))
     assert read(family, [*text, ""]) == (content, calls)
     assert read(family, [text, ""]) == (content, calls)
 
@@ -73,6 +86,7 @@ def test_each_family_is_read(family, text, content, calls) -> None:
 TEXTS = st.lists(
     st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", ONE, TWO, "{", "}", '"name"', ":",
                      ",", "[", "]", ";", " ", "\n", '"a"', "\\", '"', "3", "[ARGS]", "arguments", "word", "<tool",
+                     json.dumps(json.dumps({"é": '"'})), "\\ud83d\\ude00",
                      "x" * 100, "x" * 250]),
     max_size=14,
 ).map("".join)  # fmt: skip

@@ -11,6 +11,7 @@ __all__ = ["Piece", "Reader"]
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
 SPLITS = "[ARGS]"  # between a name and its arguments, where they are no JSON together
+MOST_ESCAPE = 12  # letters of a surrogate pair's two escapes
 MOST_NAME = 256  # letters of a name that is no JSON, up to its arguments and with their first one
 Reading = Generator[None, None, bool]  # waits for more text at each yield
 
@@ -128,11 +129,18 @@ class Reader:
             if key is None or not (yield from self._skip(":")):
                 return False
             yield from self._space()
-            if key in ARGUMENTS and (yield from self._next_is("{")):
-                streamed = name is not None and arguments is None
-                arguments = yield from self._value(self.num_calls - 1 if streamed else None)
-                if name is not None and not streamed:
+            if key in ARGUMENTS:
+                call = None if name is None else self.num_calls - 1
+                first = arguments is None
+                if (yield from self._next_is("{")):
+                    found: str | None = yield from self._value(call if first else None)
+                else:
+                    found = _arguments_of((yield from self._value(None)))
+                    if first and found is not None and call is not None:
+                        self._give(Piece(call, None, found))
+                if call is not None and not first and found is not None:
                     return False  # twice
+                arguments = arguments if found is None else found
             elif key == "name" and name is None:
                 name = yield from self._string()
                 if name is None:
@@ -216,6 +224,20 @@ class Reader:
             self._found[-1] = self._found[-1]._replace(text=self._found[-1].text + piece.text)
         elif piece.text or piece.name is not None:
             self._found.append(piece)
+
+
+def _arguments_of(written: str) -> str | None:
+    """Arguments that are no JSON object: the text of one, decoded, or what is written; None for null."""
+    if written == "null":
+        return None
+    cuts = (written[: len(written) - cut] + '"' for cut in range(MOST_ESCAPE))  # where the text was cut
+    for whole in (written, *cuts):
+        try:
+            text = read_json(whole)
+        except ValueError:
+            continue
+        return text if isinstance(text, str) and text.lstrip(SPACE).startswith("{") else written
+    return written
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -32,9 +32,6 @@ TOOLS = [
 ASKED = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_completion_tokens": 120, "temperature": 0.8}
 
 
-BROKEN = {"name": "a", "arguments": "x"}
-
-
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
@@ -130,8 +127,8 @@ def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI, http: httpx
         ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"response_format": {"type": "json_object"}}, "tools"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": BROKEN}]}]},
-         "messages[0].tool_calls[0].function.arguments"),
+        *(({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}, "tools")
+          for parameters in ({"type": "array"}, {"type": ["object", "null"]}, {"x-guidance": {"lenient": True}})),
     ],
 )  # fmt: skip
 def test_what_fits_no_tool_is_refused(http: httpx.Client, changes: dict, param: str) -> None:
@@ -139,11 +136,32 @@ def test_what_fits_no_tool_is_refused(http: httpx.Client, changes: dict, param: 
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_a_schema_that_cannot_be_kept_is_refused(http: httpx.Client) -> None:
-    function = {"name": "f", "parameters": {"oneOf": [{"minimum": 1}, {"maximum": 3}]}}
-    asked = ASKED | {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+def test_a_response_that_was_cut_in_a_call_is_gone_on_with(http: httpx.Client) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"input": "x", "tools": tools, "tool_choice": "required", "max_output_tokens": 24, "seed": 4}
+    first = http.post("/v1/responses", json=asked).json()
+    [call] = first["output"]
+    assert first["status"] == "incomplete" and not call["arguments"].endswith("}")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "failed"}
+    for before in ({"previous_response_id": first["id"], "input": [result]}, {"input": [call, result]}):
+        answer = http.post("/v1/responses", json={"tools": tools, "max_output_tokens": 2} | before)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("keyword", [{"oneOf": [{"minimum": 1}, {"maximum": 3}]}, {"uniqueItems": True}, {"not": {}}])
+def test_a_schema_that_cannot_be_kept_is_refused_by_tool_and_keyword(http: httpx.Client, keyword: dict) -> None:
+    function = {"name": "Find_it", "parameters": {"type": "object", "properties": {"a": {"type": "array", **keyword}}}}
+    asked = ASKED | {"tools": [*TOOLS, {"type": "function", "function": function}], "tool_choice": "required"}
     answer = http.post("/v1/chat/completions", json=asked)
-    assert answer.status_code == 400 and "oneOf" in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and next(iter(keyword)) in said and "Find_it" in said
+
+
+def test_a_function_that_names_no_parameters_is_called_without_any(http: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    asked = ASKED | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    [call] = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "now", "arguments": "{}"}
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]

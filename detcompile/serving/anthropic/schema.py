@@ -185,7 +185,7 @@ def _text(content: str | list[Block], where: str, first: int = 0) -> str:
         if block.type != "text":
             own = f"{where}[{index}]"
             raise HTTPError(400, f"{own}: blocks of type {block.type[:40]!r} are not served here", param=own)
-    return "".join(_needed(block.text, f"{where}[{index}].text") for index, block in enumerate(content, first))
+    return "\n".join(_needed(block.text, f"{where}[{index}].text") for index, block in enumerate(content, first))
 
 
 def _needed(value: str | None, where: str) -> str:

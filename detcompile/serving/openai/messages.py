@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from detcompile.errors import InvalidInput
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.schema import Message, Part, Tool
 from detcompile.serving.service import Service
@@ -35,27 +36,32 @@ async def prompt_of(
     variables: dict[str, Any] = {**service.hello.special_tokens}
     if tools:
         variables["tools"] = [_told(tool) for tool in tools]
-    text = await service.template.render(plain, **variables)
+    try:
+        text = await service.template.render(plain, **variables)
+    except InvalidInput:
+        whole = [_without_cut_arguments(message) for message in plain]
+        if whole == plain:
+            raise
+        text = await service.template.render(whole, **variables)
     if not counts:
         service.texts.require_fit(text)
     return await service.texts.encode(text, add_special_tokens=False)
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
-    """A message as templates take it; parts of text are joined, arguments of calls are JSON values."""
+    """A message as templates take it: parts of text are lines, and arguments of calls objects where they are any."""
     content = message.content
     if isinstance(content, list):
-        content = "".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+        content = "\n".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
     plain: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
     given = {"name": message.name, "tool_call_id": message.tool_call_id}
     plain |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {
-                "name": call.function.name,
-                "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments"),
+                "name": call.function.name, "arguments": _arguments(call.function.arguments),
             }}
-            for index, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]  # fmt: skip
     return plain
 
@@ -66,20 +72,32 @@ def _text(part: Part, where: str) -> str:
     return part.text
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Arguments as a JSON object; as they stand where they are none, as where max_tokens has cut them."""
     try:
-        found = read_json(text or "{}")
-    except ValueError as error:
-        raise HTTPError(400, f"{where} are no JSON: {error}", param=where) from error
-    if not isinstance(found, dict):
-        raise HTTPError(400, f"{where} are no JSON object", param=where)
-    return found
+        found = read_json(text or "null")
+    except ValueError:
+        return text
+    return {} if found is None else found if isinstance(found, dict) else text
+
+
+def _without_cut_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """No arguments in the place of those that are no object, for templates that take nothing else."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
+        calls.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
 
 
 def _told(tool: Tool) -> dict[str, Any]:
     own = tool.function
     function: dict[str, Any] = {"name": own.name, "description": own.description or ""}
-    return {"type": "function", "function": function | {"parameters": own.parameters or {"type": "object"}}}
+    parameters = {"type": "object", "properties": {}} if own.parameters is None else own.parameters
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

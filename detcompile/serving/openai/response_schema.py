@@ -189,7 +189,7 @@ def _content(content: str | list[Part] | None, where: str) -> str:
         if part.type not in ("input_text", "output_text", "text") or part.text is None:
             own = f"{where}.content[{index}]"
             raise HTTPError(400, f"{own}: parts of type {part.type[:40]!r} are not served, only text", param=own)
-    return "".join(part.text or "" for part in content)
+    return "\n".join(part.text or "" for part in content)
 
 
 def _needed(value: str | None, where: str) -> str:

@@ -16,6 +16,7 @@ from detcompile.serving.tools.reader import Piece, Reader
 __all__ = ["Calls", "ToolUse", "call_id", "in_family", "tool_use"]
 
 MOST_TOOLS = 128
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function that names none
 
 
 class ToolUse(NamedTuple):
@@ -39,7 +40,8 @@ def tool_use(
     """What a request's fields ask for; None where no function may be called.
 
     Raises:
-        HTTPError: a choice that fits no tool, or tools that the model's chat template does not take.
+        HTTPError: a choice that fits no tool, parameters that are no object, or tools that the model's chat template
+            does not take.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -48,6 +50,8 @@ def tool_use(
     names = [tool.function.name for tool in tools]
     if len(tools) > MOST_TOOLS or len(set(names)) < len(names):
         raise HTTPError(400, f"tools holds over {MOST_TOOLS}, or two of one name", param="tools")
+    for tool in tools:
+        _require_object(tool)
     if choice == "none":
         return None
     if service.template is None or not service.template.takes_tools or service.tool_family is None:
@@ -63,9 +67,26 @@ def tool_use(
     return ToolUse(service.tool_family, tools, grammar, named)
 
 
+def _require_object(tool: Tool) -> None:
+    """Reject parameters that are no schema of an object: the arguments of a call are one.
+
+    Raises:
+        HTTPError: the function is named.
+    """
+    name, schema = tool.function.name, tool.function.parameters or {}
+    said = None
+    if schema.get("type", "object") != "object":
+        said = f'must be the schema of an object, "type": "object", and not {str(schema["type"])[:40]!r}'
+    elif "x-guidance" in schema:
+        said = "hold x-guidance, whose options are fixed here: leave it out"
+    if said is not None:
+        raise HTTPError(400, f"tools: the parameters of {name!r} {said}", param="tools")
+
+
 def _grammar(service: Service, tools: Sequence[Tool], *, required: bool, single: bool) -> Grammar | None:
     functions = [
-        Function(own.name, own.parameters or {}, bool(own.strict)) for own in (tool.function for tool in tools)
+        Function(own.name, NO_PARAMETERS if own.parameters is None else own.parameters, bool(own.strict))
+        for own in (tool.function for tool in tools)
     ]
     family = service.tool_family
     assert family is not None

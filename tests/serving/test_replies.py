@@ -12,7 +12,7 @@ from detcompile.serving.engines.answers import Answer
 from detcompile.serving.engines.notices import News
 from detcompile.serving.engines.protocol import Delta, SampleDelta, Statistics, Token
 from detcompile.serving.http_errors import HTTPError
-from detcompile.serving.journal.job import Ask, Job
+from detcompile.serving.journal.job import Ask, Job, ServedModel
 from detcompile.serving.metrics import Metrics
 from detcompile.serving.openai.chat import _Chat
 from detcompile.serving.openai.completions import _Completion
@@ -26,7 +26,8 @@ async def no_receipt(job: Job) -> None:
     return None
 
 
-SERVICE: Any = SimpleNamespace(texts=Texts(HELLO), name="scripted", hello=HELLO, issue=no_receipt)
+SERVICE: Any = SimpleNamespace(texts=Texts(HELLO), issue=no_receipt)
+MODEL = ServedModel("scripted", HELLO.fingerprint, {})
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_tokens": 10}
 MESSAGES = [Message(role="user", content="x")]
 
@@ -35,7 +36,7 @@ def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
     """A request of two samples, or of one, whose answer begins."""
     asked = SamplingParams(seed=1, max_tokens=length, **params)
     answer = Answer("1", [5], asked, News())
-    return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None, kept)
+    return Job(Ask([[5]], asked, 0, "cmpl-"), [answer], None, lambda answers: None, MODEL, kept)
 
 
 async def draw(answer: Answer, ids: list[int]) -> None:

@@ -23,3 +23,15 @@ def test_no_memory_of_a_template_follows_the_default_dtype():
         if not {"dtype", None} & {keyword.arg for keyword in node.keywords}  # None: **keywords
     ]
     assert not found, f"pass dtype to torch's constructors in {found}"
+
+
+def test_no_cancellation_of_a_request_is_lost():
+    """asyncio.wait_for of Python 3.11 may return in place of raising CancelledError; asyncio.timeout does not."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, source in sources().items()
+        if name.startswith("serving/")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "wait_for"
+    ]
+    assert not found, f"use asyncio.timeout in {found}"

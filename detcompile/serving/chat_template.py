@@ -74,8 +74,8 @@ class ChatTemplate:
         """
         given = {**variables, "messages": messages, "add_generation_prompt": True}
         try:
-            made = asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, given)
-            return await asyncio.wait_for(made, RENDER_SECONDS)
+            async with asyncio.timeout(RENDER_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._template.render, given)
         except TimeoutError as error:
             raise InvalidInput(f"the chat template took over {RENDER_SECONDS:g} s for these messages") from error
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

@@ -46,8 +46,9 @@ class Connection:
         """How it ended, once its end of the connection is closed."""
         if self.process is None:
             return "its connection was closed"
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.process.wait(), 1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self.process.wait()
         code = self.process.returncode
         if code is None:
             return "it closed its socket"
@@ -66,7 +67,8 @@ class Connection:
         self.writer.close()
         if self.process is not None:
             try:
-                await asyncio.wait_for(self.process.wait(), ENDING_SECONDS)
+                async with asyncio.timeout(ENDING_SECONDS):
+                    await self.process.wait()
             except TimeoutError:
                 logger.warning("process %d was killed and has not ended: it waits for a device", self.process.pid)
 
@@ -175,7 +177,8 @@ class DialIn:
         nonce = new_nonce()
         writer.write(nonce)
         try:
-            proof = await asyncio.wait_for(reader.readexactly(NONCE_BYTES), HANDSHAKE_SECONDS)
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                proof = await reader.readexactly(NONCE_BYTES)
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             proof = b""
         if proof_of(self.secret, nonce, proof) and not self._closed:

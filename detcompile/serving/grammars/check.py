@@ -126,7 +126,8 @@ class GrammarCheck:
             await self.stop()
             raise
         try:
-            return await asyncio.wait_for(self._ask([grammar.kind, grammar.source]), 2 * COMPILE_SECONDS)
+            async with asyncio.timeout(2 * COMPILE_SECONDS):
+                return await self._ask([grammar.kind, grammar.source])
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             await self.stop()
             seconds = 2 * COMPILE_SECONDS
@@ -143,7 +144,8 @@ class GrammarCheck:
             self._streams = await asyncio.open_connection(sock=ours)
             command = (*BOUND, "detcompile.serving.grammars.check")  # a grammar would keep it alive for hours
             self._process = Child(command, stdin=theirs.fileno(), stdout=theirs.fileno())
-        await asyncio.wait_for(self._ask(tokenizer), START_SECONDS)
+        async with asyncio.timeout(START_SECONDS):
+            await self._ask(tokenizer)
 
     async def _ask(self, content: str | list[str]) -> str:
         assert self._streams is not None
